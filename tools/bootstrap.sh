@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Make an environment from nothing, with pip, or uv where that is at hand. Every package is one of requirements/, checked
-# by its hash. Repeatable; keeps an environment that works.
+# Create a virtual environment with uv, or with pip if uv is not installed. Every package is pinned in requirements/ and
+# checked by its hash. Can be repeated; keeps a working environment.
 #
-#   tools/bootstrap.sh dev .venv          holdfast, editable, with everything its tests and tools need
-#   tools/bootstrap.sh base .venv-demo    what `pip install holdfast` brings; holdfast itself is run from src/
+#   tools/bootstrap.sh dev .venv          holdfast, editable, with the packages for its tests and tools
+#   tools/bootstrap.sh base .venv-demo    the packages of `pip install holdfast`; holdfast itself is run from src/
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -25,7 +25,7 @@ install_debian() {
     DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null
 }
 
-# pip 22.3 and later installs into another environment, which then needs no pip of its own: that saves seconds.
+# pip 22.3 and later can install into another environment, which then needs no pip itself: that saves seconds.
 has_pip() { "$python" -m pip --python "$python" --version >/dev/null 2>&1; }
 
 make_venv() {
@@ -61,9 +61,9 @@ fi
 recent "$venv/bin/python" || make_venv
 
 say "installing requirements/$set.txt into $venv"
-# The file is closed: it lists all that its packages depend on.
+# The file is complete: it lists all dependencies of its packages.
 install --no-deps --require-hashes --requirement "requirements/$set.txt"
 if [ "$set" = dev ]; then
-    # Hashes and an editable project do not go together in one call. Its build tool is among the pinned packages.
+    # One call cannot combine hashes and an editable project. Its build tool is one of the pinned packages.
     install --no-deps --no-build-isolation --editable .
 fi

@@ -1,8 +1,8 @@
-"""Does the base install load without the packages of any extra?
+"""Check that the base install loads without the packages of any extra.
 
-Follows the imports that run when a module is loaded: those at its top, not those inside functions or under
-`TYPE_CHECKING`. A module of the base may reach packages of the base install; a module that belongs to an extra may also
-reach that extra's packages. Fails with the chain of imports that leads to any other package.
+Follows the imports that run when a module is loaded: those at its top level, not those inside functions or under
+`TYPE_CHECKING`. A module of the base may load packages of the base install; a module that belongs to an extra may also
+load that extra's packages. Fails with the chain of imports that leads to any other package.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ Graph = Mapping[str, frozenset[str]]
 
 
 def read_graph(root: Path) -> Graph:
-    """Each module below the folder → what it imports when it is loaded: modules of the folder, packages of others."""
+    """Each module below `root` → what it imports when loaded: modules below `root`, and other packages."""
     files = {_name(file.relative_to(root)): file for file in root.rglob("*.py")}
     return {name: frozenset(_imported(file, files)) for name, file in files.items()}
 
 
 def problems(graph: Graph, owners: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """One line for each import that loads what its module must not load, with the chain; empty when all is well."""
+    """One line, with the chain, for each import of a package that the module must not load."""
     always = {*graph, *sys.stdlib_module_names, *(name for modules in BASE.values() for name in modules)}
-    found = [f"{owner}: no such module, take it out of OWNERS" for owner in owners if owner not in graph]
+    found = [f"{owner}: no such module; remove it from OWNERS" for owner in owners if owner not in graph]
     may_load = {
         module: always | {name.partition(".")[0] for owner in _owners_of(module, owners) for name in PACKAGES[owner]}
         for module in graph
@@ -90,7 +90,7 @@ def problems(graph: Graph, owners: Mapping[str, tuple[str, ...]]) -> list[str]:
 
 
 def _culprit(chain: tuple[str, ...], may_load: Mapping[str, set[str]]) -> tuple[str, ...]:
-    """The end of the chain, from the last module that must not load the package: all before it only import this one."""
+    """The end of the chain, from the last module that must not load the package; those before it only import it."""
     start = max(i for i, module in enumerate(chain[:-1]) if chain[-1] not in may_load[module])
     return chain[start:]
 
@@ -104,7 +104,7 @@ def _owners_of(module: str, owners: Mapping[str, tuple[str, ...]]) -> tuple[str,
 
 
 def _chains(graph: Graph, start: str) -> dict[str, tuple[str, ...]]:
-    """Everything that loading the module loads → the shortest chain of imports to it."""
+    """Everything that the module loads → the shortest chain of imports to it."""
     chains: dict[str, tuple[str, ...]] = {start: (start,)}
     waiting = [start]
     for module in waiting:
@@ -121,7 +121,7 @@ def _imported(file: Path, modules: Mapping[str, Path]) -> Iterator[str]:
             names = [alias.name for alias in statement.names]
         else:
             if statement.level:
-                raise SystemExit(f"{file}: relative imports are not followed; write the whole name")
+                raise SystemExit(f"{file}: relative imports are not supported; use the absolute name")
             source = statement.module or ""
             names = [source, *(f"{source}.{alias.name}" for alias in statement.names)]
         for name in names:

@@ -1,4 +1,4 @@
-"""Names of the source tree: a class name is defined once. Part of `make check`."""
+"""Check that each class name is defined only once in the source tree. Part of `make check`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ ROOT: Final = Path(__file__).parent.parent / "src"
 
 def find_repeated_classes(root: Path) -> list[str]:
     """One line for each class name that is defined more than once at the top level of a module."""
-    places: dict[str, list[str]] = defaultdict(list)
+    locations: dict[str, list[str]] = defaultdict(list)
     for path in sorted(root.rglob("*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef):
-                places[node.name].append(f"{path.relative_to(root)}:{node.lineno}")
-    return [f"class {name} is defined in {', '.join(found)}" for name, found in places.items() if len(found) > 1]
+                locations[node.name].append(f"{path.relative_to(root)}:{node.lineno}")
+    return [f"class {name} is defined in {', '.join(found)}" for name, found in locations.items() if len(found) > 1]
 
 
 def main() -> int:

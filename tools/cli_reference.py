@@ -1,6 +1,6 @@
-"""The generated half of `docs/reference/cli.md`: every command with its options, and the exit codes.
+"""Generate the parts of `docs/reference/cli.md`: every command with its options, and the exit codes.
 
-Read from the program itself, so that the page cannot fall behind it.
+They are read from the program, so that the page is always current.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from holdfast.cli.program import program
 
 
 def exit_codes() -> str:
-    """A row per exit code."""
+    """A table with one row per exit code."""
     rows = [f"| {code.value} | {code.meaning} |" for code in ExitCode]
     return "\n".join(["| code | meaning |", "|---|---|", *rows]) + "\n"
 
 
 def commands() -> str:
-    """A section per command."""
+    """One section per command."""
     root = typer.main.get_command(program())
     return "\n".join(section for path, command in walk(root, "holdfast") for section in _section(path, command)) + "\n"
 
 
 def walk(command: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Every command that does something, with the words that call it."""
+    """Every leaf command, with its full name."""
     children = getattr(command, "commands", None)
     if children is None:
         yield path, command
@@ -51,7 +51,7 @@ def _section(path: str, command: Any) -> Iterator[str]:
 
 
 def examples(command: Any) -> list[str]:
-    """The examples of a command's help, as one types them."""
+    """The examples in a command's help."""
     lines = (command.epilog or "").replace("\\[", "[").split("\n\n")
     return [line.strip() for line in lines if line.strip().startswith("holdfast") or "| xargs" in line]
 

@@ -1,8 +1,8 @@
-"""Build what is released: sdist, a wheel made from that sdist, its bill of materials, and their checksums.
+"""Build a release: sdist, a wheel made from that sdist, its bill of materials, and their checksums.
 
     python -m tools.dist [FOLDER]     default: dist
 
-Needs no network: the build tool is one of the pinned packages.
+Needs no network: the build tool is a pinned package.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from tools.sbom import write_sbom
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 CHECKSUMS: Final = "SHA256SUMS"
-#: Reserved names that lead nowhere (RFC 2606).
-_NOWHERE: Final = ".example/"
+#: A reserved top-level domain (RFC 2606).
+_RESERVED: Final = ".example/"
 
 
 def build(folder: Path) -> None:
-    """Fill the folder; raises `CalledProcessError` if the metadata do not pass `twine check --strict`."""
+    """Build into `folder`. Raises `CalledProcessError` if the metadata do not pass `twine check --strict`."""
     shutil.rmtree(folder, ignore_errors=True)
     _python("build", "--no-isolation", "--outdir", str(folder), str(ROOT))
     built = sorted(folder.iterdir())
@@ -33,8 +33,8 @@ def build(folder: Path) -> None:
     write_sbom(wheel, folder / f"{wheel.name.removesuffix('.whl')}.cdx.json")
     rows = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in sorted(folder.iterdir())]
     (folder / CHECKSUMS).write_text("".join(rows))
-    if any(_NOWHERE in url for url in wheel_metadata(wheel).get_all("Project-URL", [])):
-        print("project URLs lead nowhere; set [project.urls] in pyproject.toml before a release", file=sys.stderr)
+    if any(_RESERVED in url for url in wheel_metadata(wheel).get_all("Project-URL", [])):
+        print("project URLs are placeholders; set [project.urls] in pyproject.toml before a release", file=sys.stderr)
 
 
 def _python(module: str, *arguments: str) -> None:

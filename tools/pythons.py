@@ -1,9 +1,9 @@
-"""The unit tests, and the engine's contract suite on SQLite, from the wheel on the other supported releases of Python.
+"""Run the unit tests, and the engine contract suite on SQLite, on other Python releases with the built wheel.
 
-    python -m tools.pythons list     say which are here
-    python -m tools.pythons test     run the tests on them, at the same time
+    python -m tools.pythons list     list the installed releases
+    python -m tools.pythons test     run the tests on them concurrently
 
-A release that is not here is left out. Environments are kept in .pythons for the next run.
+A release that is not installed is skipped. Environments are kept in .pythons for the next run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ REQUIREMENTS: Final = ROOT / "requirements" / "test.txt"
 RELEASES: Final = ("3.12", "3.13")
 #: Where version managers keep interpreters, below the home folder; `*` is the release and more.
 MANAGED: Final = (".pyenv/versions/{}*/bin", ".local/share/uv/python/cpython-{}*/bin")
-#: What these leave out are tests of tools, which run on 3.11 only, and those that need further packages or servers.
+#: Left out: tests of tools, which run only on 3.11, and tests that need more packages or servers.
 TESTS: Final = (
     "tests/unit",
     "tests/contract/test_engine_contract.py",
@@ -36,14 +36,14 @@ TESTS: Final = (
     "-m",
     "not redis and not postgres and not brokers and not faults and not search",
 )
-_ASK: Final = "import ensurepip, sys, venv; print(*sys.version_info[:2], sep='.')"
+_PROBE: Final = "import ensurepip, sys, venv; print(*sys.version_info[:2], sep='.')"
 
 
 def find(release: str) -> Path | None:
-    """An interpreter of this release that works: on PATH, else one of a version manager's."""
+    """A working interpreter of this release: on PATH, else from a version manager."""
     for candidate in _candidates(release):
-        asked = subprocess.run([candidate, "-c", _ASK], capture_output=True, text=True, check=False)
-        if asked.returncode == 0 and asked.stdout.strip() == release:
+        done = subprocess.run([candidate, "-c", _PROBE], capture_output=True, text=True, check=False)
+        if done.returncode == 0 and done.stdout.strip() == release:
             return candidate
     return None
 
@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
         return 2
     found = {release: find(release) for release in RELEASES}
     for release, python in found.items():
-        print(f"Python {release}: {python or 'not here'}", flush=True)
+        print(f"Python {release}: {python or 'not installed'}", flush=True)
     here = [(release, python) for release, python in found.items() if python is not None]
     if arguments == ["list"] or not here:
         return 0
@@ -82,7 +82,7 @@ def _build_wheel() -> Path:
 
 
 def _test(release: str, python: Path, wheel: Path) -> int:
-    """Run the tests on one release; prints the end of what they say, or all of it if they fail."""
+    """Run the tests on one release. Prints the end of their output, or all of it if they fail."""
     log = FOLDER / f"{release}.log"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     code = 0
@@ -97,7 +97,7 @@ def _test(release: str, python: Path, wheel: Path) -> int:
 
 
 def _commands(folder: Path, python: Path, wheel: Path) -> Iterator[list[str]]:
-    """Make the environment unless it is there, put the wheel into it, run the tests."""
+    """Create the environment if it does not exist, install the wheel into it, run the tests."""
     own = str(folder / "bin" / "python")
     pip = [own, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-compile"]
     digest = hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()

@@ -1,7 +1,7 @@
-"""The bill of materials of a wheel: CycloneDX JSON with everything it depends on, extras included.
+"""Write the bill of materials of a wheel: CycloneDX JSON with all dependencies, including extras.
 
-Read from the metadata of the wheel and of the packages that are installed beside this tool, which are the pinned ones:
-no network. What holds for another platform or Python only is left out.
+It is read from the metadata of the wheel and of the installed packages, which are the pinned ones, without network.
+Dependencies of other platforms or Pythons are left out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from packaging.utils import canonicalize_name
 
 from tools.packages import closure, installed_metadata, wheel_metadata
 
-#: For people who work on holdfast, not for those who run it.
+#: For developers of holdfast, not for its users.
 _OWN_EXTRAS: Final = frozenset({"dev", "test"})
 _CLASSIFIER: Final = "License :: OSI Approved :: "
 
@@ -50,7 +50,7 @@ def _bill(wheel: Path) -> Bom:
     bom = Bom(components=[component for name, component in components.items() if name != own])
     bom.metadata.component = root
     bom.metadata.timestamp = _timestamp()
-    # The same wheel has the same bill.
+    # Derived from the digest, so that the same wheel has the same bill.
     bom.serial_number = uuid.uuid5(uuid.NAMESPACE_OID, digest)
     for name, needs in graph.items():
         bom.register_dependency(components[name], [components[need] for need in sorted(needs)])
@@ -74,17 +74,17 @@ def _component(facts: Message, scope: ComponentScope | None = None) -> Component
 
 
 def _licences(facts: Message) -> list[str]:
-    """An SPDX expression where the package has one, else what it calls its licence."""
+    """The package's SPDX expression if it has one, else its own name of the licence."""
     if expression := facts.get("License-Expression"):
         return [expression]
     classifiers = [text for text in facts.get_all("Classifier", []) if text.startswith(_CLASSIFIER)]
     text = facts.get("License", "").strip()
-    # Some put the whole text of the licence there.
+    # Some packages put the whole text of the licence there.
     named = [text] if text and "\n" not in text else []
     return named or [classifier.removeprefix(_CLASSIFIER) for classifier in classifiers]
 
 
 def _timestamp() -> datetime:
-    """When the build was, or should seem to have been: https://reproducible-builds.org/specs/source-date-epoch/."""
+    """Time of the build, or SOURCE_DATE_EPOCH: https://reproducible-builds.org/specs/source-date-epoch/."""
     epoch = os.environ.get("SOURCE_DATE_EPOCH")
     return datetime.fromtimestamp(int(epoch), UTC) if epoch else datetime.now(UTC)

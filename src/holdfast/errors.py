@@ -1,51 +1,53 @@
 """Every error that holdfast raises, each with a stable code.
 
     HoldfastError
-    ├─ UsageError               the caller is wrong; trying again changes nothing
-    │   ├─ UnknownTask          no task of that name is registered here
-    │   ├─ DuplicateTask        two functions under one name
-    │   ├─ InvalidPayload       arguments that do not fit the task's annotations, or a result that is no JSON
-    │   ├─ PayloadTooLarge      over the limit
-    │   ├─ InvalidOption        a negative delay, an unknown priority, a setting that cannot be
-    │   ├─ UnknownJob           no job of that id (or it has expired)
-    │   ├─ AmbiguousId          a prefix that several ids begin with
+    ├─ UsageError               the call is wrong; a retry fails the same way
+    │   ├─ UnknownTask          no task of that name is registered in this process
+    │   ├─ DuplicateTask        two functions have the same task name
+    │   ├─ InvalidPayload       arguments that do not fit the task's annotations, or a value that is not JSON
+    │   ├─ PayloadTooLarge      arguments, context or result over the limit
+    │   ├─ InvalidOption        a negative delay, an unknown priority, a setting with an invalid value
+    │   ├─ UnknownJob           no job of that id, or it has expired
+    │   ├─ AmbiguousId          several ids begin with the given prefix
     │   ├─ EffectMismatch       an effect's key belongs to another function, or to other arguments
-    │   ├─ NoLedger             people need a ledger: tokens, approvals, dead letters
+    │   ├─ NoLedger             the operation needs a ledger: tokens, approvals, dead letters
     │   └─ MissingExtra         a package of one of holdfast's extras is not installed; also an ImportError
-    ├─ Denied                   a guard says no to a submission
-    ├─ GuardFailed              a guard raised, or did not answer in time: nothing passes
-    ├─ Unauthorized             no token, or one that is not valid
-    ├─ Forbidden                a role that may not, or the same person twice
-    ├─ Unknown                  nothing of that id here, or nothing that this caller may see
-    ├─ Conflict                 somebody else was faster, or it is decided already
-    │   ├─ ControlChanged       a queue's controls are no longer as they were seen
-    │   └─ ApprovalVoid         what was shown to the approver is not what would run
-    ├─ SignatureInvalid         a webhook that is not holdfast's, or not fresh
-    ├─ TransitionInvalid        the state table does not know that move
-    ├─ StaleLease               someone else owns the job now
+    ├─ Denied                   a guard denied a submission
+    ├─ GuardFailed              a guard raised, or did not answer in time; nothing was accepted
+    ├─ Unauthorized             no token, or an invalid one
+    ├─ Forbidden                the role does not allow it, or it needs two different principals
+    ├─ NotFound                 nothing of that id exists, or the caller may not see it
+    ├─ Conflict                 another caller was faster, or it is already decided
+    │   ├─ ControlChanged       a queue's controls have changed since they were read
+    │   └─ ApprovalVoid         the job's payload is not the one that was approved
+    ├─ SignatureInvalid         a webhook whose signature does not match, is too old, or was seen before
+    ├─ TransitionInvalid        the state table does not have that move
+    ├─ StaleLease               another worker owns the job now, or it has ended
     ├─ SchemaMismatch           the ledger's tables are of another release; run `holdfast migrate up`
-    ├─ RunOver                  this run has ended from outside; it may begin no effect and no step any more
-    ├─ EffectInDoubt            nobody knows whether an effect happened; a person decides
+    ├─ RunEnded                 this run was ended from outside; it may begin no further effect or step
+    ├─ EffectInDoubt            an effect was begun and its outcome is unknown; an operator decides
     ├─ StepMismatch             a job's recorded steps are not the ones its code takes now
-    ├─ JobFailed                the job a caller waits for ended without a result
+    ├─ JobFailed                the awaited job ended without a result
     │   └─ JobCancelled
-    ├─ WaitTimeout              the job a caller waits for has not ended yet; it goes on
-    ├─ IntakeRefused            the queue takes no new jobs at the moment
-    │   ├─ IntakeLimited        … because so many wait already
-    │   ├─ FeedFull             … because nobody reads its feed
-    │   └─ FeedUnread           … because its feed has no reader yet; the ledger registers one
+    ├─ WaitTimeout              the awaited job has not ended yet; it continues
+    ├─ IntakeRefused            the queue accepts no new jobs at the moment
+    │   ├─ IntakeLimited        … because its backlog is at the limit
+    │   ├─ FeedFull             … because the reader of its feed is behind
+    │   └─ FeedDetached         … because its feed has no reader yet; the submitter attaches one
     ├─ NotDurableYet            accepted, but the ledger has not confirmed it in time
-    └─ Unavailable              something holdfast or a task depends on is down; safe to try again
-        ├─ EngineUnavailable
-        │   └─ EngineRefused    … in a way that trying again may not mend
-        ├─ LedgerUnavailable
-        └─ BrokerUnavailable    Kafka, RabbitMQ, SQS or Redis, of a trigger or of the outbox
-            └─ BrokerRefused    … in a way that trying again may not mend: credentials, a queue that is not there
+    ├─ Unavailable              a dependency of holdfast or of a task is down; safe to retry
+    │   ├─ EngineUnavailable
+    │   │   └─ EngineRefused    … and a retry may not help
+    │   ├─ LedgerUnavailable
+    │   │   └─ LedgerRefused    … and a retry may not help: wrong credentials, no such database
+    │   └─ BrokerUnavailable    Kafka, RabbitMQ, SQS or Redis, of a trigger or of the outbox
+    │       └─ BrokerRefused    … and a retry may not help: wrong credentials, no such queue
+    └─ Fatal                    raised by a task: do not retry
 
-A task raises `Fatal` to say "do not retry", `Unavailable` to say "a dependency is down, this is not
-my fault" (requirement Y8).
+A task raises `Fatal` for a failure that a retry cannot fix, and `Unavailable` when a dependency is down, which does not
+use up retries (requirement Y8).
 
-Messages say what to do next; ids are attributes, so that nobody has to parse a message.
+Messages say what to do next. Ids are attributes, so that callers need not parse a message.
 """
 
 from __future__ import annotations
@@ -55,43 +57,43 @@ from datetime import timedelta
 
 
 class HoldfastError(Exception):
-    """Base of all of them. `code` never changes between releases."""
+    """Base class of all errors. `code` never changes between releases."""
 
     code = "HOLDFAST_ERROR"
 
 
 class UsageError(HoldfastError):
-    """The caller is wrong; never retried."""
+    """The call is wrong; never retried."""
 
     code = "USAGE_ERROR"
 
 
 class UnknownTask(UsageError):
-    """No task of this name is registered."""
+    """No task of this name is registered in this process."""
 
     code = "UNKNOWN_TASK"
 
     def __init__(self, task: str, known: tuple[str, ...] = ()) -> None:
         names = ", ".join(known) or "none"
         super().__init__(
-            f"no task named {task!r} is registered here (known: {names}); "
+            f"no task named {task!r} is registered in this process (known: {names}); "
             "import the module that defines it, or fix the name"
         )
         self.task = task
 
 
 class DuplicateTask(UsageError):
-    """Two functions claim the same name on the wire."""
+    """Two functions have the same task name."""
 
     code = "DUPLICATE_TASK"
 
     def __init__(self, task: str) -> None:
-        super().__init__(f"a task named {task!r} is registered already; give one of them @app.task(name=…)")
+        super().__init__(f"task {task!r} is already registered; rename one with @app.task(name=…)")
         self.task = task
 
 
 class InvalidPayload(UsageError):
-    """Arguments that do not fit the task, or a value that is no JSON."""
+    """Arguments that do not fit the task, or a value that cannot be written as JSON."""
 
     code = "INVALID_PAYLOAD"
 
@@ -111,62 +113,62 @@ class PayloadTooLarge(UsageError):
 
 
 class InvalidOption(UsageError):
-    """An option or setting that cannot be."""
+    """An option or setting with an invalid value."""
 
     code = "INVALID_OPTION"
 
 
 class UnknownJob(UsageError):
-    """The engine has no job of this id."""
+    """The engine has no job of this id in this queue."""
 
     code = "UNKNOWN_JOB"
 
     def __init__(self, job_id: str, advice: str = "") -> None:
         super().__init__(
-            f"no job {job_id!r} here; it was never accepted, its record has expired, or it is in another queue"
+            f"job {job_id!r} not found; it was never accepted, its record has expired, or it is in another queue"
             + (f"; {advice}" if advice else "")
         )
         self.job_id = job_id
 
 
 class AmbiguousId(UsageError):
-    """The beginning of several ids; nothing was changed."""
+    """Several ids begin with the given prefix; nothing was changed."""
 
     code = "AMBIGUOUS_ID"
 
     def __init__(self, noun: str, prefix: str, count: int, *, more: bool) -> None:
         several = f"more than {count}" if more else f"{count}"
-        super().__init__(f"{prefix!r} is the beginning of {several} {noun} ids; give more characters, or the whole id")
+        super().__init__(f"{prefix!r} is a prefix of {several} {noun} ids; give more characters, or the whole id")
         self.prefix = prefix
 
 
 class EffectMismatch(UsageError):
-    """An effect's key was used before, for something else."""
+    """An effect's key was used before, for another function or with other arguments."""
 
     code = "EFFECT_MISMATCH"
 
-    def __init__(self, key: str, why: str) -> None:
+    def __init__(self, key: str, reason: str) -> None:
         super().__init__(
-            f"the key {key!r} cannot be used for this effect: {why}; a key names one effect, so put into it whatever "
-            "makes this one different"
+            f"the key {key!r} cannot be used for this effect: {reason}; include in the key what makes this effect "
+            "different"
         )
         self.key = key
 
 
 class NoLedger(UsageError):
-    """What was asked for is kept in the ledger, and this deployment has none."""
+    """The operation needs a ledger, and this deployment has none."""
 
     code = "NO_LEDGER"
 
     def __init__(self, what: str) -> None:
         super().__init__(
-            f"{what} needs a ledger, and this deployment has none; set HOLDFAST_LEDGER to postgresql://… "
+            f"{what} needs a ledger and this deployment has none; set HOLDFAST_LEDGER to postgresql://… "
             "or sqlite:///ledger.db"
         )
 
 
 class MissingExtra(UsageError, ImportError):
-    """A package that comes with one of holdfast's extras is not installed."""
+    """A package of one of holdfast's extras is not installed."""
 
     code = "MISSING_EXTRA"
 
@@ -174,88 +176,90 @@ class MissingExtra(UsageError, ImportError):
         *others, last = packages
         listed = f"{', '.join(others)} and {last}" if others else last
         install = f"pip install 'holdfast[{','.join(extras)}]'"
-        super().__init__(f"{what} needs {listed}, not installed here; run: {install}")
+        super().__init__(f"{what} needs {listed}, not installed; run: {install}")
         self.extras = extras
         self.install = install
 
 
 class Denied(HoldfastError):
-    """A guard refused a submission; nothing was accepted."""
+    """A guard denied a submission; nothing was accepted."""
 
     code = "GUARD_DENIED"
 
     def __init__(self, task: str, reasons: tuple[str, ...], policies: tuple[str, ...]) -> None:
-        why = "; ".join(reasons) or "no reason given"
-        super().__init__(f"a guard refuses task {task!r}: {why} (policy {', '.join(policies) or 'unnamed'})")
+        listed = "; ".join(reasons) or "no reason given"
+        super().__init__(f"a guard denied task {task!r}: {listed} (policy {', '.join(policies) or 'unnamed'})")
         self.task = task
         self.reasons = reasons
         self.policies = policies
 
 
 class GuardFailed(HoldfastError):
-    """A guard raised, did not answer in time, or answered nonsense; so nothing was accepted, and nothing runs."""
+    """A guard raised, did not answer in time, or returned an invalid answer; nothing was accepted and nothing runs."""
 
     code = "GUARD_FAILED"
 
-    def __init__(self, policy: str, why: str) -> None:
-        super().__init__(f"the guard {policy!r} failed, so the job may not pass: {why}")
+    def __init__(self, policy: str, reason: str) -> None:
+        super().__init__(f"guard {policy!r} failed, the job is not allowed to run: {reason}")
         self.policy = policy
 
 
 class Unauthorized(HoldfastError):
-    """No token was given, or one that is unknown, expired or revoked: all the same to whoever asks."""
+    """No token, or an unknown, expired or revoked one; the error does not say which."""
 
     code = "UNAUTHORIZED"
 
 
 class Forbidden(HoldfastError):
-    """This person may not do that: the role does not allow it, or two different people are needed."""
+    """The role does not allow the operation, or it needs two different principals."""
 
     code = "FORBIDDEN"
 
 
 class NotFound(HoldfastError):
-    """Nothing of that id, or nothing that this caller may know of."""
+    """Nothing of that id exists, or the caller may not see it."""
 
     code = "NOT_FOUND"
 
     def __init__(self, what: str, name: str, advice: str = "") -> None:
-        super().__init__(f"there is no {what} {name!r} here" + (f"; {advice}" if advice else ""))
+        super().__init__(f"{what} {name!r} not found" + (f"; {advice}" if advice else ""))
         self.what = what
         self.name = name
         self.advice = advice
 
 
 class Conflict(HoldfastError):
-    """It cannot be done any more: decided, replayed or discarded already, or changed by somebody else meanwhile."""
+    """Already decided, replayed or discarded, or changed by another caller meanwhile; nothing was changed."""
 
     code = "CONFLICT"
 
 
 class ControlChanged(Conflict):
-    """A queue's controls are no longer as the caller saw them; look again."""
+    """A queue's controls have changed since the caller read them."""
 
     code = "CONTROL_CHANGED"
 
     def __init__(self, queue: str) -> None:
-        super().__init__(f"somebody else changed the controls of queue {queue!r} meanwhile; look, and try again")
+        super().__init__(
+            f"the controls of queue {queue!r} have changed since they were read; read them again and retry"
+        )
         self.queue = queue
 
 
 class ApprovalVoid(Conflict):
-    """The job's payload is not the one that was shown to the approver; a new approval has to be asked for."""
+    """The job's payload is not the one that the approver was shown; request a new approval."""
 
     code = "APPROVAL_VOID"
 
 
 class SignatureInvalid(HoldfastError):
-    """A webhook's signature does not fit, is too old, or was seen before; the receiver answers 401 and does nothing."""
+    """A webhook's signature does not match, is too old, or was seen before; answer 401 and do nothing."""
 
     code = "WEBHOOK_SIGNATURE_INVALID"
 
 
 class TransitionInvalid(HoldfastError):
-    """The state table does not know this move; nothing was changed."""
+    """The state table does not have this move; nothing was changed."""
 
     code = "WF_STATE_TRANSITION_INVALID"
 
@@ -267,7 +271,7 @@ class TransitionInvalid(HoldfastError):
 
 
 class StaleLease(HoldfastError):
-    """Someone else owns the job; stop quietly."""
+    """Another worker owns the job, or it has ended; stop without an error."""
 
     code = "STALE_LEASE"
 
@@ -292,14 +296,14 @@ class SchemaMismatch(HoldfastError):
 
 
 class RunEnded(HoldfastError):
-    """This run has timed out, was cancelled or has lost its lease: it may begin no effect and no step any more."""
+    """This run has timed out, was cancelled or has lost its lease; it may begin no further effect or step."""
 
     code = "RUN_ENDED"
 
     def __init__(self, job_id: str, what: str) -> None:
         super().__init__(
-            f"{what} was refused: this run of job {job_id} is over (it ran out of time, was cancelled, lost its lease, "
-            "or its worker drains), and nothing was done; a function that may run long looks at ctx.cancelled"
+            f"{what} refused: this run of job {job_id} has ended (timeout, cancellation, lost lease or drain) and "
+            "nothing was done; check ctx.cancelled in long functions"
         )
         self.job_id = job_id
 
@@ -325,19 +329,19 @@ class EffectInDoubt(HoldfastError):
 
 
 class StepMismatch(HoldfastError):
-    """The code takes other steps than the ones that this job has recorded. The job is suspended."""
+    """The code takes other steps than this job has recorded. The job is suspended."""
 
     code = "STEP_MISMATCH"
 
 
 class NotDurableYet(HoldfastError):
-    """A durable submission was accepted by the engine; the ledger has not confirmed it in time. It goes on."""
+    """The engine accepted a durable submission; the ledger has not confirmed it in time. The job continues."""
 
     code = "NOT_DURABLE_YET"
 
     def __init__(self, job_id: str, waited: timedelta) -> None:
         super().__init__(
-            f"job {job_id} is accepted, but after {waited.total_seconds():g} s the ledger does not have it yet; "
+            f"job {job_id} is accepted, but the ledger did not confirm it within {waited.total_seconds():g} s; "
             "check that the ledger is up and that a worker or `holdfast upkeep` runs; submitting again with the "
             "same idempotency key is safe"
         )
@@ -345,7 +349,7 @@ class NotDurableYet(HoldfastError):
 
 
 class JobFailed(HoldfastError):
-    """The job ended in `failed`, or is parked where it can give no result."""
+    """The job ended in `failed`, or is parked in a state without a result."""
 
     code = "JOB_FAILED"
 
@@ -363,77 +367,78 @@ class JobCancelled(JobFailed):
 
 
 class WaitTimeout(HoldfastError):
-    """The caller's patience ended before the job did."""
+    """The caller's timeout expired before the job ended."""
 
     code = "WAIT_TIMEOUT"
 
     def __init__(self, job_id: str, state: str, waited: timedelta) -> None:
         super().__init__(
-            f"job {job_id} is still {state} after {waited.total_seconds():g} s; it goes on, ask again later"
+            f"job {job_id} is still {state} after {waited.total_seconds():g} s; it was not cancelled, wait again"
         )
         self.job_id = job_id
         self.state = state
 
 
 class IntakeRefused(HoldfastError):
-    """The queue takes no new jobs at the moment; what was accepted before is safe."""
+    """The queue accepts no new jobs at the moment; jobs accepted before are safe."""
 
     code = "INTAKE_REFUSED"
 
-    def __init__(self, queue: str, why: str) -> None:
-        super().__init__(f"queue {queue!r} takes no new jobs: {why}")
+    def __init__(self, queue: str, reason: str) -> None:
+        super().__init__(f"queue {queue!r} accepts no new jobs: {reason}")
         self.queue = queue
-        self.reason = why
+        self.reason = reason
 
 
 class IntakeLimited(IntakeRefused):
-    """So many jobs are in line or running already; try again when some have ended."""
+    """The backlog is at its limit; retry when jobs have finished."""
 
     code = "INTAKE_LIMITED"
 
 
 class FeedFull(IntakeRefused):
-    """The feed is at its limit because its reader is behind. What was accepted goes on; an alert is due."""
+    """The feed is at its limit because its reader is behind. Accepted jobs continue; an alert is raised."""
 
     code = "FEED_FULL"
 
 
 class FeedDetached(IntakeRefused):
-    """The queue has a ledger, but its feed has no reader yet: the store is new, was wiped or restarted, or a replica
-    took over. The submitter sees to it."""
+    """The queue has a ledger, but its feed has no reader in this epoch (new store, wipe, restart or fail-over).
+
+    The submitter attaches one.
+    """
 
     code = "FEED_DETACHED"
 
 
 class Unavailable(HoldfastError):
-    """Something is down. Raised by a task, it backs off without using up retries."""
+    """A dependency is down. Raised by a task, the job backs off without using up retries."""
 
     code = "UNAVAILABLE"
 
 
 class EngineUnavailable(Unavailable):
-    """The engine's store does not answer; what it accepted before is not lost."""
+    """The engine's store does not answer; jobs it accepted before are not lost."""
 
     code = "ENGINE_UNAVAILABLE"
 
 
 class EngineRefused(EngineUnavailable):
-    """The store refused a step in a way that nobody foresaw; nothing was changed, and trying again may not help."""
+    """The store refused a step with an unexpected error; nothing was changed, and a retry may not help."""
 
     code = "ENGINE_REFUSED"
 
 
 class LedgerUnavailable(Unavailable):
-    """The ledger does not answer. Submission and work go on; effects, steps and queries wait for it."""
+    """The ledger does not answer. Submission and work continue; effects, steps and queries wait for it."""
 
     code = "LEDGER_UNAVAILABLE"
 
 
 class LedgerRefused(LedgerUnavailable):
-    """The ledger's server answers and says no: wrong user or password, no such database. Settings have to change.
+    """The ledger's server answers and refuses: wrong user or password, no such database. Correct the settings.
 
-    Programs that run already wait it out like an outage, since credentials may be rotating; commands that start with it
-    end.
+    Running programs treat it as an outage, since credentials may be rotating; programs that are starting exit.
     """
 
     code = "LEDGER_REFUSED"
@@ -446,12 +451,12 @@ class BrokerUnavailable(Unavailable):
 
 
 class BrokerRefused(BrokerUnavailable):
-    """A broker answers, and says no: wrong credentials, no such queue, no right to it."""
+    """A broker answers and refuses: wrong credentials, no such queue, missing permission."""
 
     code = "BROKER_REFUSED"
 
 
 class Fatal(HoldfastError):
-    """Raised by a task: this will never work, do not retry."""
+    """Raised by a task: do not retry."""
 
     code = "FATAL"

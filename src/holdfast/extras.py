@@ -1,8 +1,8 @@
-"""Extras of the package: which packages each one brings, and the error for a package that is not installed.
+"""The package's extras: the modules each one installs, and the error for a module that is missing.
 
 The base install runs on SQLite. Every other store, the HTTP service and every broker needs an extra, and its packages
-are imported only where they are used. `require` is called there first, so that a missing package is reported with the
-command that installs it. `make check` fails if a module of the base imports one of these packages when it is loaded.
+are imported only where they are used, after a call of `require`, which reports a missing package with the command that
+installs it. `make check` fails if a base module imports one of these packages at import time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "tracing": ("opentelemetry.exporter.otlp.proto.http", "opentelemetry.sdk", "opentelemetry.trace"),
 }
 _EXTRA_OF: Final = {module: extra for extra, modules in EXTRAS.items() for module in modules}
-#: What a store's driver imports, by the first word of the URL's scheme.
+#: Module of a store's driver, by the first word of the URL's scheme.
 _DRIVERS: Final = {"redis": "hiredis", "rediss": "hiredis", "postgresql": "asyncpg", "postgres": "asyncpg"}
 
 
@@ -40,7 +40,7 @@ def require(what: str, *modules: str) -> None:
 
 
 def missing(what: str, *modules: str) -> MissingExtra | None:
-    """The error of `require`, for modules that raise it among their imports; None if nothing is missing."""
+    """Return the error of `require`, for modules that raise it among their imports; None if nothing is missing."""
     absent = tuple(module for module in modules if not _installed(module))
     extras = sorted({_EXTRA_OF[module] for module in absent})
     return MissingExtra(what, absent, tuple(extras)) if absent else None
@@ -55,7 +55,7 @@ def require_drivers(*urls: str | None) -> None:
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """For `asyncio.Runner`: uvloop where it is installed, else asyncio's own loop."""
+    """For `asyncio.Runner`: uvloop if it is installed, otherwise asyncio's own loop."""
     if not _installed("uvloop"):
         return None
     factory: Callable[[], asyncio.AbstractEventLoop] = import_module("uvloop").new_event_loop
@@ -68,10 +68,10 @@ def _installed(module: str) -> bool:
 
 def _found(module: str) -> bool:
     if module in sys.modules:
-        # Of None, an import raises ModuleNotFoundError.
+        # For an entry that is None, import raises ModuleNotFoundError.
         return sys.modules[module] is not None
     try:
         return find_spec(module) is not None
     except ModuleNotFoundError:
-        # A package above it is not there.
+        # A parent package is missing.
         return False

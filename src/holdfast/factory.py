@@ -1,6 +1,6 @@
 """Build the engine, ledger and outbox that the settings name; the only module that knows the adapters.
 
-What it returns is not open yet.
+They are returned unopened.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 def build_engine(settings: Settings, clock: Clock | None = None) -> Engine:
-    """The engine that `settings.url` names, not opened yet. On Redis time is the server's, and `clock` unused.
+    """The engine that `settings.url` names, unopened. On Redis the server's time is used, not `clock`.
 
     `sqlite:///jobs.db` is relative to the working directory, `sqlite:////var/lib/jobs.db` absolute; `sqlite://` and
-    `sqlite:///:memory:` are a temporary database of this engine alone. Raises `MissingExtra` without its driver.
+    `sqlite:///:memory:` are a temporary database of this engine alone. Raises `MissingExtra` if its driver is missing.
     """
-    # Imported here: who runs on one store need not have the other's driver.
+    # Imported here: a program that uses one store does not need the other's driver.
     if urlsplit(settings.url).scheme == "sqlite":
         from holdfast.engine.sqlite.engine import SqliteEngine
 
@@ -42,18 +42,18 @@ def sqlite_path(url: str) -> str:
     """The path in a `sqlite:` URL; `:memory:` for a temporary database."""
     parts = urlsplit(url)
     if parts.netloc:
-        raise InvalidOption(f"{url}: a path needs three slashes (sqlite:///jobs.db), or four if it is absolute")
+        raise InvalidOption(f"{url}: use three slashes before a path (sqlite:///jobs.db), four if it is absolute")
     if parts.query or parts.fragment:
         raise InvalidOption(f"{url}: a sqlite URL takes no options, only a path")
     return ":memory:" if unquote(parts.path) in TEMPORARY else unquote(parts.path[1:])
 
 
 def build_ledger(settings: Settings, engine: Engine, clock: Clock | None = None) -> Ledger | None:
-    """The ledger of this engine, not opened yet: `settings.ledger`, else the engine's own file. Redis has none.
+    """The ledger of this engine, unopened: `settings.ledger`, else the engine's SQLite file; None on Redis.
 
-    On PostgreSQL time is the server's, and `clock` unused.
+    On PostgreSQL the server's time is used, not `clock`.
     """
-    # Imported here: who runs on one store need not have the other's driver.
+    # Imported here: a program that uses one store does not need the other's driver.
     clock = clock or SystemClock()
     if settings.embedded:
         from holdfast.engine.sqlite.engine import SqliteEngine
@@ -70,17 +70,17 @@ def build_ledger(settings: Settings, engine: Engine, clock: Clock | None = None)
 
 
 class OutboxHandle:
-    """The relay's end of the outbox: the ledger's, or that of a database of the user's own."""
+    """The outbox as the relay reads it: in the ledger, or in a separate database of the user."""
 
     def __init__(self, store: OutboxStore, owner: Ledger | None = None) -> None:
-        """`owner`: has the store's connections, and is opened and closed with it."""
+        """`owner` has the store's connections; it is opened and closed with the store."""
         self.store = store
         self._owner = owner
         self._opening = asyncio.Lock()
         self._opened = False
 
     async def open(self) -> OutboxStore:
-        """The store, open. Raises `LedgerUnavailable` or `SchemaMismatch`."""
+        """Open and return the store. Raises `LedgerUnavailable` or `SchemaMismatch`."""
         async with self._opening:
             if not self._opened:
                 if self._owner is not None:
@@ -90,7 +90,7 @@ class OutboxHandle:
         return self.store
 
     async def close(self) -> None:
-        """Safe to call twice."""
+        """Close the store and its owner. Can be repeated."""
         self._opened = False
         await self.store.close()
         if self._owner is not None:
@@ -98,7 +98,7 @@ class OutboxHandle:
 
 
 def build_outbox(settings: Settings, ledger: Ledger | None, clock: Clock | None = None) -> OutboxHandle | None:
-    """Where `outbox_events` is, not opened yet: `settings.outbox_url`, else the ledger. None: there is neither."""
+    """The outbox, unopened: in `settings.outbox_url`, otherwise in the ledger; None if there is neither."""
     url = settings.outbox_url
     if url is None:
         return None if ledger is None else OutboxHandle(ledger.outbox)
@@ -119,7 +119,7 @@ def _database(settings: Settings, url: str, *, owned: bool = True) -> Ledger:
         connect_timeout_s=settings.connect_timeout_s,
         reply_timeout_s=settings.reply_timeout_s,
     )
-    # A database of the user's own is not the ledger of this engine: others may use its outbox, too.
+    # A separate database is not this engine's ledger; other deployments may use its outbox as well.
     guard = owner_check(settings.namespace, engine_name(settings.url)) if owned else None
     return PostgresLedger(PostgresStore(url, options, guard), settings.publishing if owned else None)
 
@@ -131,7 +131,7 @@ def _file(settings: Settings, url: str, clock: Clock, *, owned: bool = True) -> 
 
     path = sqlite_path(url)
     if path == ":memory:":
-        raise InvalidOption("a ledger that remembers nothing is none; name a file: sqlite:///ledger.db")
+        raise InvalidOption("a ledger cannot be in memory; name a file, for example sqlite:///ledger.db")
     guard = owner_check(settings.namespace, clock, engine_name(settings.url)) if owned else None
     store = SqliteLedgerStore(DatabaseFile(path), prepare_ledger, guard)
     return SqliteLedger(store, clock, settings.publishing if owned else None)

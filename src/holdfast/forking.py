@@ -1,6 +1,6 @@
-"""What a fork leaves in the child process: locks, event loops and connections that belong to the parent.
+"""Clean-up in a forked child process, which inherits locks, event loops and connections of its parent.
 
-Objects that hold such things have an `after_fork`, which is called in the child before any other code runs there. It
+Objects that own such things have an `after_fork`, which is called in the child before any other code runs there. It
 replaces locks, which a thread of the parent may have held, and drops what belongs to the parent without closing it.
 """
 
@@ -18,10 +18,10 @@ from holdfast.errors import UsageError
 
 
 class Forkable(Protocol):
-    """Something made before a fork that is used after it."""
+    """An object that may be created before a fork and used after it."""
 
     def after_fork(self) -> None:
-        """Called in the child. Must not block, nor touch what belongs to the parent."""
+        """Called in the child. Must not block or touch what belongs to the parent."""
         ...
 
 
@@ -36,36 +36,36 @@ class _SelectorLoop(Protocol):
 
 
 _members: Final[WeakSet[Any]] = WeakSet()
-#: What belongs to the parent. Kept for ever, so that no finalizer closes it here.
+#: Objects of the parent, kept forever so that no finalizer closes them here.
 _parents: Final[list[object]] = []
 #: The event loop that ran in the thread that forked; None in a process that was not forked inside one.
 _inherited: asyncio.AbstractEventLoop | None = None
 
 
 def on_fork(member: Forkable) -> None:
-    """Call its `after_fork` in every child process, for as long as it lives."""
+    """Call `member.after_fork` in every child process, as long as `member` exists."""
     _members.add(member)
 
 
 def leave_to_parent(thing: object) -> None:
-    """Never close nor collect this here."""
+    """Keep an object of the parent from being closed or collected in this process."""
     _parents.append(thing)
 
 
 def is_inside_parents_loop() -> bool:
-    """Whether this code is part of a coroutine that the parent started, and the fork has copied."""
+    """Whether the caller is inside a coroutine that the parent started and the fork copied."""
     if _inherited is None:
         return False
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        # asyncio does not count the inherited loop as running. Once that has ended, no coroutine can be here.
+        # asyncio does not count the inherited loop as running. After that loop has ended, no coroutine can call this.
         return _inherited.is_running()
     return False
 
 
 def running_loop() -> asyncio.AbstractEventLoop:
-    """The running event loop; `UsageError` in a coroutine that was copied by a fork."""
+    """The running event loop; raises `UsageError` in a coroutine that was copied by a fork."""
     if is_inside_parents_loop():
         raise UsageError(
             "this process was forked inside a running event loop, which belongs to its parent; "
@@ -100,10 +100,10 @@ def _after_fork_in_child() -> None:
 
 
 def _separate(loop: _SelectorLoop) -> None:
-    """Give an inherited event loop an epoll instance and a wake-up pipe of its own.
+    """Give an inherited event loop its own epoll instance and wake-up pipe.
 
-    Those it has are the parent's, too. A child that ends closes its loop, and that would remove the pipe from the
-    parent's epoll instance: an answer from another thread, as all are on SQLite, would not wake the parent any more.
+    It shares both with the parent. A child closes its loop when it ends, which would remove the pipe from the parent's
+    epoll instance: results from other threads, as all are on SQLite, would no longer wake the parent.
     """
     _parents.append((loop._selector, loop._ssock, loop._csock))
     loop._selector = selectors.DefaultSelector()

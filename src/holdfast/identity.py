@@ -1,6 +1,6 @@
 """Names of processes in stores and logs: `NAME@HOST-PID-TOKEN`, or without a name `HOST-PID-TOKEN`.
 
-The token is the second of the start and 32 random bits, in hexadecimal digits.
+The token is the start time in seconds and 32 random bits, both in hexadecimal.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PID: Final = re.compile(r"[0-9]{1,10}")
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a process's name says."""
+    """The parts of a process's name."""
 
     name: str
     host: str
@@ -29,9 +29,9 @@ class Identity:
 
 
 def new_identity(name: str = "") -> str:
-    """A name that no other start of any process has.
+    """A name that is unique to this start of this process.
 
-    Make it when the work starts, never at import: what a fork copies is not unique.
+    Create it when the work starts, never at import: a fork would copy it.
     """
     token = f"{int(time.time()) & 0xFFFFFFFF:08x}{secrets.token_hex(_RANDOM_BYTES)}"
     process = f"{socket.gethostname()}-{os.getpid()}-{token}"
@@ -39,7 +39,7 @@ def new_identity(name: str = "") -> str:
 
 
 def parse_identity(identity: str) -> Identity | None:
-    """What `new_identity` put into a name; None for another program's."""
+    """The parts of a name that `new_identity` made; None for any other name."""
     head, _, token = identity.rpartition("-")
     head, _, pid = head.rpartition("-")
     name, _, host = head.rpartition("@")

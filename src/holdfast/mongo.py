@@ -1,12 +1,12 @@
-"""MongoDB for tasks (requirement E5): one document for each idempotency key, results of jobs, and outages waited out.
+"""MongoDB for tasks (requirement E5): one document per idempotency key, and results of jobs.
 
     from holdfast.mongo import upsert_once
 
     order = await upsert_once(db.orders, ctx.idempotency_key, {"total": 12}, tenant_id=ctx.tenant_id)
 
-Needs `pip install 'holdfast[mongo]'` (PyMongo's own asyncio client). When MongoDB does not answer, everything here
-raises `Unavailable`: the job backs off without using up retries, for as long as the outage lasts. For your own calls
-say `@app.task(unavailable_on=UNAVAILABLE)`.
+Needs `pip install 'holdfast[mongo]'` (PyMongo's own asyncio client). While MongoDB does not answer, everything here
+raises `Unavailable`, and the job backs off without using up retries. For your own calls use
+`@app.task(unavailable_on=UNAVAILABLE)`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = ["UNAVAILABLE", "ResultSink", "upsert_once"]
 
 Document = dict[str, Any]
 
-#: PyMongo's exceptions that say "MongoDB does not answer": for `@app.task(unavailable_on=UNAVAILABLE)`.
+#: PyMongo's exceptions that mean "MongoDB does not answer", for `@app.task(unavailable_on=UNAVAILABLE)`.
 UNAVAILABLE: Final = (
     ServerSelectionTimeoutError,
     AutoReconnect,
@@ -62,30 +62,30 @@ _INDEX: Final = [("tenant_id", ASCENDING), ("idempotency_key", ASCENDING)]
 _INDEX_NAME: Final = "holdfast_idempotency_key"
 _KEY_FIELDS: Final = ("tenant_id", "idempotency_key")
 
-#: Collections whose index is known to be there, by client.
+#: Collections whose index is known to exist, by client.
 _indexed: WeakKeyDictionary[AsyncMongoClient[Any], set[str]] = WeakKeyDictionary()
 
 
 async def upsert_once(
     collection: AsyncCollection[Any], key: str, document: Mapping[str, Any], *, tenant_id: str = DEFAULT_TENANT
 ) -> Document:
-    """Insert the document under the key, or leave the one that is there; returns what is stored, with its `_id`.
+    """Insert the document under the key unless one exists; returns the stored document with its `_id`.
 
-    `tenant_id` and `idempotency_key` are added to it, with a unique index over both. However many callers come, at the
-    same time or later, one document is inserted and all of them get that one.
+    `tenant_id` and `idempotency_key` are added to it, with a unique index over both. Of any number of calls, concurrent
+    or later, one inserts the document and all return it.
     """
     _check_key(key)
     names = {"tenant_id": tenant_id, "idempotency_key": key}
     fresh = _without_names(document, names)
     with outages():
         await _ensure_index(collection)
-        # First the usual case of a retry, which then writes nothing.
+        # First the usual case of a retry, which writes nothing.
         stored = await collection.find_one(names)
         if stored is None:
             try:
                 await collection.update_one(names, {"$setOnInsert": fresh or names}, upsert=True)
             except DuplicateKeyError:
-                # Two inserted at once, and this one came second; or another unique index of the collection objects.
+                # A concurrent insert came first, or another unique index of the collection was violated.
                 stored = await collection.find_one(names)
                 if stored is None:
                     raise
@@ -95,13 +95,13 @@ async def upsert_once(
 
 
 class ResultSink:
-    """Keeps results of jobs in a collection: one document for each job, however often it is written."""
+    """Store results of jobs in a collection: one document per job, however often it is written."""
 
     def __init__(self, collection: AsyncCollection[Any]) -> None:
         self._collection = collection
 
     async def write(self, ctx: Context, result: Any) -> Document:
-        """Store the result of this run's job; the first one written stays. Returns what is stored."""
+        """Store the job's result unless one is stored already. Returns the stored document."""
         plain = decode_json(encode_json(result, "the result"), "the result")
         document = {
             "queue": ctx.queue,
@@ -117,7 +117,7 @@ class ResultSink:
 
 @contextmanager
 def outages() -> Iterator[None]:
-    """Raises PyMongo's exceptions of an outage as `Unavailable`."""
+    """Raise PyMongo's outage exceptions as `Unavailable`."""
     try:
         yield
     except UNAVAILABLE as exc:
@@ -125,9 +125,9 @@ def outages() -> Iterator[None]:
 
 
 async def _ensure_index(collection: AsyncCollection[Any]) -> None:
-    """Once for each collection and client: the index is what makes a key unique.
+    """Create the index that makes a key unique, once per collection and client.
 
-    A collection that is dropped while a worker runs loses it until the worker is started again.
+    A collection that is dropped while a worker runs has no index until the worker is restarted.
     """
     known = _indexed.setdefault(collection.database.client, set())
     if collection.full_name not in known:
@@ -137,11 +137,11 @@ async def _ensure_index(collection: AsyncCollection[Any]) -> None:
 
 def _check_key(key: object) -> None:
     if not isinstance(key, str) or not key:
-        raise UsageError(f"the idempotency key must be a text that is not empty, got {key!r}")
+        raise UsageError(f"the idempotency key must be a non-empty string, got {key!r}")
 
 
 def _without_names(document: Mapping[str, Any], names: Mapping[str, str]) -> Document:
     for name in _KEY_FIELDS:
         if name in document and document[name] != names[name]:
-            raise UsageError(f"the document says {name}={document[name]!r}, the call says {names[name]!r}")
+            raise UsageError(f"the document has {name}={document[name]!r}, the call {names[name]!r}")
     return {name: value for name, value in document.items() if name not in names}

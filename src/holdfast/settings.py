@@ -1,8 +1,8 @@
-"""All settings, in one frozen place; the only reader of the environment.
+"""All settings in one frozen object; the only module that reads the environment.
 
 Sources, strongest first: arguments, `HOLDFAST_*` variables, `holdfast.toml` in the working directory. An engine in
 memory is isolated: it uses only those other stores, brokers and webhook receivers that arguments name, so that a test
-does not reach what the machine is configured for.
+does not reach the ones that the machine is configured for.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from holdfast.core.publishing import EventPublishing
 
 
-#: Engines; the second `s` is TLS.
+#: Schemes of engines; the `s` after `redis` is TLS.
 _SCHEMES = ("sqlite", "redis", "rediss", *(f"redis{s}+{kind}" for kind in ("sentinel", "cluster") for s in ("", "s")))
 _LEDGER_SCHEMES = ("postgresql", "postgres", "sqlite")
 _DAY_S = 86_400
@@ -44,12 +44,12 @@ _LONGEST_S = 366 * _DAY_S
 
 #: Paths of a `sqlite:` URL that mean a temporary database.
 TEMPORARY: Final = ("", "/", "/:memory:")
-#: What leads to other stores, to brokers and to webhook receivers.
+#: Settings that lead to other stores, brokers and webhook receivers.
 OUTSIDE: Final = frozenset({"ledger", "outbox_url", "outbox_targets", "publish_events", "webhook_secret", "webhooks"})
 
 
 class WebhookSubscription(BaseModel):
-    """Who is told of what by webhook, beside the jobs that name an address themselves."""
+    """A webhook receiver and its events, besides the addresses that jobs name themselves."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -66,37 +66,37 @@ class WebhookSubscription(BaseModel):
     def _known_events(cls, events: tuple[str, ...]) -> tuple[str, ...]:
         for event in events:
             if event.partition(".")[0] not in ("job", "approval", "alert"):
-                raise ValueError(f"{event!r} is none of job.*, approval.*, alert.*")
+                raise ValueError(f"{event!r} is not one of job.*, approval.*, alert.*")
         return events
 
 
 class OutboxTarget(BaseModel):
-    """A broker that events of the outbox go to; what its connection may say is the broker's own."""
+    """A broker that outbox events are published to. The keys of `connection` depend on the broker."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     type: str = Field(min_length=1)
-    #: May hold a password.
+    #: May contain a password.
     connection: dict[str, Any] = Field(default_factory=dict, repr=False)
 
 
 class Settings(BaseSettings):
-    """holdfast's settings. Durations carry their unit in the name."""
+    """holdfast's settings. Names of durations end in their unit."""
 
     model_config = SettingsConfigDict(
         env_prefix="HOLDFAST_", toml_file="holdfast.toml", frozen=True, extra="forbid", env_nested_delimiter="__"
     )
 
     url: str = "sqlite:///holdfast.db"
-    #: Unset: on SQLite the engine's own file, on Redis none.
+    #: Unset: the engine's own file on SQLite, no ledger on Redis.
     ledger: str | None = None
-    #: Who works at this command line.
+    #: Token of the principal that uses this command line.
     token: SecretStr | None = None
 
     namespace: str = Field("", pattern=r"^[A-Za-z0-9_.-]*$")
     stream_task: str = Field("stream:task", min_length=1)
     stream_result: str = Field("stream:result", min_length=1)
-    #: Empty turns the stream off; the state stays.
+    #: Empty disables the stream; the states remain.
     stream_dlq: str = "stream:dlq"
     group: str = Field("cg:workers", min_length=1)
     queue_retry: str = Field("queue:retry", min_length=1)
@@ -108,9 +108,9 @@ class Settings(BaseSettings):
     reclaim: bool = True
     reclaim_interval_s: float = Field(1, ge=0)
     reclaim_batch: int = Field(100, ge=1, le=500)
-    #: With `retry_via` pending: how long a retry rests in the pending list at least.
+    #: With `retry_via` pending: shortest time that a retry stays in the pending list.
     reclaim_idle_s: float = Field(0, ge=0)
-    #: Queue name → "schedule" or "pending" (where a retry waits).
+    #: Queue name → where its retries wait: "schedule" or "pending".
     retry_via: dict[str, RetryVia] = Field(default_factory=dict)
 
     payload_limit: int = Field(1024 * 1024, ge=1)
@@ -121,21 +121,21 @@ class Settings(BaseSettings):
     feed_limit: int = Field(1_000, ge=1)
     feed_max_bytes: int = Field(512 * 1024 * 1024, ge=1)
 
-    #: How long the ledger keeps finished jobs. When it is embedded they stay in the engine's file for that long.
+    #: How long the ledger keeps finished jobs; in embedded mode, how long they stay in the engine's file.
     retention_days: float = Field(30, gt=0)
-    #: Connections of each process to PostgreSQL, for writing; queries take as many again, for a moment.
+    #: PostgreSQL connections per process for writing; queries may briefly open the same number again.
     ledger_pool_size: int = Field(5, ge=1)
-    #: Whether workers bring the feed into the ledger; without it `holdfast upkeep` must run.
+    #: Whether workers write the feed into the ledger; if not, `holdfast upkeep` must run.
     projector: bool = True
-    #: How often to look for jobs that the engine has lost; 0 turns it off.
+    #: How often to search for jobs that the engine has lost; 0 disables the search.
     reconcile_interval_s: float = Field(300, ge=0)
     #: How long a durable submission waits for the ledger.
     durable_timeout_s: float = Field(10, gt=0)
-    #: How long a guard may take to answer; then nothing passes.
+    #: How long a guard may take to answer; after that the job is not accepted and does not run.
     guard_timeout_s: float = Field(10, gt=0)
 
-    #: Retries of tasks that name no policy of their own, and how long each waits: base · multiplier^(n−1) up to the
-    #: cap, and up to the jitter more.
+    #: Retries of tasks without their own policy. Retry n waits base · multiplier^(n−1), at most the cap, plus a random
+    #: part of the jitter.
     max_retries: int = Field(3, ge=0)
     retry_base_s: float = Field(1, ge=0, le=_LONGEST_S)
     retry_multiplier: float = Field(2, ge=1, allow_inf_nan=False)
@@ -146,85 +146,85 @@ class Settings(BaseSettings):
     concurrency: int = Field(100, ge=1)
     drain_grace_s: float = Field(30, ge=0)
 
-    #: Signs webhooks: `whsec_…`, several with blanks between them. Without one there are no webhooks.
+    #: Key that signs webhooks: `whsec_…`, several separated by spaces. Without one no webhooks are sent.
     webhook_secret: SecretStr | None = None
-    #: Networks and host names that webhooks may go to beside the public internet.
+    #: Networks and host names that webhooks may be sent to, besides the public internet.
     webhook_allow: tuple[str, ...] = ()
-    #: Who is told of jobs' ends, approvals and alerts.
+    #: Receivers of notifications about ended jobs, approvals and alerts.
     webhooks: tuple[WebhookSubscription, ...] = ()
     webhook_timeout_s: float = Field(15, gt=0, le=300)
     webhook_attempts: int = Field(8, ge=1)
-    #: Before the second attempt; four times as long before each further one, up to an hour.
+    #: Wait before the second attempt; quadruples before each further one, up to an hour.
     webhook_backoff_s: float = Field(5, ge=0)
 
-    #: Where `outbox_events` is that the relay reads; unset: in the ledger.
+    #: Database whose `outbox_events` the relay reads; unset: the ledger.
     outbox_url: str | None = None
-    #: Brokers by the name that events call them: `{"default": {"type": "kafka", "connection": {…}}}`.
+    #: Brokers by the destination name in events: `{"default": {"type": "kafka", "connection": {…}}}`.
     outbox_targets: dict[str, OutboxTarget] = Field(default_factory=dict)
-    #: Whether workers run a relay; `holdfast outbox relay`, `upkeep` and `dev` do.
+    #: Whether workers run a relay; `holdfast outbox relay`, `upkeep` and `dev` always do.
     outbox_relay: bool = False
-    #: `plain` publishes the payload as it is.
+    #: `plain` publishes the payload unchanged.
     outbox_envelope: Literal["cloudevents", "plain"] = "cloudevents"
     #: CloudEvents' `source`; empty: `holdfast/<namespace>`.
     outbox_source: str = ""
-    #: An event that could not be published so often is DEAD.
+    #: Attempts to publish an event before it is DEAD.
     outbox_max_attempts: int = Field(10, ge=1)
-    #: Before the second attempt; twice as long before each further one, up to the maximum.
+    #: Wait before the second attempt; doubles before each further one, up to the maximum.
     outbox_backoff_base_s: float = Field(1, ge=0)
     outbox_backoff_max_s: float = Field(600, ge=0)
     outbox_batch: int = Field(500, ge=1, le=500)
-    #: Whether a DEAD event holds up later ones of its key until somebody revives it.
+    #: Whether a DEAD event blocks later events of its key until an operator revives it.
     outbox_dead_blocks: bool = True
-    #: How long a relay that died keeps its lanes from others; a publication must be over in half of it.
+    #: How long a crashed relay keeps its lanes from others; a publication must finish within half of it.
     outbox_lease_s: float = Field(30, ge=1)
     #: How long SENT events are kept.
     outbox_retention_s: float = Field(_DAY_S, gt=0)
-    #: Events of jobs are published, too, to this one of `outbox_targets`; unset: they are not.
+    #: Name in `outbox_targets` of the broker that job events are published to; unset: they are not published.
     publish_events: str | None = None
     publish_events_topic: str = Field("holdfast.job-events", min_length=1, max_length=255)
-    #: Which of them, as `task.succeeded`; none named: all but heartbeats.
+    #: Event types to publish, for example `task.succeeded`; empty: all but heartbeats.
     publish_event_types: tuple[str, ...] = ()
 
-    #: What the names of metrics begin with.
+    #: Prefix of metric names.
     metrics_prefix: str = Field("holdfast", pattern=r"^[a-zA-Z_][a-zA-Z0-9_]*$")
-    #: So many jobs of a queue in line or running raise an alert, unless an operator has set another number for it.
+    #: Backlog of a queue that raises an alert, unless an operator has set another number for the queue.
     backlog_alert: int | None = Field(None, ge=1)
-    #: OpenTelemetry spans: on, off, or (unset) on if the program has a tracer provider of its own.
+    #: OpenTelemetry spans: on, off, or (unset) on if the program has set a tracer provider.
     tracing: bool | None = None
-    #: Further secrets to blot out of logs, failures and events: names of values, or regular expressions.
+    #: Further secrets to redact from logs, failures and events: names of values, or regular expressions.
     redact: tuple[str, ...] = ()
 
-    #: Largest request body of the HTTP service, in bytes; a job's arguments are held to `payload_limit`.
+    #: Largest request body of the HTTP service, in bytes; `payload_limit` applies to a job's arguments.
     http_body_limit: int = Field(8 * 1024 * 1024, ge=1_024)
-    #: The longest that `?wait=` keeps a request waiting.
+    #: Longest wait of a request with `?wait=`.
     http_wait_limit_s: float = Field(60, ge=0, le=600)
-    #: Whether the web process also works on jobs, and does the upkeep (requirement H4).
+    #: Whether the web process also runs a worker, and upkeep (requirement H4).
     http_worker: bool = False
     http_upkeep: bool = True
-    #: Whether `/metrics` needs no token.
+    #: Whether `/metrics` is served without a token.
     metrics_open: bool = False
-    #: Whether `POST /api/v1/internal/jobs/{job_id}/run` is there (requirement H3).
+    #: Whether `POST /api/v1/internal/jobs/{job_id}/run` is served (requirement H3).
     run_endpoint: bool = False
-    #: Batches of events that stay in a feed behind its reader, for event streams that are a little late.
+    #: Entries kept in a feed behind its reader, for event streams that lag a little.
     feed_tail: int = Field(200, ge=0)
 
     connect_timeout_s: float = Field(5, gt=0)
-    #: A store that accepts connections but does not answer counts as down after this long.
+    #: Time after which a store that accepts connections but does not answer counts as unreachable.
     reply_timeout_s: float = Field(10, gt=0)
 
     @classmethod
     def load(cls, **overrides: Any) -> Settings:
-        """Settings from everywhere; a mistake is an `InvalidOption` that names it. None leaves a setting alone."""
+        """Settings from all sources; arguments that are None are ignored. Raises `InvalidOption`."""
         return cls.exactly({name: value for name, value in overrides.items() if value is not None})
 
     @classmethod
     def exactly(cls, given: Mapping[str, Any]) -> Settings:
-        """The same, except that None unsets."""
+        """As `load`, except that an argument that is None unsets the setting."""
         warn_about_unknown(os.environ, cls.model_fields)
         try:
             return cls(**given)
         except ValidationError as exc:
-            raise InvalidOption("settings: " + "; ".join(map(_named, exc.errors()))) from exc
+            raise InvalidOption("settings: " + "; ".join(map(_format_error, exc.errors()))) from exc
 
     @classmethod
     def settings_customise_sources(
@@ -240,8 +240,8 @@ class Settings(BaseSettings):
         url = next((found["url"] for source in sources if "url" in (found := source())), None)
         if not isinstance(url, str) or not is_in_memory(url):
             return sources
-        file.init_kwargs = _inside(file.init_kwargs)
-        return init_settings, InitSettingsSource(settings_cls, _inside(env_settings())), file
+        file.init_kwargs = _drop_outside(file.init_kwargs)
+        return init_settings, InitSettingsSource(settings_cls, _drop_outside(env_settings())), file
 
     @field_validator("url")
     @classmethod
@@ -254,7 +254,7 @@ class Settings(BaseSettings):
     @field_validator("ledger", "outbox_url")
     @classmethod
     def _known_ledger(cls, ledger: str | None) -> str | None:
-        # Empty is what a shell makes of "not set".
+        # A shell passes an unset variable as an empty string.
         if not ledger:
             return None
         scheme, separator, _ = ledger.partition("://")
@@ -264,23 +264,23 @@ class Settings(BaseSettings):
 
     @field_validator("outbox_targets")
     @classmethod
-    def _not_ours(cls, targets: dict[str, OutboxTarget]) -> dict[str, OutboxTarget]:
+    def _require_broker_names(cls, targets: dict[str, OutboxTarget]) -> dict[str, OutboxTarget]:
         if "holdfast" in targets:
             raise ValueError("holdfast is the engine itself (transactional enqueue); give the broker another name")
         return targets
 
     @field_validator("redact")
     @classmethod
-    def _can_be_looked_for(cls, redact: tuple[str, ...]) -> tuple[str, ...]:
+    def _require_specific_rules(cls, redact: tuple[str, ...]) -> tuple[str, ...]:
         for rule in redact:
             if not rule or compile_rule(rule).match(""):
-                raise ValueError(f"{rule!r} would be found in every text")
+                raise ValueError(f"{rule!r} matches every text; use a narrower rule")
         return redact
 
     @field_validator("token")
     @classmethod
-    def _some_token(cls, token: SecretStr | None) -> SecretStr | None:
-        # Empty is what a shell makes of "not set".
+    def _drop_empty_token(cls, token: SecretStr | None) -> SecretStr | None:
+        # A shell passes an unset variable as an empty string.
         return token if token is not None and token.get_secret_value() else None
 
     @model_validator(mode="after")
@@ -289,10 +289,10 @@ class Settings(BaseSettings):
         parse_secrets(_secret_text(self.webhook_secret))
         for subscription in self.webhooks:
             if subscription.url == ANY_SUBSCRIBER:
-                raise ValueError("webhooks: an address begins with https:// or http://")
+                raise ValueError("webhooks: an address must begin with https:// or http://")
             check_target(subscription.url, exceptions)
             if not self.webhook_secrets(subscription.url):
-                raise ValueError("webhooks (HOLDFAST_WEBHOOKS) need a secret of their own, or webhook_secret")
+                raise ValueError("webhooks (HOLDFAST_WEBHOOKS) need their own secret, or webhook_secret")
         return self
 
     @model_validator(mode="after")
@@ -300,15 +300,15 @@ class Settings(BaseSettings):
         if self.retention_days * _DAY_S < self.idempotency_window_s:
             raise ValueError(
                 "retention_days (HOLDFAST_RETENTION_DAYS) must not be shorter than idempotency_window_s "
-                "(HOLDFAST_IDEMPOTENCY_WINDOW_S): after a wipe the ledger knows the keys"
+                "(HOLDFAST_IDEMPOTENCY_WINDOW_S): after a wipe the keys are restored from the ledger"
             )
         return self
 
     @field_validator("publish_event_types")
     @classmethod
-    def _happens(cls, types: tuple[str, ...]) -> tuple[str, ...]:
+    def _known_event_types(cls, types: tuple[str, ...]) -> tuple[str, ...]:
         if unknown := sorted(set(types) - ALL_EVENTS):
-            raise ValueError(f"no job has an event {', '.join(unknown)}; known: {', '.join(sorted(ALL_EVENTS))}")
+            raise ValueError(f"unknown event types: {', '.join(unknown)}; known: {', '.join(sorted(ALL_EVENTS))}")
         return types
 
     @model_validator(mode="after")
@@ -331,33 +331,33 @@ class Settings(BaseSettings):
         if self.heartbeat_interval_s * 2 > self.visibility_timeout_s:
             raise ValueError(
                 "heartbeat_interval_s (HOLDFAST_HEARTBEAT_INTERVAL_S) must be at most half of visibility_timeout_s "
-                "(HOLDFAST_VISIBILITY_TIMEOUT_S), or leases are lost"
+                "(HOLDFAST_VISIBILITY_TIMEOUT_S), otherwise leases expire"
             )
         return self
 
     @property
     def webhooks_enabled(self) -> bool:
-        """Whether anybody can be told anything by webhook."""
+        """Whether webhooks can be sent: there is a subscription or a secret."""
         return bool(self.webhooks) or bool(_secret_text(self.webhook_secret))
 
     @property
     def delivers(self) -> bool:
-        """Whether upkeep sends webhooks: they are used, and there is a ledger to send them from."""
+        """Whether upkeep sends webhooks: they are enabled, and there is a ledger to send them from."""
         return self.webhooks_enabled and (self.embedded or self.ledger is not None)
 
     @property
     def webhook_allow_list(self) -> AllowList:
-        """Where webhooks may go beside the public internet."""
+        """Where webhooks may be sent, besides the public internet."""
         return AllowList.parse(self.webhook_allow)
 
     def webhook_secrets(self, url: str) -> tuple[bytes, ...]:
-        """What deliveries to this address are signed with: a subscription's own secret, else everybody's."""
+        """Keys that sign deliveries to this address: the subscription's own secret, otherwise the common one."""
         own = next((each.secret for each in self.webhooks if each.url == url and each.secret is not None), None)
         return parse_secrets(_secret_text(own or self.webhook_secret))
 
     @property
     def on_cluster(self) -> bool:
-        """Whether the engine is a Redis Cluster, where the names of every queue carry a hash tag."""
+        """Whether the engine is a Redis Cluster, where all keys of a queue have a hash tag."""
         return self.url.partition("://")[0].endswith("+cluster")
 
     @property
@@ -367,7 +367,7 @@ class Settings(BaseSettings):
 
     @property
     def isolated(self) -> bool:
-        """Whether the engine is in memory, and code has named no other store either."""
+        """Whether the engine is in memory and no other store is configured."""
         return self.in_memory and self.embedded and self.outbox_url is None
 
     @property
@@ -379,7 +379,7 @@ class Settings(BaseSettings):
 
     @property
     def publishing(self) -> EventPublishing | None:
-        """Which events of jobs are published, and where to; None: none."""
+        """Which job events are published, and where to; None if none are."""
         if not self.publish_events:
             return None
         from holdfast.core.publishing import EventPublishing
@@ -393,7 +393,7 @@ class Settings(BaseSettings):
 
     @property
     def retry(self) -> Retry:
-        """The policy of tasks that name none."""
+        """The retry policy of tasks without their own."""
         return Retry(
             self.max_retries,
             base=self.retry_base_s,
@@ -403,7 +403,7 @@ class Settings(BaseSettings):
         )
 
     def engine_options(self) -> EngineOptions:
-        """The part that an engine needs."""
+        """The options of an engine."""
         return EngineOptions(
             visibility_timeout_ms=max(1, round(self.visibility_timeout_s * 1000)),
             payload_limit=self.payload_limit,
@@ -423,28 +423,28 @@ class Settings(BaseSettings):
         )
 
 
-def _inside(found: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_outside(found: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name not in OUTSIDE}
 
 
 def is_in_memory(url: str) -> bool:
-    """Whether this URL of an engine means a temporary database."""
+    """Whether an engine's URL means a temporary database."""
     parts = urlsplit(url)
     return parts.scheme == "sqlite" and not parts.netloc and unquote(parts.path) in TEMPORARY
 
 
-def _named(error: ErrorDetails) -> str:
-    """A mistake, by the setting's name and its variable."""
-    said = error["msg"].removeprefix("Value error, ")
+def _format_error(error: ErrorDetails) -> str:
+    """Format an error with the setting's name and its variable."""
+    message = error["msg"].removeprefix("Value error, ")
     if not error["loc"]:
-        # Of several settings, which it names itself.
-        return said
+        # An error about several settings, which the message names.
+        return message
     name = str(error["loc"][0])
     if error["type"] == "extra_forbidden" and len(error["loc"]) == 1:
         nearest = get_close_matches(name.lower(), Settings.model_fields, 1)
         return f"{name}: unknown setting" + (f"; did you mean {nearest[0]}?" if nearest else "")
-    place = ".".join(map(str, error["loc"]))
-    return f"{place} (HOLDFAST_{name.upper()}): {said}" if name in Settings.model_fields else f"{place}: {said}"
+    path = ".".join(map(str, error["loc"]))
+    return f"{path} (HOLDFAST_{name.upper()}): {message}" if name in Settings.model_fields else f"{path}: {message}"
 
 
 def _secret_text(secret: SecretStr | None) -> str:

@@ -147,7 +147,7 @@ def test_3_three_failures_are_an_operators_to_decide(world: World) -> None:
         ended = ops.get("/internal/tasks/stats").json()["states"]
         assert ended["succeeded"]
         assert ended["cancelled"] == 1
-        log = ops.get("/api/v1/operator-log").json()["lines"]
+        log = ops.get("/api/v1/operator-log").json()["entries"]
         done = {(line["type"], line["actor"], line["target_id"], line["reason"]) for line in log}
         assert ("operator.resume", "ops", first, "the model is back") in done
         assert ("operator.discard_suspended", "ops", second, "nobody needs it") in done
@@ -222,5 +222,5 @@ def _taken(ops: httpx.Client, job_id: str) -> list[dict[str, Any]]:
 def _alerts(ops: httpx.Client, kind: str = "alert.backlog") -> list[dict[str, Any]]:
     answer = ops.get("/api/v1/operator-log", params={"type": kind})
     assert answer.status_code == 200, answer.text
-    lines: list[dict[str, Any]] = answer.json()["lines"]
-    return lines
+    entries: list[dict[str, Any]] = answer.json()["entries"]
+    return entries

@@ -91,9 +91,9 @@ def test_mistakes_are_named_and_values_are_not() -> None:
         connection_model("pulsar")
     with pytest.raises(InvalidOption, match="prefetch"):
         build_adapter("memory", {}, "orders", "readers", 0)
-    with pytest.raises(InvalidOption, match="name of their own"):
+    with pytest.raises(InvalidOption, match="is not valid for queue"):
         build_adapter("memory", {}, "orders", "readers", dlq_name="orders")
-    with pytest.raises(InvalidOption, match="a connection of redis is a RedisConfig"):
+    with pytest.raises(InvalidOption, match="connection of redis must be RedisConfig"):
         build_publisher("redis", MemoryConfig())
     with pytest.raises(InvalidOption) as caught:
         build_publisher("redis", {"url": "tcp://ann:s3cret-word@h", "prot": 1})

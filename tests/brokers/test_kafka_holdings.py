@@ -156,10 +156,10 @@ def test_another_consumers_message_is_not_ours() -> None:
 
 async def test_nothing_of_a_partition_that_is_gone_is_delivered() -> None:
     adapter = KafkaAdapter(KafkaConfig(bootstrap_servers="127.0.0.1:1"), "t", "g")
-    holdings = adapter._holdings
+    holdings = adapter._offsets
     holdings.assign([0, 1])
     batch = [taken(holdings, partition, offset) for offset in range(3) for partition in (0, 1)]
-    adapter._arrived(batch)
+    adapter._on_messages(batch)
     stream = adapter.consume()
     assert await anext(stream) is batch[0]
     await adapter.nack(batch[0], requeue=True)
@@ -167,7 +167,7 @@ async def test_nothing_of_a_partition_that_is_gone_is_delivered() -> None:
     holdings.assign([0])
     assert [(await anext(stream)).message_id for _ in range(3)] == ["t-1-0", "t-1-1", "t-1-2"]
     # What comes again is another delivery.
-    adapter._arrived([taken(holdings, 0, 0)])
+    adapter._on_messages([taken(holdings, 0, 0)])
     assert (await anext(stream)).message_id == "t-0-0"
     await adapter.close()
     assert [message async for message in stream] == []

@@ -467,7 +467,7 @@ async def test_a_single_active_consumer_is_had_by_setting(harness: RabbitHarness
 
 def test_a_connection_says_what_is_wrong_with_it() -> None:
     for settings, wrong in (
-        ({"url": "amqp://localhost", "host": "other"}, "leave out host"),
+        ({"url": "amqp://localhost", "host": "other"}, "remove host"),
         ({"url": "http://localhost"}, "amqp://user:password@host"),
         ({"key_file": "key.pem"}, "needs its cert_file"),
         ({"port": 0}, "port"),

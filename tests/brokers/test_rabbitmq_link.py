@@ -72,7 +72,7 @@ def test_every_message_gets_what_was_said_of_it(steps: list[tuple[int, str, int]
         broker = Broker(range(1, 7))
         link = RabbitConsumerConnection(RabbitConfig(), Connection())  # type: ignore[arg-type]
         link.begin(broker)  # type: ignore[arg-type]
-        link.in_hand.update(dict.fromkeys(broker.open))
+        link.in_flight.update(dict.fromkeys(broker.open))
         for tag, fate, turns in steps:
             if tag in said:
                 continue
@@ -95,7 +95,7 @@ async def test_many_acknowledgements_are_one_frame() -> None:
     broker = Broker(range(1, 1001))
     link = RabbitConsumerConnection(RabbitConfig(), Connection())  # type: ignore[arg-type]
     link.begin(broker)  # type: ignore[arg-type]
-    link.in_hand.update(dict.fromkeys(range(1, 1001)))
+    link.in_flight.update(dict.fromkeys(range(1, 1001)))
     for tag in range(1, 1000):
         link.ack(tag)
     await link.close()
@@ -107,7 +107,7 @@ async def test_acknowledgements_wait_for_each_other_but_not_for_long() -> None:
     broker = Broker(range(1, 101))
     link = RabbitConsumerConnection(RabbitConfig(), Connection())  # type: ignore[arg-type]
     link.begin(broker)  # type: ignore[arg-type]
-    link.in_hand.update(dict.fromkeys(sorted(broker.open)))
+    link.in_flight.update(dict.fromkeys(sorted(broker.open)))
     for tag in range(1, 101):
         link.ack(tag)
         await asyncio.sleep(0)
@@ -115,7 +115,7 @@ async def test_acknowledgements_wait_for_each_other_but_not_for_long() -> None:
         await asyncio.sleep(0.001)
     assert broker.frames < 20
     broker.open.update(range(101, 201))
-    link.in_hand.update(dict.fromkeys(range(101, 201)))
+    link.in_flight.update(dict.fromkeys(range(101, 201)))
     link.ack(101)
     async with asyncio.timeout(10):
         while 101 in broker.open:  # noqa: ASYNC110

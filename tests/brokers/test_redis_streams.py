@@ -133,7 +133,7 @@ async def test_what_a_dead_consumer_had_is_taken_over_and_counted(
     assert (again.message_id, again.body, again.key, again.deliveries) == (first.message_id, b"one", "k", 2)
     assert not dead.owns(first)
     # Too late: the other's delivery is the one that counts.
-    dead._held[first] = _PendingEntry(first, 1, inf)
+    dead._in_flight[first] = _PendingEntry(first, 1, inf)
     await dead.ack(first)
     assert (await harness.redis.xpending(bench.queue, "readers"))["pending"] == 1
     await heir.adapter.ack(again)
@@ -272,7 +272,7 @@ async def test_a_topic_that_is_no_stream_is_refused_and_the_others_are_written(
     assert isinstance(third, BrokerRefused)
     assert second is None
     adapter = harness.adapter(f"{bench.queue}:text")
-    with pytest.raises(BrokerRefused, match="no stream"):
+    with pytest.raises(BrokerRefused, match="not a stream"):
         await adapter.connect()
 
 
@@ -319,9 +319,9 @@ async def test_a_server_that_stops_answering_is_noticed(make_redis: MakeServer, 
 
 def test_a_connection_that_cannot_be_is_told() -> None:
     for options, why in (
-        ({"url": "http://somewhere"}, "must begin with"),
+        ({"url": "http://somewhere"}, "must start with"),
         ({"ca_file": "ca.pem"}, "rediss"),
-        ({"url": "rediss://host", "cert_file": "c.pem"}, "belong together"),
+        ({"url": "rediss://host", "cert_file": "c.pem"}, "must be set together"),
         ({"host": "h"}, "Extra inputs"),
     ):
         with pytest.raises(ValueError, match=why):
@@ -348,14 +348,39 @@ async def test_a_fetch_that_ends_in_an_unknown_way_is_told(bench: BrokerRig, mon
         await asyncio.sleep(0.05)
         raise RuntimeError("a mistake")
 
-    monkeypatch.setattr(adapter, "_take_over", broken)
+    monkeypatch.setattr(adapter, "_reclaim", broken)
     messages = aiter(adapter.consume())
     with pytest.raises(RuntimeError, match="a mistake"):
         await asyncio.wait_for(anext(messages), 5)
 
 
 def test_a_url_that_cannot_be_read_does_not_show_its_password() -> None:
-    with pytest.raises(ValidationError, match="cannot be read") as caught:
+    with pytest.raises(ValidationError, match="url is not valid") as caught:
         RedisConfig.model_validate({"url": "redis://:pass/word@host:6379/0"})
     assert "pass/" not in str(caught.value)
     assert "'pass'" not in str(caught.value)
+
+
+async def test_a_message_whose_acknowledgement_is_on_its_way_is_not_redelivered(
+    bench: BrokerRig, harness: RedisStreamsHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await bench.publish(b"one")
+    reader = await bench.reader()
+    message, adapter = await reader.one(), reader.adapter
+    assert isinstance(adapter, RedisAdapter)
+    run, sending, confirmed = adapter._run, asyncio.Event(), asyncio.Event()
+
+    async def slow_run(name: str, *args: Any, **options: Any) -> Any:
+        if name == "ack":
+            sending.set()
+            await confirmed.wait()
+        return await run(name, *args, **options)
+
+    monkeypatch.setattr(adapter, "_run", slow_run)
+    ack = asyncio.create_task(adapter.ack(message))
+    await sending.wait()
+    assert await adapter._reclaim(10) == []
+    confirmed.set()
+    await ack
+    assert await harness.redis.xpending_range(bench.queue, "readers", "-", "+", 10) == []
+    assert adapter._acknowledging == set()

@@ -153,7 +153,7 @@ class TestContract(BrokerContract):
 class TestStandardQueues(MessageContract, DeliveryContract):
     """What a message carries and who holds it is the same on a standard queue; only order is not promised."""
 
-    test_messages_of_one_key_are_written_and_come_in_order = None  # type: ignore[assignment]
+    test_messages_of_one_key_are_published_and_delivered_in_order = None  # type: ignore[assignment]
 
 
 class TestFaultContract(BrokerFaultContract):
@@ -268,7 +268,7 @@ async def test_with_a_message_that_is_lost_go_those_behind_it_in_its_group(fifo_
     assert isinstance(adapter, SqsAdapter)
     taken = {message.body: message for message in await reader.take(4)}
     # As if SQS had not answered for long, when it was the first one's turn to be prolonged.
-    adapter._in_hand[taken[b"1"]].prolonged_at -= 1000
+    adapter._in_flight[taken[b"1"]].prolonged_at -= 1000
     assert [adapter.owns(taken[body]) for body in (b"1", b"2", b"3", b"4")] == [False, False, False, True]
     again = await reader.handle(3)
     assert [message.body for message in again] == [b"1", b"2", b"3"]
@@ -282,7 +282,7 @@ async def test_what_was_lost_is_not_held_on_to(bench: BrokerRig) -> None:
     assert isinstance(adapter, SqsAdapter)
     message = await reader.one()
     # As if SQS had not answered for long: whoever has the message drops it now, though SQS would still prolong it.
-    adapter._in_hand[message].prolonged_at -= 1000
+    adapter._in_flight[message].prolonged_at -= 1000
     assert not adapter.owns(message)
     again = await reader.one()
     assert (again.message_id, again.deliveries) == (message.message_id, 2)
@@ -293,14 +293,14 @@ async def test_a_long_poll_is_one_question_and_brings_a_message_at_once(bench: B
     adapter = await bench.adapter(wait_time_s=SqsConfig().wait_time_s)
     assert isinstance(adapter, SqsAdapter)
     asked = 0
-    ask = adapter._ask
+    ask = adapter._request
 
     async def counted(count: int) -> list[dict[str, Any]]:
         nonlocal asked
         asked += 1
         return await ask(count)
 
-    adapter._ask = counted  # type: ignore[method-assign]
+    adapter._request = counted  # type: ignore[method-assign]
     reader = bench.read(adapter)
     await reader.quiet(1.0)
     assert asked == 1
@@ -329,7 +329,7 @@ async def test_what_is_too_large_is_refused_and_large_batches_are_divided(bench:
     ]
     answers = await publisher.publish([*too_large, *large])
     assert [type(answer) for answer in answers] == [BrokerRefused] * 2 + [type(None)] * 5
-    assert "over its limit of 262144" in str(answers[0])
+    assert "exceeds the limit of 262144" in str(answers[0])
     reader = await bench.reader()
     assert {(message.body or b"")[:1] for message in await reader.handle(5)} == {b"0", b"1", b"2", b"3", b"4"}
 

@@ -45,7 +45,7 @@ class StepFetcher(Fetcher):
         self._reclaim_at = 0.0
         while True:
             try:
-                await self._turn()
+                await self._run_once()
             except EngineUnavailable:
                 await self._recover()
             else:
@@ -64,18 +64,18 @@ class StepProjector(Projector):
     async def turn(self) -> None:
         """As `run` does, once; then what it tells the engine has been told."""
         self._round_at = 0.0
-        for track in self._tracks.values():
-            track.looked_at = 0.0
+        for cursor in self._cursors.values():
+            cursor.read_at = 0.0
         try:
-            await self._turn()
+            await self._run_once()
         except Unavailable:
-            await self._let_go()
-        telling = [track.telling for track in self._tracks.values() if track.telling is not None]
-        await asyncio.gather(*telling, return_exceptions=True)
-        for track in self._tracks.values():
-            if track.tell_at:
-                track.tell_at = 0.001
-        self._letters._later.clear()
+            await self._drop_all()
+        confirming = [cursor.confirming for cursor in self._cursors.values() if cursor.confirming is not None]
+        await asyncio.gather(*confirming, return_exceptions=True)
+        for cursor in self._cursors.values():
+            if cursor.confirm_at:
+                cursor.confirm_at = 0.001
+        self._confirmer._retry_at.clear()
 
 
 class StepSettler(Settler):
@@ -83,9 +83,9 @@ class StepSettler(Settler):
 
     stale = 0
 
-    def _note(self, settlements: Sequence[Settlement], answers: Sequence[SettleResult]) -> None:
+    def _log_stale(self, settlements: Sequence[Settlement], answers: Sequence[SettleResult]) -> None:
         self.stale += answers.count(SettleResult.STALE)
-        super()._note(settlements, answers)
+        super()._log_stale(settlements, answers)
 
 
 class Process:
@@ -176,12 +176,12 @@ class Process:
             await again(lambda: self.engine.promote(queues, MAX_BATCH))
             if not self._pruned:
                 # Once is enough: it has many small steps.
-                await again(lambda: EnginePruner(self.engine, QueueSelection(self.engine, queues))._turn())
+                await again(lambda: EnginePruner(self.engine, QueueSelection(self.engine, queues))._run_once())
                 self._pruned = True
         if self.place.apart:
             await self.project()
         if self.place.has_ledger:
-            await again(lambda: ReplaySubmission(self.engine, self.ledger)._letters.submit_pending(100))
+            await again(lambda: ReplaySubmission(self.engine, self.ledger)._dead_letters.submit_pending(100))
             approvals = ApprovalOperations(self.engine, self.ledger)
             await again(lambda: approvals.expire(100))
             await again(lambda: approvals.deliver_pending(100))

@@ -87,8 +87,8 @@ def test_the_checks_see_what_is_wrong(tmp_path: Path, monkeypatch: pytest.Monkey
     for expected in broken.expected:
         assert expected in told
     # All that people do was done.
-    assert report["people"].keys() == {"cancelled", "expedited", "paused", "replayed", "resumed", "voted"}
-    assert f"the same again: holdfast chaos --seed {BUSY}" in done.stderr
+    assert report["operator_actions"].keys() == {"cancelled", "expedited", "paused", "replayed", "resumed", "voted"}
+    assert f"reproduce with: holdfast chaos --seed {BUSY}" in done.stderr
 
 
 class Broken:
@@ -151,11 +151,11 @@ class Broken:
         self.expected += [
             "stream:task:high has 1 messages",
             "stream:task:high has 1 pending entries in group cg:workers",
-            "stream:task:high has 1 consumers that are dead: nobody",
-            "1 keys that nobody knows: stray",
-            f"1 records without an end: job:{job_id}",
+            "stream:task:high has 1 dead consumers: nobody",
+            "1 unknown keys: stray",
+            f"1 records without expiry: job:{job_id}",
             "queue:delayed has 1 entries",
-            "queue:workers has 1 workers that are dead",
+            "queue:workers has 1 dead workers",
         ]
 
     def _break_effects(self, postgres: DiskPostgres, folder: Path) -> None:
@@ -256,7 +256,7 @@ def test_elsewhere_than_on_linux_it_says_so(wishes: list[ChaosOptions], monkeypa
     monkeypatch.setattr("sys.platform", "darwin")
     done = CliRunner().invoke(commands, ["chaos"])
     assert (done.exit_code, wishes) == (ExitCode.USAGE, [])
-    assert "runs on Linux only, not on darwin" in done.stderr
+    assert "does not run on darwin" in done.stderr
 
 
 def test_the_journal_keeps_every_line(tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ def test_the_journal_keeps_every_line(tmp_path: Path) -> None:
         ("in doubt", 7), ("accepted", 7), ("accepted", 7), ("accepted", -1)
     ]  # fmt: skip
     assert journal.accepted[7] == {"a", "b"}
-    assert (journal.errands, journal.receipts, journal.doubts) == (1, 3, 1)
+    assert (journal.work_items, journal.receipts, journal.doubts) == (1, 3, 1)
 
 
 def test_what_redis_forgot_is_put_down_to_the_fault_that_it_went_with() -> None:
@@ -279,8 +279,8 @@ def test_what_redis_forgot_is_put_down_to_the_fault_that_it_went_with() -> None:
     kill = Fault(number=1, at=0.1, kind=FaultKind.FAIL_OVER, target="redis")
     stop = Fault(number=2, at=0.5, kind=FaultKind.STOP, target="redis-2", seconds=4)
     struck = [
-        FaultResult(fault=stop, accepted=9, began_at=50, over_at=60),
-        FaultResult(kill, 1, began_at=10, over_at=20),
+        FaultResult(fault=stop, accepted=9, began_at=50, ended_at=60),
+        FaultResult(kill, 1, began_at=10, ended_at=20),
     ]
     assert blame([9.9, 12, 13, 20.5, 55, 61], struck) == {
         "before fault 1, fail-over redis": 1,
@@ -296,7 +296,7 @@ def test_redis_may_forget_what_it_accepted_around_its_own_faults_only(tmp_path: 
     journal.accepted_at = {"long before": 10, "just before": 99, "during": 103, "after": 130}
     fault = Fault(number=1, at=0.1, kind=FaultKind.FAIL_OVER, target="redis")
     findings = Findings(forgetful=True, forgotten=4, forgotten_jobs=list(journal.accepted_at))
-    check_forgotten(findings, journal, [FaultResult(fault, 1, began_at=100, over_at=110)])
+    check_forgotten(findings, journal, [FaultResult(fault, 1, began_at=100, ended_at=110)])
     journal.close()
     assert findings.forgotten_jobs == ["just before", "during"]
     assert (findings.forgotten, findings.lost, findings.defect_count) == (2, 2, 2)
@@ -347,14 +347,14 @@ def test_a_report_says_never_where_work_did_not_go_on() -> None:
         command="holdfast chaos",
         struck=faults,
         findings=findings,
-        people={"cancelled": 3, "paused": 1},
+        operator_actions={"cancelled": 3, "paused": 1},
         ended_s=4.25,
         tidy_s=61.5,
     )
     assert not report.ok
     told = dict(summary(report))
-    assert told["faults"] == "4 done, 1 could not be"
-    assert told["deeds of people"] == "3 cancelled, 1 paused"
+    assert told["faults"] == "4 done, 1 not possible"
+    assert told["operator actions"] == "3 cancelled, 1 paused"
     assert told["seconds to recover"] == "2.00, at most 3.00"
     assert (told["… until the last end"], told["… until Redis was empty"]) == ("4.2", "61.5")
     assert told["lost"] == "nothing"

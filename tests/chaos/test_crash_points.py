@@ -160,4 +160,4 @@ async def test_a_connection_that_breaks_does_not_cost_a_wiped_queue_its_keys(fai
     assert await reopen_intake(engine, ledger, "default") == remembered
     assert engine.restore_keys.await_count == remembered
     # A ledger that is down does not stop intake.
-    engine.attach_reader.assert_awaited_once_with("default", "present", reminded=bool(remembered))
+    engine.attach_reader.assert_awaited_once_with("default", "present", keys_restored=bool(remembered))

@@ -105,7 +105,7 @@ async def insert_works(deployment: Deployment) -> bool:
 async def test_all_parts_run_and_can_be_hurt(deployment: Deployment) -> None:
     assert list(deployment.parts) == ["postgres", "redis", "worker-1", "worker-2", "upkeep-1", "server-1"]
     every = set().union(*(part.kinds for part in deployment.parts.values()))
-    assert every | ({FaultKind.FILL} if deployment.cannot else set()) == set(FaultKind) - {
+    assert every | ({FaultKind.FILL} if deployment.unsupported else set()) == set(FaultKind) - {
         FaultKind.FAIL_OVER,
         FaultKind.HAND_OVER,
     }
@@ -161,9 +161,9 @@ async def test_replies_are_slow_for_a_while(deployment: Deployment) -> None:
 async def test_a_stall_of_one_worker_is_not_a_stall_of_all(deployment: Deployment) -> None:
     async with struck(deployment, FaultKind.STALL, "worker-1", 0.3):
         assert await set_works(deployment)
-        assert all(not door.flows for door in deployment.parts["worker-1"].doors)
-        assert all(door.flows for door in deployment.parts["worker-2"].doors)
-    assert all(door.flows for door in deployment.parts["worker-1"].doors)
+        assert all(not proxy.flows for proxy in deployment.parts["worker-1"].proxies)
+        assert all(proxy.flows for proxy in deployment.parts["worker-2"].proxies)
+    assert all(proxy.flows for proxy in deployment.parts["worker-1"].proxies)
 
 
 async def test_nothing_passes_while_redis_is_stalled(deployment: Deployment) -> None:
@@ -224,7 +224,7 @@ async def test_a_web_server_loses_replies_to_posts_only(deployment: Deployment) 
 
 async def test_a_fault_that_met_nobody_says_so(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holdfast.verification.chaos.faults._TRAFFIC_S", 0.1)
-    assert "nobody asked" in await hurt(deployment, FaultKind.LOSE_REPLY, "server-1", 0.1)
+    assert "no request" in await hurt(deployment, FaultKind.LOSE_REPLY, "server-1", 0.1)
 
 
 async def test_what_cannot_be_done_is_skipped_with_a_reason(deployment: Deployment) -> None:
@@ -337,7 +337,7 @@ async def test_a_death_that_is_nobodys_doing_is_noted_and_the_part_started_again
             return False
 
     await eventually(another, "a new worker")
-    assert shared.notes() == ["worker-2 ended with signal 9 though nobody had hurt it"]
+    assert shared.notes() == ["worker-2 ended unexpectedly with signal 9"]
     shared._notes.clear()
 
 
@@ -361,7 +361,7 @@ async def test_what_comes_right_after_such_a_death_does_not_bury_it(tmp_path: Pa
     await (hurt(deployment, kind, "worker-1") if kind else deployment.heal())
     assert process.answers()
     process.stop()
-    assert deployment.notes() == ["worker-1 ended with signal 9 though nobody had hurt it"]
+    assert deployment.notes() == ["worker-1 ended unexpectedly with signal 9"]
 
 
 class Fragile(Program):

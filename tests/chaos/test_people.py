@@ -50,7 +50,7 @@ def said(journal: SubmissionJournal) -> list[tuple[str, str]]:
 
 
 async def idle(them: SimulatedOperators) -> None:
-    await asyncio.gather(*them._under_way)
+    await asyncio.gather(*them._in_flight)
 
 
 def some(folder: Path, wanted: Callable[[WorkItem], bool]) -> WorkItem:
@@ -66,7 +66,7 @@ async def test_one_delayed_job_in_three_is_wanted_at_once(journal: SubmissionJou
         them.accepted(each, f"job-{third}")
     await idle(them)
     assert service.asked == ["POST /api/v1/jobs/job-0/retry default"]
-    assert (said(journal), them.deeds) == ([("expedited", "job-0")], {"expedited": 1})
+    assert (said(journal), them.counts) == ([("expedited", "job-0")], {"expedited": 1})
 
 
 async def test_a_job_that_nobody_wants_is_cancelled(
@@ -89,7 +89,7 @@ async def test_too_late_is_no_defect_and_a_refusal_is(
     them = people(Service(SubmissionRefused(status, "no")), journal, tmp_path)
     them.accepted(some(tmp_path, lambda each: each.kind == "delayed" and each.number % 3 == 0), "job")
     await idle(them)
-    assert (len(them.refused), said(journal), them.deeds) == (refused, [], {})
+    assert (len(them.refused), said(journal), them.counts) == (refused, [], {})
 
 
 async def test_a_queue_is_paused_until_that_is_seen_and_then_resumed(
@@ -99,7 +99,7 @@ async def test_a_queue_is_paused_until_that_is_seen_and_then_resumed(
         monkeypatch.setattr(f"holdfast.verification.chaos.operators.{name}", (0.0, 0.0))
     monkeypatch.setattr("holdfast.verification.chaos.operators._ROUND_S", 0.0)
     service = Service({"paused": False}, {"paused": True}, {"paused": False})
-    await people(service, journal, tmp_path)._hold_up()
+    await people(service, journal, tmp_path)._pause()
     pause, resume = (f"POST /api/v1/queues/side/{lever}" for lever in ("pause", "resume"))
     assert service.asked == [pause, pause, resume]
 
@@ -107,7 +107,7 @@ async def test_a_queue_is_paused_until_that_is_seen_and_then_resumed(
 async def test_one_dead_letter_in_four_is_tried_again_and_once(journal: SubmissionJournal, tmp_path: Path) -> None:
     for number in (4, 5):
         journal.write(ACCEPTED, number, f"job-{number}")
-    page = {"letters": [{"job_id": f"job-{number}", "dlq_id": f"letter-{number}"} for number in (4, 5)]}
+    page = {"dead_letters": [{"job_id": f"job-{number}", "dlq_id": f"letter-{number}"} for number in (4, 5)]}
     service = Service(page, {"job_id": "again"}, page)
     them = people(service, journal, tmp_path)
     for _ in range(2):

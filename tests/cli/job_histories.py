@@ -99,7 +99,7 @@ class Histories:
         return ids
 
     async def approval_of(self, job: Job[Any]) -> str:
-        ask = (await job.info()).meta.ask
+        ask = (await job.info()).meta.approval_request
         assert ask is not None
         return ask.approval_id
 

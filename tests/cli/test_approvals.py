@@ -100,7 +100,7 @@ def test_a_person_approves_what_is_shown(desk: Desk) -> None:
     assert [event["type"] for event in shown["events"]] == ["approval.requested"]
     page = shell.run("approvals", "show", approval_id).stdout
     assert '{"amount":101}' in page
-    assert "waits for approval" in page
+    assert "waiting for approval" in page
 
     said = shell.run("approvals", "approve", approval_id, "--reason", "fine", token=tokens["ann"]).stdout
     assert said.split("\t")[1] == "approved"
@@ -119,7 +119,7 @@ def test_a_person_rejects(desk: Desk) -> None:
     job_id = desk.hold(101)
     approval_id = only(shell)["approval_id"]
     answer = shell.json("approvals", "reject", approval_id, "--reason", "no", token=tokens["bob"])
-    assert (answer["status"], answer["votes"][0]["person"]) == ("rejected", "bob")
+    assert (answer["status"], answer["votes"][0]["voter"]) == ("rejected", "bob")
     assert shell.json("jobs", "show", job_id)["state"] == "cancelled"
     assert only(shell, "--status", "rejected")["approval_id"] == approval_id
 
@@ -143,5 +143,5 @@ def test_who_cannot_vote(desk: Desk) -> None:
 
 def test_nothing_waits(desk: Desk) -> None:
     desk.tokens()
-    assert "nothing waits" in desk.shell.run("approvals", "list").stderr
+    assert "no approval requests" in desk.shell.run("approvals", "list").stderr
     assert desk.shell.json("approvals", "list") == []

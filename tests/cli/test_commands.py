@@ -215,8 +215,8 @@ def test_doctor_is_content_with_a_fresh_file(cli: InProcess) -> None:
     checks = {finding["check"]: finding for finding in report["findings"]}
     assert checks["clock"]["ok"]
     assert checks["queue default"]["warning"]
-    assert "holdfast worker APP --queue default" in checks["queue default"]["advice"]
-    assert "check\t\tfinding\twhat to do" in cli.run("doctor").stdout
+    assert "holdfast worker APP --queue default" in checks["queue default"]["remedy"]
+    assert "check\t\tfinding\tremedy" in cli.run("doctor").stdout
 
 
 def test_the_url_can_be_given_and_a_bad_one_is_named(cli: InProcess, tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_the_url_can_be_given_and_a_bad_one_is_named(cli: InProcess, tmp_path: P
 
 @pytest.mark.parametrize("words", [["jobs", "list"], ["jobs", "watch"], ["queues", "list"], ["doctor"]])
 def test_a_look_at_a_database_that_is_not_there_makes_none(cli: InProcess, tmp_path: Path, words: list[str]) -> None:
-    assert f"there is no database {tmp_path}/jobs.db" in cli.run(*words, code=2).stderr
+    assert f"database {tmp_path}/jobs.db does not exist" in cli.run(*words, code=2).stderr
     assert list(tmp_path.iterdir()) == []
 
 

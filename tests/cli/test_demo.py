@@ -53,11 +53,11 @@ def event(kind: str, at_ms: int = 10) -> Event:
     ("changes", "kinds", "said"),
     [
         ({}, ["task.created", "task.claimed", "task.succeeded"], []),
-        ({"state": State.FAILED}, ["task.created", "task.claimed", "task.failed"], ["saw failed, 1 run"]),
-        ({"attempt": 2}, ["task.created", "task.claimed", "task.succeeded"], ["saw succeeded, 2 runs"]),
+        ({"state": State.FAILED}, ["task.created", "task.claimed", "task.failed"], ["observed failed, 1 run"]),
+        ({"attempt": 2}, ["task.created", "task.claimed", "task.succeeded"], ["observed succeeded, 2 runs"]),
         ({}, ["task.created", "task.claimed", "task.succeeded", "task.succeeded"], ["2 final events"]),
         ({}, ["task.created", "task.claimed"], ["0 final events"]),
-        ({}, ["task.created", "task.claimed", "task.reclaimed", "task.succeeded"], ["saw 2"]),
+        ({}, ["task.created", "task.claimed", "task.reclaimed", "task.succeeded"], ["observed 2"]),
         ({}, ["task.created", "task.created", "task.claimed", "task.succeeded"], ["created exactly once"]),
     ],
 )
@@ -83,4 +83,4 @@ def test_the_demo_s_reckoning_can_go_red(changes: dict[str, Any], kinds: list[st
     assert all(part in complaint for part, complaint in zip(said, complaints, strict=True))
     late = Expected("g", "j", "q", State.SUCCEEDED, not_before_ms=11)
     assert any("1 ms too early" in complaint for complaint in compare(late, view, [event("task.claimed")])[1])
-    assert compare(job, None, [])[1] == ["the engine does not know it"]
+    assert compare(job, None, [])[1] == ["the engine does not have it"]

@@ -43,7 +43,7 @@ async def test_an_engine_with_another_clock_is_a_warning(engine: Engine, clock: 
     found = await finding(engine, "clock")
     assert (found.ok, found.warning) == (False, True)
     assert "1.5 h ahead of this machine's" in found.message
-    assert "chrony" in found.advice
+    assert "chrony" in found.remedy
     clock.jump(clock.now_ms() - 3 * 3_600_000)
     assert "1.5 h behind this machine's" in (await finding(engine, "clock")).message
 
@@ -51,7 +51,7 @@ async def test_an_engine_with_another_clock_is_a_warning(engine: Engine, clock: 
 async def test_jobs_that_nobody_works_on_are_a_warning_until_a_worker_comes(engine: Engine) -> None:
     waiting = await finding(engine, "queue default")
     assert (waiting.ok, waiting.warning) == (False, True)
-    assert "1 job waits and no worker is there" in waiting.message
+    assert "1 job waiting, no workers" in waiting.message
     await engine.claim("w1", ["default"], 1, 0)
     assert (await finding(engine, "queue default")).ok
 
@@ -60,4 +60,4 @@ async def test_a_paused_queue_is_a_warning(engine: Engine) -> None:
     await engine.set_control("default", QueueControl(paused=True))
     found = await finding(engine, "queue default")
     assert (found.ok, found.warning) == (False, True)
-    assert found.advice == "holdfast queues resume default"
+    assert found.remedy == "holdfast queues resume default"

@@ -80,7 +80,7 @@ def test_done_gives_the_job_its_result(shell: Shell) -> None:
 def test_not_done_lets_it_act_again(shell: Shell) -> None:
     doubtful = Doubtful(shell)
     job_id = asyncio.run(doubtful.submit())
-    assert "free again" in shell.run("effects", "resolve", "publish:1", "--not-done").stderr
+    assert "is released" in shell.run("effects", "resolve", "publish:1", "--not-done").stderr
     assert asyncio.run(doubtful.go_on(job_id)) == {"url": "a"}
     assert doubtful.acts == 2
 

@@ -66,16 +66,16 @@ def test_the_same_sentences_on_all_stores(
 def test_a_queue_that_is_paused_or_unserved_is_named(embedded: Sentences) -> None:
     assert embedded["paused"][-2:] == [
         "Its queue is paused.",
-        "No worker takes it before `holdfast queues resume paused`.",
+        "It runs after the queue is resumed: `holdfast queues resume paused`.",
     ]
     assert embedded["retrying-and-paused"][-3:] == [
         "Its queue is paused.",
         "Then it runs again, as attempt 2.",
-        "No worker takes it before `holdfast queues resume retrying-and-paused`.",
+        "It runs after the queue is resumed: `holdfast queues resume retrying-and-paused`.",
     ]
     assert embedded["idle"][-2:] == [
         "No worker serves its queue.",
-        "It runs once one does: `holdfast worker APP --queue idle`.",
+        "It runs once a worker does: `holdfast worker APP --queue idle`.",
     ]
     assert not [line for lines in embedded.values() for line in lines if "is one running" in line]
 
@@ -92,4 +92,4 @@ def test_who_is_not_of_every_tenant_learns_of_the_pause_and_of_no_workers(
     monkeypatch.delenv("HOLDFAST_TOKEN")
     at.run("queues", "resume", "default")
     at.become("olga", "viewer", "acme")
-    assert at.run("explain", job_id).stdout.splitlines()[-1] == "The next free worker of its queue takes it."
+    assert at.run("explain", job_id).stdout.splitlines()[-1] == "The next free worker of its queue claims it."

@@ -59,7 +59,7 @@ def test_pages_by_cursor(cli: InProcess, worked: dict[str, str]) -> None:
     assert worked["queued"] in first.stdout
     cursor = first.stderr.split("--cursor ")[1].strip()
     assert ids(cli, "--cursor", cursor) == [worked["flaky"]]
-    assert "is no cursor" in cli.run("jobs", "list", "--cursor", "nonsense", code=2).stderr
+    assert "is not a cursor" in cli.run("jobs", "list", "--cursor", "nonsense", code=2).stderr
     assert "no time zone" in cli.run("jobs", "list", "--since", "2026-01-01", code=2).stderr
 
 
@@ -100,7 +100,7 @@ def test_explain(cli: InProcess, worked: dict[str, str]) -> None:
     assert lines[0].endswith("UTC to run refuse.")
     assert "This job will not run again." in lines[-1]
     told = cli.json("explain", worked["queued"])
-    assert told["why"][0].startswith("It has waited in line for ")
+    assert told["reason"][0].startswith("It has been queued for ")
     answer = cli.run("explain", "nope", code=2)
     assert "UNKNOWN_JOB" in answer.stderr
 
@@ -132,7 +132,8 @@ def test_without_a_ledger_the_engine_answers_and_says_so(
     assert (len(states), states["queued"], states["succeeded"]) == (10, 1, None)
     monkeypatch.setenv("HOLDFAST_LEDGER", "sqlite:///not-made-yet.db")
     watched = cli.run("jobs", "watch", "--timeout", "0", "--json", code=5)
-    assert "ended jobs are not counted: there is no ledger" in watched.stderr
+    assert "finished jobs are not counted: ledger " in watched.stderr
+    assert "not-made-yet.db does not exist" in watched.stderr
     monkeypatch.delenv("HOLDFAST_LEDGER")
     listed = cli.run("jobs", "list")
     assert "add" in listed.stdout
@@ -149,7 +150,7 @@ def test_a_ledger_beside_redis(
     more = {"HOLDFAST_URL": redis_url, "HOLDFAST_NAMESPACE": namespace, "HOLDFAST_LEDGER": ledger}
     for name, value in more.items():
         monkeypatch.setenv(name, value)
-    assert "there is no ledger" in cli.run("jobs", "list", code=2).stderr
+    assert f"ledger {shell.folder}/ledger.db does not exist" in cli.run("jobs", "list", code=2).stderr
     job_id = cli.submit("add", "--arg", "a=1")
     with shell.start("worker", "sample:app", **more):
         eventually(lambda: ids(cli, "--state", "succeeded") == [job_id], what="the ledger to have its end")

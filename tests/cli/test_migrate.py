@@ -33,29 +33,30 @@ def _own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_up_status_down() -> None:
     ledger = ("--ledger", "sqlite:///ledger.db")
     found = json.loads(call("status", *ledger, "--json", code=1).stdout)
-    assert found["pending"] == [{"version": HEAD, "title": "The ledger's tables"}]
+    titles = {"0001": "The ledger's tables", HEAD: "Columns are named after what they hold"}
+    assert found["pending"] == [{"version": version, "title": title} for version, title in titles.items()]
     done = json.loads(call("up", *ledger, "--json").stdout)
     assert (done["before"], done["after"]) == (None, HEAD)
     assert "nothing to do" in call("up", *ledger).stderr
     assert json.loads(call("status", *ledger, "--json").stdout)["ok"] is True
     assert "--yes" in call("down", *ledger, code=2).stderr
     assert json.loads(call("status", *ledger, "--json").stdout)["version"] == HEAD
-    assert "are gone" in call("down", "--yes", *ledger).stderr
+    assert "dropped the ledger's tables" in call("down", "--yes", *ledger).stderr
     assert json.loads(call("status", *ledger, "--json", code=1).stdout)["version"] is None
 
 
 @pytest.mark.postgres
 def test_on_postgres_by_variable(empty_postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_LEDGER", empty_postgres_url)
-    assert "has no tables" in call("status", code=1).stderr
+    assert "has no holdfast tables" in call("status", code=1).stderr
     assert f"from nothing to {HEAD}" in call("up").stderr
-    assert "wants" in call("status").stderr
+    assert "as this release needs" in call("status").stderr
 
 
 def test_embedded_it_is_the_engines_file() -> None:
     assert json.loads(call("up", "--json").stdout)["after"] == str(SCHEMA_VERSION)
     assert json.loads(call("status", "--json").stdout)["ok"] is True
-    assert "cannot be taken out" in call("down", code=2).stderr
+    assert "cannot be migrated down" in call("down", code=2).stderr
 
 
 def test_without_a_ledger_it_says_what_to_name() -> None:
@@ -90,13 +91,13 @@ def test_doctor_looks_at_the_ledger(shell: Shell, redis_url: str, postgres_url: 
     assert f"schema {HEAD}" in said
     assert "connections are left" in said
     # The tests' own server runs without fsync.
-    assert "a crash forgets" in said
+    assert "a crash loses data" in said
     assert "ledger of default" in said
     down = f"postgresql://me:secret@127.0.0.1:{free_port()}/db"
     done = shell.run("doctor", code=1, **at, HOLDFAST_LEDGER=down)
     assert "nothing listens there" in done.stdout + done.stderr
     assert "secret" not in done.stdout + done.stderr
-    assert "none: finished jobs are forgotten" in shell.run("doctor", code=None, **at).stdout
+    assert "none: finished jobs expire" in shell.run("doctor", code=None, **at).stdout
 
 
 def test_doctor_knows_an_embedded_ledger(shell: Shell) -> None:

@@ -55,7 +55,7 @@ def test_doctor_names_a_redis_that_may_forget(careless: RedisServer) -> None:
     said = " ".join(finding["message"] for finding in bad).lower()
     assert "append-only file is off" in said
     assert "allkeys-lru" in said
-    assert all(finding["advice"] for finding in bad)
+    assert all(finding["remedy"] for finding in bad)
     shown = run("doctor", "--url", careless.url, code=1).stdout
     assert "DANGER" in shown
     assert "noeviction" in shown

@@ -93,16 +93,16 @@ def test_an_effect_that_is_done_meanwhile_still_resumes_its_jobs(shell: Shell, c
     first, second = asyncio.run(shop.submit(2))
     assert cli.json("effects", "resolve", "pay 1", "--done", '"paid"', "--no-resume")["jobs"] == []
     for job_id in (first, second):
-        assert f"`holdfast jobs resume {job_id}` sends it back to work" in cli.run("explain", job_id).stdout
+        assert f"until an operator resumes it: `holdfast jobs resume {job_id}`" in cli.run("explain", job_id).stdout
     answer = cli.run("effects", "resolve", "pay 1", "--done", "null")
-    assert "was done already, and its recorded result stays; 2 jobs sent back to work" in answer.stderr
+    assert "was already done, its result is kept; 2 jobs resumed" in answer.stderr
     assert [asyncio.run(shop.go_on(job_id)) for job_id in (first, second)] == ["paid"] * 2
 
 
 def test_a_doubt_that_another_job_left_is_explained(shell: Shell, cli: InProcess) -> None:
     for job_id in asyncio.run(Shop(shell).submit(2)):
         told = cli.run("explain", job_id).stdout
-        assert "nobody knows whether this effect happened: pay 1." in told
+        assert "it is unknown whether this effect happened: pay 1." in told
         assert "`holdfast effects resolve 'pay 1'` with --done or --not-done" in told
         # No half of a command in the middle of the story.
         assert told.count("holdfast effects resolve") == 1
@@ -128,7 +128,7 @@ def test_a_reserved_effect_whose_holder_is_lost_is_in_doubt(shell: Shell, cli: I
         assert "dead-worker" in row["reason"]
     assert cli.json("effects", "list", "--state", "reserved") == []
     assert cli.json("effects", "show", "k")["state"] == "in_doubt"
-    assert "free again; no job was resumed" in cli.run("effects", "resolve", "k", "--not-done").stderr
+    assert "is released; no job was resumed" in cli.run("effects", "resolve", "k", "--not-done").stderr
     assert cli.json("effects", "list") == []
 
 
@@ -159,7 +159,7 @@ def test_what_cannot_be_is_a_usage_error(cli: InProcess, words: tuple[str, ...])
 
 def test_other_databases_are_named(cli: InProcess) -> None:
     answer = cli.run("effects", "create-table", "--database", "mysql://x", code=ExitCode.USAGE)
-    assert "PostgreSQL or SQLite only" in answer.stderr
+    assert "is not supported; use postgresql://… or sqlite:///…" in answer.stderr
 
 
 def test_a_version_that_nobody_knows(cli: InProcess, tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_a_version_that_nobody_knows(cli: InProcess, tmp_path: Path) -> None:
     assert "no release of holdfast has had that version" in cli.run("migrate", "up", *ledger, code=2).stderr
     told = cli.run("migrate", "status", *ledger, code=1).stderr
     assert "no release of holdfast has had that version" in told
-    assert "that is what this release wants" not in told
+    assert "as this release needs" not in told
 
 
 # Interrupted ---------------------------------------------------------------------------------------
@@ -243,4 +243,4 @@ def test_a_job_whose_creation_the_ledger_never_saw(
     asyncio.run(project())
     job = cli.json("jobs", "show", "orphan")
     assert (job["state"], job["queue"], job["worker"]) == ("running", "q", "w-1")
-    assert "the ledger has not all of it" in cli.run("jobs", "show", "orphan").stderr
+    assert "its history in the ledger is incomplete" in cli.run("jobs", "show", "orphan").stderr

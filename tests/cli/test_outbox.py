@@ -89,7 +89,7 @@ def test_retry_by_id_and_all(desk: Desk) -> None:
     assert ids(desk.json("outbox", "list", "--status", "NEW")) == [three, one]
     # Not one of those that could be tried again.
     answer = desk.run("outbox", "retry", three, "nobody", code=ExitCode.USAGE)
-    assert "2 of these" in answer.stderr
+    assert "2 of the ids" in answer.stderr
     assert desk.json("outbox", "retry", "--all-dead", "--destination", "default") == {"revived": 0}
     assert desk.json("outbox", "retry", "--all-dead", "--reason", "all of them") == {"revived": 1}
     assert ids(desk.json("outbox", "list", "--status", "NEW")) == [three, two, one]

@@ -203,7 +203,7 @@ def test_many_are_counted_asked_about_and_replayed(desk: Desk) -> None:
     assert len(desk.json("dlq", "list", "--status", "open")) == 6
     report = desk.json("dlq", "replay", "--tenant", "acme", "--rate", "1000/s", "--yes")
     assert (report["matched"], report["done"]) == (2, 2)
-    assert "4 done, 0 not" in desk.run("dlq", "replay", "--all", "--yes", "--rate", "200").stderr
+    assert "4 done, 0 failed" in desk.run("dlq", "replay", "--all", "--yes", "--rate", "200").stderr
     assert desk.json("dlq", "replay", "--all", "--yes")["matched"] == 0
     for words in ((), ("--all", "x"), ("--task", "charge", "x"), ("--set", "a=1", "--all"), ("", "--yes")):
         desk.run("dlq", "replay", *words, code=ExitCode.USAGE)
@@ -217,7 +217,7 @@ def test_two_people_discard(desk: Desk) -> None:
     desk.sit("ada")
     desk.run("dlq", "discard", one, code=ExitCode.USAGE)
     desk.run("dlq", "discard", one, "--reason", "customer withdrew")
-    assert "somebody else" in desk.run("dlq", "confirm", one, code=ExitCode.REFUSED).stderr
+    assert "another person" in desk.run("dlq", "confirm", one, code=ExitCode.REFUSED).stderr
     desk.run("dlq", "replay", one, code=ExitCode.ILLEGAL)
     desk.sit(None)
     desk.run("dlq", "confirm", one, code=ExitCode.REFUSED)
@@ -357,7 +357,7 @@ def test_a_word_on_an_effect_is_its_persons_and_in_the_log(desk: Desk) -> None:
     job_id = asyncio.run(Doubtful(Shell(desk.folder, {"HOLDFAST_URL": URL.format(desk.folder)})).submit())
     word = ("effects", "resolve", "publish:1", "--done", '{"url": "seen"}', "--reason", "it is on the site")
     desk.sit("eve", "admin", "other")
-    assert "no effect under the key" in desk.run(*word, code=ExitCode.USAGE).stderr
+    assert "not found; see `holdfast effects list`" in desk.run(*word, code=ExitCode.USAGE).stderr
     assert desk.json("effects", "list") == []
     desk.sit(None)
     desk.sit("looker", "viewer")
@@ -378,4 +378,4 @@ def test_why_a_token_is_refused_can_be_read(desk: Desk, monkeypatch: pytest.Monk
     desk.suspended(1)
     monkeypatch.setenv("HOLDFAST_TOKEN", "hf_nonsense")
     told = desk.run("jobs", "list", code=ExitCode.REFUSED).stderr
-    assert "it is missing, mistyped, expired or revoked" in told
+    assert "(missing, malformed, expired or revoked)" in told

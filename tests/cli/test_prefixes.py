@@ -56,7 +56,7 @@ def test_prefixes_of_jobs(at: Deployment) -> None:
     assert refused.stdout == ""
     *listed, error = refused.stderr.splitlines()
     assert error == (
-        f"holdfast: AMBIGUOUS_ID: '{FIRST[:12]}' is the beginning of 3 job ids; give more characters, or the whole id"
+        f"holdfast: AMBIGUOUS_ID: '{FIRST[:12]}' is a prefix of 3 job ids; give more characters, or the whole id"
     )
     assert [line.split("\t")[:3] for line in listed] == [
         ["job", "task", "state"],
@@ -106,7 +106,7 @@ def test_without_a_ledger_ids_are_whole_and_nothing_is_scanned(
         for words in (("jobs", "show", FIRST[:16]), ("jobs", "cancel", FIRST[:16]), ("jobs", "show", "x")):
             answer = at.run(*words, code=ExitCode.USAGE)
             assert "UNKNOWN_JOB" in answer.stderr
-            assert "there is no ledger to find a prefix in, so give the whole id" in answer.stderr
+            assert "without a ledger a prefix cannot be resolved; pass the full id" in answer.stderr
         assert at.json("jobs", "show", FIRST)["state"] == State.QUEUED
         client.ping()
         commands = []
@@ -136,7 +136,7 @@ def test_many_candidates_are_not_all_listed(
 def test_prefixes_of_dead_letters_and_approvals(at: Deployment) -> None:
     async def leave(world: World) -> tuple[list[str], str]:
         held = await world.charge.options(hold=True).submit(1)
-        ask = (await held.info()).meta.ask
+        ask = (await held.info()).meta.approval_request
         assert ask is not None
         return await world.dead(2), ask.approval_id
 

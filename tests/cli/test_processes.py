@@ -129,12 +129,12 @@ def test_ctrl_c_at_a_terminal_drains_all_processes_and_hurries_none(shell: Shell
 def test_processes_whose_supervisor_is_killed_drain_by_themselves(shell: Shell) -> None:
     with shell.start("worker", "sample.py:app", "--processes", "2") as supervisor:
         eventually(lambda: supervisor.log.read_text().count("queues default, other") == 2, what="two workers")
-        pids = [int(pid) for pid in re.findall(r"worker process \d is (\d+)", supervisor.log.read_text())]
+        pids = [int(pid) for pid in re.findall(r"worker process \d started with pid (\d+)", supervisor.log.read_text())]
         assert len(pids) == 2
         supervisor.process.kill()
         supervisor.process.wait()
         eventually(lambda: supervisor.log.read_text().count("ended: drained") == 2, what="both to drain")
-    assert supervisor.logged("is gone; draining")
+    assert supervisor.logged("has died, draining")
 
 
 def test_upkeep_of_its_own_promotes_for_workers_that_do_none(shell: Shell) -> None:

@@ -91,7 +91,7 @@ class Filled:
             self.ids = {"suspended": doubtful[0].id, "suspended_too": doubtful[1].id}
             self.ids["letter"], self.ids["letter_too"] = [(await job.info()).meta.dlq_id for job in dead]
             held = await self.charge.options(hold=True, tenant_id="a-tenant-with-a-name").submit(3)
-            ask = (await held.info()).meta.ask
+            ask = (await held.info()).meta.approval_request
             assert ask is not None
             self.ids["approval"] = ask.approval_id
             await self.charge.options(delay=3600, idempotency_key=_KEY).submit(4)
@@ -127,7 +127,7 @@ class Filled:
             )
             for one in processes
         ]
-        await ledger.triggers.heartbeat(presences, forget_after_ms=600_000)
+        await ledger.triggers.heartbeat(presences, expire_after_ms=600_000)
         row = Execution(
             tenant_id="acme",
             id="1",

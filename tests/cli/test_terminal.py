@@ -96,7 +96,7 @@ def test_json_is_plain_at_a_terminal_too(shell: Shell) -> None:
 def test_watch_is_a_live_table_until_ctrl_c(shell: Shell) -> None:
     shell.run("submit", "add", "[1]")
     with terminal(shell, "jobs", "watch", "--interval", "0.1") as screen:
-        screen.read_until("Ctrl-C ends")
+        screen.read_until("Ctrl-C to stop")
         assert re.search(r"queue +default\nqueued +1", screen.read_until("cancelled/s"))
         screen.process.send_signal(signal.SIGINT)
         assert screen.process.wait(PATIENCE_S) == 0

@@ -73,11 +73,11 @@ def test_replay_counts_asks_and_leaves_audit_entries(desk: Desk, redis_url: str,
 
 def test_replay_says_what_is_wrong(desk: Desk, redis_url: str) -> None:  # noqa: F811
     file = write(desk.folder, streams(redis_url))
-    assert "say which dead letters" in desk.run("trigger", "replay", file, "orders", code=ExitCode.USAGE).stderr
+    assert "pass either --all or --limit N" in desk.run("trigger", "replay", file, "orders", code=ExitCode.USAGE).stderr
     both = desk.run("trigger", "replay", file, "orders", "--all", "--limit", "1", code=ExitCode.USAGE)
-    assert "say which dead letters" in both.stderr
+    assert "pass either --all or --limit N" in both.stderr
     unknown = desk.run("trigger", "replay", file, "bills", "--all", code=ExitCode.USAGE)
-    assert "no trigger 'bills'" in unknown.stderr
+    assert "trigger 'bills' not found" in unknown.stderr
     desk.sit("vic", "viewer")
     assert "FORBIDDEN" in desk.run("trigger", "replay", file, "orders", "--all", "-y", code=ExitCode.REFUSED).stderr
 

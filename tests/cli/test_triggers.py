@@ -48,7 +48,7 @@ def leave(desk: Desk, name: str = "orders", *, age_ms: int = 0) -> None:  # noqa
             presence = TriggerHeartbeat(
                 name=name, process="host-1", queue_name="orders", adapter="kafka", health=health, seen_at_ms=now_ms
             )
-            await app.ledger_backend.triggers.heartbeat([presence], forget_after_ms=60_000)
+            await app.ledger_backend.triggers.heartbeat([presence], expire_after_ms=60_000)
             row = Execution(
                 tenant_id="acme",
                 id="1",
@@ -77,7 +77,7 @@ def test_check_tells_what_there_is(desk: Desk) -> None:  # noqa: F811
         "orders\tmemory\torders\tshop\t1\tack\tadd",
         "b\tmemory\torders\tshop\t4\tack\thttp://127.0.0.1:1/run",
     ]
-    assert "all well" in answer.stderr
+    assert "no errors" in answer.stderr
     first, _ = desk.json("trigger", "check", file)
     assert (first["name"], first["runtime"], first["adapter"]) == ("orders", {"task": "add"}, {"type": "memory"})
     assert not (desk.folder / "jobs.db").exists()
@@ -88,13 +88,13 @@ def test_check_tells_all_mistakes_and_no_secret(desk: Desk) -> None:  # noqa: F8
     answer = desk.run("trigger", "check", write(desk.folder, wrong, ONE | {"ack_policy": "x"}), code=ExitCode.USAGE)
     assert answer.stdout == ""
     assert answer.stderr.splitlines() == [
-        "triggers.yaml: triggers[0].runtime.token: must not stand in a file; write ${NAME} and set the variable NAME",
+        "triggers.yaml: triggers[0].runtime.token: must not be in a file; write ${NAME} and set the variable NAME",
         "triggers.yaml: triggers[0].concurency: unknown key; did you mean concurrency?",
         "triggers.yaml: triggers[1].ack_policy: Input should be 'ack', 'nack', 'requeue' or 'dlq'",
-        "holdfast: INVALID_OPTION: triggers.yaml cannot be used, see above",
+        "holdfast: INVALID_OPTION: triggers.yaml has errors; fix those listed above",
     ]
     one = desk.run("trigger", "check", "missing.yaml", code=ExitCode.USAGE)
-    assert one.stderr.startswith("missing.yaml: there is no such file in ")
+    assert one.stderr.startswith("missing.yaml: file not found in ")
 
 
 def test_check_asks_the_app_and_the_brokers(desk: Desk) -> None:  # noqa: F811
@@ -147,7 +147,7 @@ def test_who_may_and_what_is_not_there(desk: Desk) -> None:  # noqa: F811
     desk.sit("gil", "operator", "globex")
     assert desk.json("trigger", "executions") == []
     desk.sit(None)
-    assert "no trigger 'nobody'" in desk.run("trigger", "pause", "nobody", code=ExitCode.USAGE).stderr
+    assert "trigger 'nobody' not found" in desk.run("trigger", "pause", "nobody", code=ExitCode.USAGE).stderr
     assert desk.json("trigger", "pause", "orders")[0]["paused_by"].startswith("local:")
 
 
@@ -178,7 +178,7 @@ def test_plan(desk: Desk) -> None:  # noqa: F811
     words = ("trigger", "plan", "--rate", "8.33", "--seconds-per-message", "2", "--message-bytes", "1048576")
     assert desk.json(*words, "--cores", "8", "--waiting") == {
         "concurrency": 17,
-        "wanted": 17,
+        "required": 17,
         "enough": True,
         "rate": 8.5,
         "memory_mb": 2775.0,
@@ -188,7 +188,7 @@ def test_plan(desk: Desk) -> None:  # noqa: F811
     assert answer.stdout.splitlines() == [
         "concurrency  4",
         "memory       825 MB",
-        "processes    5, each on a machine of its own",
+        "processes    5, each on a separate machine",
     ]
     assert "--waiting" in answer.stderr
     wrong = ("trigger", "plan", "--rate", "0", "--seconds-per-message", "2", "--message-bytes", "1")
@@ -253,7 +253,7 @@ def test_run_on_redis_streams(shell: Shell, redis_url: str, namespace: str) -> N
         (told,) = eventually(lambda: at_office(shell, "list"), what="its presence")
         assert (told.name, told.status, told.adapter) == ("orders", "healthy", "redis")
         at_office(shell, "pause", "orders", reason="test")
-        process.wait_log("trigger orders is paused by a person")
+        process.wait_log("trigger orders paused by an operator")
         redis.xadd(queue, {"body": json.dumps({"a": 3}), "x-dedup-key": "3"})
         at_office(shell, "resume", "orders", reason="test")
         eventually(lambda: counts(shell) == 3, what="the fourth message")
@@ -267,7 +267,7 @@ def test_run_in_memory_without_a_ledger_says_what_that_costs(shell: Shell, redis
     words = ("--url", redis_url, "--namespace", namespace)
     with shell.start("trigger", "run", write(shell.folder, ONE), "sample.py:app", *words) as process:
         process.wait_log("trigger orders started")
-        assert process.logged("there is no ledger")
+        assert process.logged("no ledger: triggers run")
         assert process.end() == 0
 
 
@@ -317,9 +317,9 @@ def test_a_second_signal_hurries(shell: Shell, redis_url: str, namespace: str) -
         redis.xadd(queue, {"body": "1"})
         eventually(lambda: (shell.folder / "begun").exists(), what="the call")
         os.kill(process.process.pid, signal.SIGTERM)
-        process.wait_log("1 messages are in hand")
+        process.wait_log("1 messages in flight")
         assert process.process.poll() is None
         assert redis.xpending(queue, "shop")["pending"] == 1
         os.kill(process.process.pid, signal.SIGTERM)
         assert process.process.wait(10) == 0
-        assert process.logged("left 1 messages")
+        assert process.logged("with 1 unfinished messages")

@@ -392,7 +392,7 @@ async def use_every_verb(rig: Rig, harness: RedisHarness) -> None:
         await rig.submit(8, tenant_id=tenant, idempotency_key="")
         await rig.submit(1, tenant_id=tenant, delay_ms=1)
         held = await rig.submit_one(tenant_id=tenant, hold=True)
-        await rig.move(held, State.QUEUED, consent=Approval("a", ("b",), 1), audit="operator.approve")
+        await rig.move(held, State.QUEUED, approval=Approval("a", ("b",), 1), audit="operator.approve")
         late = await rig.submit_one(tenant_id=tenant, delay_ms=60_000)
         await engine.expedite(QUEUE, late, actor="a", reason="b", audit="operator.retry")
         far = await rig.submit_one(tenant_id=tenant, delay_ms=60_000)

@@ -80,7 +80,7 @@ async def test_a_sentinel_that_names_a_replica_is_found_out(harness: RedisHarnes
     (one, *_), _, replica, service = places(harness)
     async with sentinel(lambda: replica) as liar:
         assert await submits(harness, url_of(service, liar, one))
-        with pytest.raises(EngineUnavailable, match=f"{replica} is a slave, no master"):
+        with pytest.raises(EngineUnavailable, match=f"{replica} is a slave, not a master"):
             await submits(harness, url_of(service, liar))
 
 
@@ -101,13 +101,13 @@ async def test_a_sentinel_that_names_nobody_there(harness: RedisHarness, unused_
     (one, *_), _, _, service = places(harness)
     async with sentinel(lambda: unused_tcp_port) as liar:
         assert await submits(harness, url_of(service, liar, one))
-        with pytest.raises(EngineUnavailable, match=f"no master of '{service}'.*{unused_tcp_port}"):
+        with pytest.raises(EngineUnavailable, match=f"cannot reach a master of '{service}'.*{unused_tcp_port}"):
             await submits(harness, url_of(service, liar))
 
 
 async def test_a_service_that_nobody_watches(harness: RedisHarness) -> None:
     ports, *_ = places(harness)
-    with pytest.raises(EngineUnavailable, match=r"watch no service named 'orders'.*redis.sentinel://HOSTS/SERVICE"):
+    with pytest.raises(EngineUnavailable, match=r"do not know service 'orders'.*redis.sentinel://HOSTS/SERVICE"):
         await submits(harness, url_of("orders", *ports))
 
 

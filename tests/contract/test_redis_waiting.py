@@ -116,7 +116,7 @@ async def test_a_subscription_that_is_lost_is_made_again(redis_harness: RedisHar
     waiting = asyncio.create_task(rig.engine.wait_final(QUEUE, claim.job_id, 60_000))
     await until(lambda: is_registered(redis_harness, claim.job_id))
     engine: Any = rig.engine
-    engine._answers.close()
+    engine._completion.close()
     await rig.succeed(claim)
     view = await waiting
     assert view is not None

@@ -116,7 +116,7 @@ async def test_a_ledger_that_does_not_answer_stops_all(world: World) -> None:
         begun += 1
         raise LedgerUnavailable("the ledger is down")
 
-    letters._people = Mock(wraps=letters._people, reserve_replay=begin_replay)
+    letters._operators = Mock(wraps=letters._operators, reserve_replay=begin_replay)
     report = await letters.replay_many(ADA, EVERY, reason="", rate_per_s=20)
     assert (report.done, report.failed, report.stopped, begun) == (0, 1, "the ledger is down", 1)
 

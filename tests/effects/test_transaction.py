@@ -208,7 +208,7 @@ async def test_what_it_does_not_know_it_says(tmp_path: Path) -> None:
     engine = create_async_engine(f"sqlite+aiosqlite:///{tmp_path / 'own.db'}")
     async with AsyncSession(engine) as session:
         await session.execute(text("SELECT 1"))
-        with pytest.raises(UsageError, match="in one already"):
+        with pytest.raises(UsageError, match="without an open one"):
             await context().transaction(session, "k", nothing)
     await engine.dispose()
 

@@ -77,12 +77,12 @@ async def test_three_processes_one_killed_and_one_added(
         first, *others = [start() for _ in range(3)]
         for process in (first, *others):
             await process.has_said("trigger orders started")
-        await eventually(lambda: first.said("has got partitions"), "its partitions")
+        await eventually(lambda: first.said("assigned partitions"), "its partitions")
         await eventually(lambda: jobs(15_000), "a first part of the jobs", 120)
         first.kill()
         added = start()
         await eventually(lambda: topic.left("shop") == 0, "all offsets to be committed", 150)
-        await eventually(lambda: added.said("has got partitions"), "the new one's partitions")
+        await eventually(lambda: added.said("assigned partitions"), "the new one's partitions")
         for process in (*others, added):
             process.terminate()
         for process in (*others, added):

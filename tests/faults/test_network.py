@@ -180,7 +180,7 @@ async def test_renew(link: Link, fault: str) -> None:
     _each_ran_once(link)
 
 
-@pytest.mark.parametrize("verb", ["lost", "reclaim"])
+@pytest.mark.parametrize("verb", ["find_expired", "reclaim"])
 @pytest.mark.parametrize("fault", ["cut", "lose"])
 async def test_reclaim(redis_url: str, link: Link, verb: str, fault: str) -> None:
     """A dead worker's jobs, taken over by one whose connection breaks at that moment."""

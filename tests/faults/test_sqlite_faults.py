@@ -107,7 +107,7 @@ async def test_locked_for_too_long(sqlite_site: Site, monkeypatch: pytest.Monkey
         held = await site.tasks.hold.submit(str(gate))
         await eventually(lambda: worker.running == 1, "a run")
         with locked(path_of(site)):
-            with pytest.raises(EngineUnavailable, match="another program holds it locked"):
+            with pytest.raises(EngineUnavailable, match="another program has locked it"):
                 await site.tasks.work.submit(1)
             gate.touch()
             await eventually(lambda: not worker.ready, "the worker to notice")

@@ -120,7 +120,7 @@ async def test_a_poison_message_is_a_dead_letter_and_the_rest_goes_on(
     ((_, letter),) = dead.read()
     headers = dict(letter.headers())
     assert (letter.value(), headers["x-own"]) == (b"30", b"kept")
-    assert b"given up after 3 tries" in headers["x-dead-reason"]
+    assert b"failed after 3 attempts" in headers["x-dead-reason"]
     assert headers["x-dead-history"].count(b"this one never works") == 3
     assert topic.left("shop") == 0
 

@@ -113,16 +113,16 @@ async def test_a_quorum_is_of_different_people(app: Holdfast) -> None:
         job = await bank.ask()
         row = await question(app, job)
         assert (await vote(app, ANN, row.approval_id)).status is ApprovalStatus.REQUESTED
-        with pytest.raises(Conflict, match="ann has voted"):
+        with pytest.raises(Conflict, match="ann has already voted"):
             await vote(app, ANN, row.approval_id)
         # One name is one person, whatever else the token says.
         with pytest.raises(Conflict):
             await vote(app, person("ann", Role.ADMIN), row.approval_id)
         assert await job.state() is State.WAITING_APPROVAL
         decided = await vote(app, BOB, row.approval_id)
-        assert (decided.status, [each.person for each in decided.votes]) == (APPROVED, ["ann", "bob"])
+        assert (decided.status, [each.voter for each in decided.votes]) == (APPROVED, ["ann", "bob"])
         assert await job.result(60) == "paid 101"
-        with pytest.raises(Conflict, match="approved already"):
+        with pytest.raises(Conflict, match="already approved"):
             await vote(app, CYD, row.approval_id)
 
 
@@ -134,7 +134,7 @@ async def test_one_no_is_enough_and_stands(app: Holdfast) -> None:
         await vote(app, ANN, row.approval_id)
         await vote(app, BOB, row.approval_id, approve=False)
         for late in (True, False):
-            with pytest.raises(Conflict, match="rejected already"):
+            with pytest.raises(Conflict, match="already rejected"):
                 await vote(app, CYD, row.approval_id, approve=late)
         with pytest.raises(JobCancelled):
             await job.result(60)
@@ -196,7 +196,7 @@ async def test_who_submitted_it_may_not_approve_it(app: Holdfast) -> None:
         receipt = await (await app.submitter()).submit(envelope)
         row = await question(app, app.job(receipt.job_id))
         assert row.requested_by == "ann"
-        with pytest.raises(Forbidden, match="somebody else"):
+        with pytest.raises(Forbidden, match="another person"):
             await vote(app, ANN, row.approval_id)
         assert (await vote(app, BOB, row.approval_id)).status is APPROVED
         await eventually(lambda: bank.paid == [200], "the payment")
@@ -251,7 +251,7 @@ async def test_a_payload_that_is_changed_after_the_yes_is_asked_about_again(app:
         job = await bank.ask(delay=3600)
         row = await question(app, job)
         await vote(app, ANN, row.approval_id)
-        assert (await job.info()).meta.cleared == row.payload_hash
+        assert (await job.info()).meta.approved_hash == row.payload_hash
         await change_in_store(app, job, "101", "999")
         await app.engine.expedite(job.queue, job.id, actor="test", reason="now")
         again = await question(app, job)
@@ -295,7 +295,7 @@ async def test_a_cleared_job_that_was_changed_does_not_run_where_no_guard_is(
         paid.append(amount)
 
     job = await bank.pay.options(delay=3600).submit(100)
-    assert (await job.info()).meta.cleared
+    assert (await job.info()).meta.approved_hash
     await change_in_store(bank.app, job, "100", "999")
     await blind.open()
     await blind.engine.expedite(job.queue, job.id, actor="test", reason="now")
@@ -433,7 +433,7 @@ async def test_a_decision_that_is_delivered_late_does_not_answer_the_next_reques
             patched.setattr(app.engine, "get", get_stale)
             await ApprovalOperations(app.engine, app.ledger_backend)._deliver(decided)  # type: ignore[arg-type]
         view = await job.info()
-        assert (view.state, view.meta.ask and view.meta.ask.approval_id) == (
+        assert (view.state, view.meta.approval_request and view.meta.approval_request.approval_id) == (
             State.WAITING_APPROVAL,
             second.approval_id,
         )

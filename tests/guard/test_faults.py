@@ -82,7 +82,7 @@ async def test_a_voter_that_is_killed_before_the_job_is_told(app: Holdfast, tmp_
         # Upkeep, in the worker, carries on.
         assert await job.result(60) == "paid 5"
         decided = await question(app, job, APPROVED)
-        assert [each.person for each in decided.votes] == ["ann"]
+        assert [each.voter for each in decided.votes] == ["ann"]
         await _nothing_left(app)
     assert bank.paid == [5]
 
@@ -152,7 +152,7 @@ async def test_an_answer_that_is_told_twice_answers_no_other_question(app: Holdf
 
 
 async def _other(app: Holdfast, job: Job[Any], first: str) -> str | None:
-    ask = (await job.info()).meta.ask
+    ask = (await job.info()).meta.approval_request
     if ask is None or ask.approval_id == first:
         return None
     return (await question(app, job)).approval_id
@@ -160,10 +160,10 @@ async def _other(app: Holdfast, job: Job[Any], first: str) -> str | None:
 
 def test_a_yes_to_one_question_is_none_to_another() -> None:
     """The last line of defence, in the engine's own step."""
-    meta = Meta(ask=ApprovalRequest("two", "hash", name="second"))
+    meta = Meta(approval_request=ApprovalRequest("two", "hash", name="second"))
     late = Approval("one", ("ann",), 1)
     assert with_approval(meta, late) == Meta()
-    assert with_approval(meta, Approval("two", ("ann",), 1)).consents == {"second": Approval("two", ("ann",), 1)}
+    assert with_approval(meta, Approval("two", ("ann",), 1)).approvals == {"second": Approval("two", ("ann",), 1)}
 
 
 async def test_a_worker_that_dies_while_the_job_waits_changes_nothing(app: Holdfast) -> None:
@@ -275,7 +275,7 @@ async def test_upkeep_stays_quiet_while_the_ledger_is_away(
     monkeypatch.setattr(app.ledger_backend.operators, "expire_approvals", away)
     for _ in range(3):
         assert await registrar.run_once() >= 1.0
-    assert caplog.text.count("approvals wait") == 1
+    assert caplog.text.count("approvals are delayed") == 1
 
 
 async def _nothing_left(app: Holdfast) -> None:

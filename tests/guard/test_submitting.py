@@ -57,7 +57,7 @@ async def test_an_allowed_job_is_marked_with_what_was_seen(app: Holdfast) -> Non
     job = await pay.options(tenant_id="acme", idempotency_key="k1", context={"user": 7}).submit("ann", amount=3)
     view = await job.info()
     assert view.state is State.QUEUED
-    assert view.meta.cleared == payload_hash("pay", "acme", view.payload)
+    assert view.meta.approved_hash == payload_hash("pay", "acme", view.payload)
     assert seen == [
         GuardRequest(
             task="pay",
@@ -144,7 +144,7 @@ async def test_a_ledger_that_is_away_changes_nothing_about_a_denial(
     monkeypatch.setattr(memory.ledger_backend.operators, "record_audit", away)
     with pytest.raises(Denied):
         await pay.submit("ann")
-    assert "not in the operators' log" in caplog.text
+    assert "not recorded in the audit log" in caplog.text
 
 
 async def test_of_many_none_is_accepted_if_one_is_denied(memory: Holdfast) -> None:
@@ -174,8 +174,8 @@ async def test_people_are_asked_by_holding_the_job(app: Holdfast) -> None:
     app.guard.rule("hurry", then=RequireApproval("always", deadline=timedelta(hours=1)))
     job = await pay.submit("ann", 101)
     view = await job.info()
-    assert (view.state, view.meta.cleared) == (State.WAITING_APPROVAL, "")
-    ask = view.meta.ask
+    assert (view.state, view.meta.approved_hash) == (State.WAITING_APPROVAL, "")
+    ask = view.meta.approval_request
     assert ask is not None
     assert (ask.name, ask.quorum, ask.policies) == ("", 2, ("large", "hurry"))
     assert (ask.reason, ask.requested_by) == ("much money; always", "")
@@ -189,8 +189,8 @@ async def test_who_holds_a_job_back_asks_people_too(app: Holdfast) -> None:
     for held in (job, *many):
         view = await held.info()
         assert view.state is State.WAITING_APPROVAL
-        assert view.meta.ask is not None
-        assert view.meta.ask.policies == ("hold",)
+        assert view.meta.approval_request is not None
+        assert view.meta.approval_request.policies == ("hold",)
 
 
 def payments_of_another_name(app: Holdfast) -> Any:
@@ -209,7 +209,7 @@ async def test_without_a_ledger_nobody_can_be_asked(lonely: Holdfast) -> None:
     held: Job[str] = await pay.options(hold=True).submit("ann")
     view = await held.info()
     # As ever: an operator moves it on.
-    assert (view.state, view.meta.ask) == (State.WAITING_APPROVAL, None)
+    assert (view.state, view.meta.approval_request) == (State.WAITING_APPROVAL, None)
 
 
 async def test_inline_mode_has_the_same_guards(memory: Holdfast) -> None:

@@ -98,7 +98,7 @@ def test_the_run_endpoint_goes_by_the_guard(guarded: World) -> None:
 def _letter(world: World, client: httpx.Client, job_id: str) -> str:
     guard_free = client.post(f"/api/v1/internal/jobs/{job_id}/run?force_fail=true")
     assert guard_free.json()["state"] == "failed", guard_free.text
-    (letter,) = client.get("/api/v1/dlq").json()["letters"]
+    (letter,) = client.get("/api/v1/dlq").json()["dead_letters"]
     found: str = letter["dlq_id"]
     return found
 

@@ -138,7 +138,7 @@ def test_queues_are_for_those_who_see_all(shared: World) -> None:
 def test_an_edited_payload_is_arguments_by_name(world: World, verb: str) -> None:
     client = world.client("ada")
     _run(client, _submit(client), "?force_fail=true")
-    (letter,) = client.get("/api/v1/dlq").json()["letters"]
+    (letter,) = client.get("/api/v1/dlq").json()["dead_letters"]
     body = {"payload": [1], **({"reason": "try"} if verb == "replay" else {})}
     _problem(client.post(f"/api/v1/dlq/{letter['dlq_id']}/{verb}", json=body), 422, "INVALID_REQUEST")
 
@@ -150,7 +150,7 @@ def test_another_tenants_things_are_not_there(world: World) -> None:
     _run(mine, job_id, "?force_fail=true")
     parked = _submit(mine, "park", {})
     _run(mine, parked)
-    (letter,) = mine.get("/api/v1/dlq").json()["letters"]
+    (letter,) = mine.get("/api/v1/dlq").json()["dead_letters"]
     dlq_id, reason = letter["dlq_id"], {"reason": "curious"}
     never = other.get("/api/v1/jobs/never").json()
     for method, path, body in (
@@ -180,13 +180,13 @@ def test_another_tenants_things_are_not_there(world: World) -> None:
     assert gone["detail"].replace(job_id, "never") == never["detail"]
     assert other.get("/api/v1/jobs").json() == {"jobs": [], "cursor": None}
     assert other.get("/api/v1/jobs?tenant_id=default").json()["jobs"] == []
-    assert other.get("/api/v1/dlq").json()["letters"] == []
-    assert other.get("/api/v1/dlq?tenant_id=default").json()["letters"] == []
+    assert other.get("/api/v1/dlq").json()["dead_letters"] == []
+    assert other.get("/api/v1/dlq?tenant_id=default").json()["dead_letters"] == []
     assert other.get("/api/v1/dlq/groups").json()["groups"] == []
     assert other.get("/api/v1/suspended").json()["jobs"] == []
     assert other.get("/api/v1/queues").json()["queues"] == []
     # That somebody made a token of this tenant is the tenant's own.
-    assert {line["tenant_id"] for line in other.get("/api/v1/operator-log").json()["lines"]} == {"acme"}
+    assert {line["tenant_id"] for line in other.get("/api/v1/operator-log").json()["entries"]} == {"acme"}
     assert not any(other.get("/internal/tasks/stats").json()["states"].values())
     assert mine.get(f"/api/v1/jobs/{parked}").json()["state"] == "suspended"
 
@@ -195,7 +195,7 @@ def test_the_same_person_cannot_confirm(world: World) -> None:
     ada, bob = world.client("ada"), world.client("bob")
     job_id = _submit(ada)
     _run(ada, job_id, "?force_fail=true")
-    (letter,) = ada.get("/api/v1/dlq").json()["letters"]
+    (letter,) = ada.get("/api/v1/dlq").json()["dead_letters"]
     path = f"/api/v1/dlq/{letter['dlq_id']}"
     assert ada.post(f"{path}/discard", json={"reason": "junk"}).json()["status"] == "discard_requested"
     _problem(ada.post(f"{path}/confirm"), 403, "FORBIDDEN")

@@ -102,7 +102,7 @@ def test_a_jobs_story(world: World) -> None:
     client.post(f"/api/v1/jobs/{job_id}/cancel", json={"reason": "not needed"})
     events = client.get(f"/api/v1/jobs/{job_id}/events").json()["events"]
     assert [event["type"] for event in events] == ["task.created", "task.cancelled"]
-    (line,) = client.get(f"/api/v1/operator-log?target_id={job_id}").json()["lines"]
+    (line,) = client.get(f"/api/v1/operator-log?target_id={job_id}").json()["entries"]
     assert (line["type"], line["actor"], line["reason"]) == ("operator.cancel", "ada", "not needed")
     assert "queued" in str(line["before"])
     assert "cancelled" in str(line["after"])

@@ -114,7 +114,7 @@ def test_a_job_that_is_run_by_hand_is_shown_to_the_guards(tmp_path: Path, decisi
 
 def _runs(client: httpx.Client, job_id: str) -> list[dict[str, Any]]:
     reply = client.get(f"/api/v1/operator-log?type=operator.run&target_id={job_id}")
-    lines: list[dict[str, Any]] = reply.json()["lines"]
+    lines: list[dict[str, Any]] = reply.json()["entries"]
     return lines
 
 

@@ -131,7 +131,7 @@ def _furnish(world: World) -> None:
                 assert client.post("/api/v1/jobs?wait=5", json=body).status_code in (200, 202)
         _until(lambda: len(client.get("/api/v1/approvals").json()["approvals"]) == 6)
         _until(lambda: len(client.get("/api/v1/suspended").json()["jobs"]) == 2)
-        _until(lambda: len(client.get("/api/v1/dlq").json()["letters"]) == 2)
+        _until(lambda: len(client.get("/api/v1/dlq").json()["dead_letters"]) == 2)
 
 
 def _until(condition: Callable[[], bool]) -> None:

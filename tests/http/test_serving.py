@@ -131,7 +131,7 @@ def test_a_token_of_the_command_line_lets_in(shell: Shell) -> None:
 
 
 def test_a_worker_needs_the_app(shell: Shell) -> None:
-    assert "name the app" in shell.run("serve", "--dev", "--worker", code=2).stderr
+    assert "a worker needs an app" in shell.run("serve", "--dev", "--worker", code=2).stderr
 
 
 def _wait_ready(client: httpx.Client) -> None:

@@ -59,7 +59,7 @@ def test_pause_and_resume(furnished: World) -> None:
 
 
 def log(world: World) -> list[tuple[Any, ...]]:
-    lines = world.client().get("/api/v1/operator-log?target=trigger").json()["lines"]
+    lines = world.client().get("/api/v1/operator-log?target=trigger").json()["entries"]
     return [(line["type"], line["actor"], line["target_id"], line["reason"]) for line in lines]
 
 

@@ -103,7 +103,7 @@ async def leave_a_trigger(service: Service, name: str = "publish") -> None:
     presence = TriggerHeartbeat(
         name=name, process="host-1-4711", queue_name="orders", adapter="kafka", health=health, seen_at_ms=now_ms
     )
-    await ledger.triggers.heartbeat([presence], forget_after_ms=60_000)
+    await ledger.triggers.heartbeat([presence], expire_after_ms=60_000)
     rows = [
         Execution(
             tenant_id=tenant,

@@ -114,6 +114,6 @@ def _failed(ledger: AnyLedger, letter: dict[str, Any], job: dict[str, Any]) -> E
         from sqlalchemy import Column, MetaData, Text
 
         columns: Sequence[Column[Any]] = [Column(name, table.c[name].type) for name in row]
-        table = Table("jobs", MetaData(), *columns, Column("came_from", Text))
-        row["came_from"] = "dlq_recorded"
+        table = Table("jobs", MetaData(), *columns, Column("previous_state", Text))
+        row["previous_state"] = "dlq_recorded"
     return insert(table).values(row)

@@ -229,7 +229,7 @@ class WorldEngine:
     async def epoch(self, queue: str) -> str:
         return ""
 
-    async def attach_reader(self, queue: str, incarnation: str = "", *, reminded: bool = False) -> None:
+    async def attach_reader(self, queue: str, epoch: str = "", *, keys_restored: bool = False) -> None:
         self._world.chance()
 
     async def restore_keys(self, queue: str, keys: Sequence[Any]) -> None:

@@ -49,11 +49,11 @@ def asking(approval_id: str = "a1", **more: Any) -> ApprovalRequest:
 
 
 def held(feed: Feed, job_id: str, ask: ApprovalRequest, **more: Any) -> Event:
-    return feed.created(job_id, hold=True, meta=msgspec.json.encode(Meta(ask=ask)).decode(), **more)
+    return feed.created(job_id, hold=True, meta=msgspec.json.encode(Meta(approval_request=ask)).decode(), **more)
 
 
 def asks_again(feed: Feed, job_id: str, ask: ApprovalRequest, attempt: int = 1) -> Event:
-    data = {"message": "may I?", "ask": msgspec.to_builtins(ask)}
+    data = {"message": "may I?", "approval_request": msgspec.to_builtins(ask)}
     return feed.event(job_id, _S.RUNNING, _S.WAITING_APPROVAL, attempt, worker="w1", data=data)
 
 
@@ -98,7 +98,7 @@ async def test_a_running_job_asks_and_the_question_outlives_the_batch(ledger: Le
     await scribe.write(feed.entry(asks_again(feed, "j1", asking(name="ship?"))))
     row = (await approvals(ledger))["a1"]
     assert (row["name"], row["status"]) == ("ship?", "requested")
-    await ledger.operators.vote(None, "a1", person="bob", approve=True, reason="")
+    await ledger.operators.vote(None, "a1", actor="bob", approve=True, reason="")
     await scribe.write(feed.entry(leaves(feed, "j1", _S.QUEUED, "approval.approved", 1, consent=CONSENT)))
     row = (await approvals(ledger))["a1"]
     # As people left it: the engine's own word for it changes nothing, and upkeep marks it as told.
@@ -112,7 +112,7 @@ async def test_a_running_job_asks_and_the_question_outlives_the_batch(ledger: Le
         (_S.CANCELLED, "task.cancelled", {}, "withdrawn"),
         (_S.QUEUED, "approval.withdrawn", {}, "withdrawn"),
         (_S.QUEUED, "approval.approved", {}, "withdrawn"),
-        (_S.QUEUED, "approval.approved", {"consent": CONSENT}, "approved"),
+        (_S.QUEUED, "approval.approved", {"approval": CONSENT}, "approved"),
         (_S.CANCELLED, "approval.rejected", {}, "rejected"),
         (_S.CANCELLED, "approval.expired", {}, "expired"),
     ],
@@ -167,7 +167,7 @@ async def test_after_a_fork_the_question_is_void(ledger: Ledger, scribe: Scribe)
 async def test_a_question_that_nobody_can_read_holds_the_job_all_the_same(ledger: Ledger, scribe: Scribe) -> None:
     feed = Feed()
     await scribe.write(feed.entry(feed.created("j1"), feed.claimed("j1"), feed.created("j2", hold=True, meta="{no")))
-    odd = feed.event("j1", _S.RUNNING, _S.WAITING_APPROVAL, 1, data={"ask": {"quorum": "many"}})
+    odd = feed.event("j1", _S.RUNNING, _S.WAITING_APPROVAL, 1, data={"approval_request": {"quorum": "many"}})
     done = await scribe.write(feed.entry(odd))
     assert done.anomalies == 0
     assert (await job(ledger, "j1"))["state"] == "waiting_approval"
@@ -304,7 +304,7 @@ async def test_a_letter_that_is_told_again_keeps_its_fate(ledger: Ledger, scribe
     feed = Feed()
     await scribe.write(feed.entry(feed.created("j1"), feed.claimed("j1")))
     await scribe.write(feed.entry(feed.failed("j1", _S.DLQ_PENDING, retries=0, dlq_id="d1")))
-    await ledger.operators.reserve_replay(None, "d1", person="ann", reason="", payload=None)
+    await ledger.operators.reserve_replay(None, "d1", actor="ann", reason="", payload=None)
     # The engine was wiped, and the job put back: the letter is to be told to it anew.
     again = feed.event("j1", _S.DLQ_PENDING, _S.DLQ_PENDING, 1, type="task.restored")
     await scribe.write(feed.entry(again))

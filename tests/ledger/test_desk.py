@@ -60,9 +60,9 @@ async def test_lists_of_approvals(any_ledger: AnyLedger, wanted: ApprovalFilter,
 async def test_an_approval_has_its_votes(any_ledger: AnyLedger) -> None:
     await ask(any_ledger, "a", quorum=3)
     for name in ("zoe", "ann"):
-        await any_ledger.operators.vote(None, "a", person=name, approve=True, reason="ok")
+        await any_ledger.operators.vote(None, "a", actor=name, approve=True, reason="ok")
     row = await any_ledger.queries.approval(None, "a")
-    assert [vote.person for vote in row.votes] == ["zoe", "ann"]
+    assert [vote.voter for vote in row.votes] == ["zoe", "ann"]
     (listed,) = (await any_ledger.queries.approvals()).approvals
     assert listed == row
 
@@ -228,7 +228,7 @@ async def test_pages_of_one_moment_and_many_tenants_lose_nothing(
 async def test_what_is_no_cursor(any_ledger: AnyLedger, cursor: str) -> None:
     queries = any_ledger.queries
     for read in (queries.dead_letters, queries.approvals, queries.audit_log):
-        with pytest.raises(UsageError, match="no cursor"):
+        with pytest.raises(UsageError, match="not a cursor"):
             await read(None, 5, cursor)
 
 

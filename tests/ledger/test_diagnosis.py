@@ -21,7 +21,7 @@ def test_an_empty_outbox_is_not_worth_a_word() -> None:
 def test_what_waits_for_long_is_a_warning(age_ms: int, said: str, fine: bool) -> None:
     (found,) = outbox_findings(OutboxBacklog(7, 0, NOW_MS - age_ms), NOW_MS)
     assert found.message == f"7 events wait to be published, the oldest for {said}"
-    assert (found.ok, found.warning, bool(found.advice)) == (fine, not fine, not fine)
+    assert (found.ok, found.warning, bool(found.remedy)) == (fine, not fine, not fine)
 
 
 async def test_doctor_counts_what_waits_and_is_dead(any_ledger: AnyLedger) -> None:
@@ -36,6 +36,6 @@ async def test_doctor_counts_what_waits_and_is_dead(any_ledger: AnyLedger) -> No
         await any_ledger.store.write(lambda transaction: transaction.execute(insert + rows % (at, at)).rowcount)
     waits, dead = [one for one in await any_ledger.diagnose() if one.check.startswith("outbox")]
     assert waits.message == "1 events wait to be published, the oldest for 60 min"
-    assert "relay" in waits.advice
+    assert "relay" in waits.remedy
     assert dead.message == "1 events could not be published and are dead"
     assert dead.warning

@@ -46,7 +46,7 @@ class Engine:
     async def epoch(self, queue: str) -> str:
         return "first"
 
-    async def attach_reader(self, queue: str, incarnation: str = "", *, reminded: bool = False) -> None:
+    async def attach_reader(self, queue: str, epoch: str = "", *, keys_restored: bool = False) -> None:
         await asyncio.sleep(0)
         self.readers.add(queue)
 
@@ -180,7 +180,7 @@ async def test_a_ledger_that_is_down_does_not_stop_intake(caplog: pytest.LogCapt
     ledger.down = 10
     await desk(engine, ledger).submit(envelope(durable=False))
     assert engine.readers == {"default"}
-    assert "although the ledger cannot be asked" in caplog.text
+    assert "accepts jobs without the idempotency keys" in caplog.text
 
 
 async def test_a_ledger_that_is_silent_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +230,7 @@ async def test_a_ledger_that_is_wrong_does_not_stop_intake(
     monkeypatch.setattr(ledger, "queues", queues)
     submitter = BatchingSubmitter(engine, ledger)  # type: ignore[arg-type]
     await submitter.submit(Envelope(job_id=new_job_ids(1)[0], task="t", payload=b"[]"))
-    assert "cannot be asked for its idempotency keys" in caplog.text
+    assert "without the idempotency keys of the ledger" in caplog.text
 
 
 async def test_who_waits_when_it_is_closed_knows_that_the_job_is_accepted() -> None:
@@ -251,7 +251,7 @@ async def test_who_waits_when_it_is_closed_knows_that_the_job_is_accepted() -> N
 async def test_a_store_that_forgets_again_and_again_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(read=False)
 
-    async def forget(queue: str, incarnation: str, *, reminded: bool) -> None:
+    async def forget(queue: str, epoch: str, *, keys_restored: bool) -> None:
         engine.readers.clear()
 
     monkeypatch.setattr(engine, "attach_reader", forget)

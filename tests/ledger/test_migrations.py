@@ -7,6 +7,7 @@ import os
 import re
 import sqlite3
 from collections.abc import AsyncIterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,31 @@ _CATALOGUE = {
         SELECT relkind::text, relname FROM pg_class WHERE relnamespace = 'public'::regnamespace
         AND relkind NOT IN ('r', 'i') ORDER BY 1, 2""",
 }
+
+
+#: All migrations, the oldest first.
+VERSIONS = ["0001", "0002"]
+#: Rows of the first version, with a value in every column that the second one renames.
+_FIRST_ROWS = (
+    """INSERT INTO jobs (job_id, queue, job_type, state, priority, last_seq, idempotency_key, payload, created_at,
+                         updated_at, finished_at, told_at)
+       VALUES ('j', 'q', 'print', 'succeeded', 1, 3, 'j', '{}', $at, $at, $at, $at)""",
+    """INSERT INTO approvals (approval_id, job_id, queue, job_type, payload_hash, requested_by, requested_at, told)
+       VALUES ('a', 'j', 'q', 'print', 'ab', 'ada', $at, 'requested')""",
+    "INSERT INTO approval_votes (approval_id, person, approve, at) VALUES ('a', 'bob', 1, $at)",
+    """INSERT INTO operator_events (id, type, actor, target, target_id, at, told_at)
+       VALUES ('o', 'alert.backlog', 'holdfast', 'queue', 'q', $at, $at)""",
+    "INSERT INTO outbox_lanes (lane, relay, until) VALUES (1, 'r', $at)",
+    "INSERT INTO feed_positions (feed, position, nonce, until, updated_at) VALUES ('q', '1', 'n', $at, $at)",
+)
+_RENAMED = (
+    ("jobs", "told_at", "notified_at"),
+    ("approvals", "told", "notified_status"),
+    ("approval_votes", "person", "voter"),
+    ("operator_events", "told_at", "notified_at"),
+    ("outbox_lanes", "until", "lease_expires_at"),
+    ("feed_positions", "until", "lease_expires_at"),
+)
 
 
 @pytest.fixture
@@ -136,12 +162,24 @@ async def test_two_at_once_are_harmless(ledger_store: migrate.Target) -> None:
 
 async def test_status_looks_and_changes_nothing(ledger_store: migrate.Target) -> None:
     before = await migrate.status(ledger_store)
-    assert (before.version, [one.version for one in before.pending]) == (None, [HEAD])
+    assert (before.version, [one.version for one in before.pending]) == (None, VERSIONS)
     if isinstance(ledger_store, Path):
         assert ledger_store.name not in os.listdir(ledger_store.parent)
     await migrate.up(ledger_store)
     after = await migrate.status(ledger_store)
     assert (after.version, after.pending, after.newer) == (HEAD, [], False)
+
+
+async def test_renamed_columns_keep_their_values_up_and_down(ledger_store: migrate.Target) -> None:
+    await migrate.up(ledger_store, "0001")
+    for statement in _FIRST_ROWS:
+        await _rows(ledger_store, statement)
+    before = [await _rows(ledger_store, f"SELECT {old} FROM {table}") for table, old, _ in _RENAMED]
+    assert all(rows and rows[0][0] for rows in before)
+    await migrate.up(ledger_store, "0002")
+    assert [await _rows(ledger_store, f"SELECT {new} FROM {table}") for table, _, new in _RENAMED] == before
+    await migrate.down(ledger_store, "0001")
+    assert [await _rows(ledger_store, f"SELECT {old} FROM {table}") for table, old, _ in _RENAMED] == before
 
 
 async def test_a_newer_ledger_is_left_alone(ledger_store: migrate.Target) -> None:
@@ -218,6 +256,16 @@ async def test_a_database_that_is_down_says_so() -> None:
 def ledger_store(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     """A place for a ledger, without one."""
     return tmp_path / "ledger.db" if request.param == "sqlite" else request.getfixturevalue("empty")
+
+
+async def _rows(store: migrate.Target, statement: str) -> list[tuple[Any, ...]]:
+    if isinstance(store, PostgresStore):
+        return [tuple(row) for row in await store.fetch(statement.replace("$at", "timestamptz '2026-01-02 03:04:05Z'"))]
+    assert isinstance(store, Path)
+    with closing(sqlite3.connect(store)) as connection:
+        rows = connection.execute(statement.replace("$at", "1767323045000")).fetchall()
+        connection.commit()
+        return rows
 
 
 async def _say_version(store: migrate.Target, version: str) -> None:

@@ -82,7 +82,7 @@ async def test_a_token_is_not_made_or_revoked_twice(any_ledger: AnyLedger) -> No
 
 async def test_one_yes_approves_and_is_in_the_log(any_ledger: AnyLedger) -> None:
     await ask(any_ledger, "a", details='{"amount": 5}')
-    row = await any_ledger.operators.vote(None, "a", person="ann", approve=True, reason="looks right")
+    row = await any_ledger.operators.vote(None, "a", actor="ann", approve=True, reason="looks right")
     assert row.status is ApprovalStatus.APPROVED
     assert (row.decided_by, row.decision_reason, row.policies, row.details) == (
         "ann",
@@ -90,7 +90,7 @@ async def test_one_yes_approves_and_is_in_the_log(any_ledger: AnyLedger) -> None
         ("big",),
         {"amount": 5},
     )
-    assert [(vote.person, vote.approve) for vote in row.votes] == [("ann", True)]
+    assert [(vote.voter, vote.approve) for vote in row.votes] == [("ann", True)]
     assert await log(any_ledger) == [("operator.approve", "ann", "a", "looks right")]
     (line,) = await rows(any_ledger, schema.operator_events)
     assert msgspec.json.decode(line["before"]) == {"status": "requested"}
@@ -100,29 +100,29 @@ async def test_one_yes_approves_and_is_in_the_log(any_ledger: AnyLedger) -> None
 async def test_a_quorum_is_different_people(any_ledger: AnyLedger) -> None:
     people = any_ledger.operators
     await ask(any_ledger, "a", quorum=3)
-    assert (await people.vote(None, "a", person="ann", approve=True, reason="")).status is ApprovalStatus.REQUESTED
-    with pytest.raises(Conflict, match="ann has voted"):
-        await people.vote(None, "a", person="ann", approve=True, reason="again")
-    assert (await people.vote(None, "a", person="bob", approve=True, reason="")).status is ApprovalStatus.REQUESTED
-    row = await people.vote(None, "a", person="cid", approve=True, reason="")
+    assert (await people.vote(None, "a", actor="ann", approve=True, reason="")).status is ApprovalStatus.REQUESTED
+    with pytest.raises(Conflict, match="ann has already voted"):
+        await people.vote(None, "a", actor="ann", approve=True, reason="again")
+    assert (await people.vote(None, "a", actor="bob", approve=True, reason="")).status is ApprovalStatus.REQUESTED
+    row = await people.vote(None, "a", actor="cid", approve=True, reason="")
     assert row.status is ApprovalStatus.APPROVED
-    assert {vote.person for vote in row.votes} == {"ann", "bob", "cid"}
+    assert {vote.voter for vote in row.votes} == {"ann", "bob", "cid"}
 
 
 async def test_one_no_rejects(any_ledger: AnyLedger) -> None:
     people = any_ledger.operators
     await ask(any_ledger, "a", quorum=2)
-    await people.vote(None, "a", person="ann", approve=True, reason="")
-    row = await people.vote(None, "a", person="bob", approve=False, reason="too much")
+    await people.vote(None, "a", actor="ann", approve=True, reason="")
+    row = await people.vote(None, "a", actor="bob", approve=False, reason="too much")
     assert (row.status, row.decided_by, row.decision_reason) == (ApprovalStatus.REJECTED, "bob", "too much")
     with pytest.raises(Conflict, match="rejected"):
-        await people.vote(None, "a", person="cid", approve=True, reason="")
+        await people.vote(None, "a", actor="cid", approve=True, reason="")
 
 
 async def test_who_asked_may_not_answer(any_ledger: AnyLedger) -> None:
     await ask(any_ledger, "a", requested_by="ann")
     with pytest.raises(Forbidden):
-        await any_ledger.operators.vote(None, "a", person="ann", approve=True, reason="")
+        await any_ledger.operators.vote(None, "a", actor="ann", approve=True, reason="")
     assert await rows(any_ledger, schema.approval_votes) == []
     assert await log(any_ledger) == []
 
@@ -131,7 +131,7 @@ async def test_of_many_votes_at_once_one_decides(any_ledger: AnyLedger) -> None:
     await ask(any_ledger, "a")
     people = any_ledger.operators
     won, lost = await race(
-        *(people.vote(None, "a", person=f"p{number}", approve=number % 2 == 0, reason="") for number in range(8))
+        *(people.vote(None, "a", actor=f"p{number}", approve=number % 2 == 0, reason="") for number in range(8))
     )
     assert len(won) == 1
     assert [type(error) for error in lost] == [Conflict] * 7
@@ -144,7 +144,7 @@ async def test_of_many_votes_at_once_one_decides(any_ledger: AnyLedger) -> None:
 async def test_a_person_who_votes_twice_at_once_has_one_vote(any_ledger: AnyLedger) -> None:
     await ask(any_ledger, "a", quorum=2)
     people = any_ledger.operators
-    won, lost = await race(*(people.vote(None, "a", person="ann", approve=True, reason="") for _ in range(6)))
+    won, lost = await race(*(people.vote(None, "a", actor="ann", approve=True, reason="") for _ in range(6)))
     assert (len(won), len(lost)) == (1, 5)
     assert won[0].status is ApprovalStatus.REQUESTED
 
@@ -152,7 +152,7 @@ async def test_a_person_who_votes_twice_at_once_has_one_vote(any_ledger: AnyLedg
 async def test_a_vote_after_the_deadline_expires_it(any_ledger: AnyLedger) -> None:
     await ask(any_ledger, "a", deadline=minutes(1))
     with pytest.raises(Conflict, match="expired"):
-        await any_ledger.operators.vote(None, "a", person="ann", approve=True, reason="")
+        await any_ledger.operators.vote(None, "a", actor="ann", approve=True, reason="")
     (row,) = await any_ledger.operators.undelivered_approvals(10)
     assert (row.status, row.decided_by, row.votes) == (ApprovalStatus.EXPIRED, None, ())
 
@@ -183,11 +183,11 @@ async def test_decided_ones_are_told_until_delivered(any_ledger: AnyLedger) -> N
     people = any_ledger.operators
     for number in range(5):
         await ask(any_ledger, f"a{number}", tenant_id="acme" if number % 2 else "default")
-        await people.vote(None, f"a{number}", person="ann", approve=True, reason="")
+        await people.vote(None, f"a{number}", actor="ann", approve=True, reason="")
     await ask(any_ledger, "open")
     everything = await people.undelivered_approvals(10)
     assert [row.approval_id for row in everything] == ["a1", "a3", "a0", "a2", "a4"]
-    assert [row.votes[0].person for row in everything] == ["ann"] * 5
+    assert [row.votes[0].voter for row in everything] == ["ann"] * 5
     paged: list[Any] = []
     while page := await people.undelivered_approvals(2, paged[-1] if paged else None):
         paged += page
@@ -202,14 +202,14 @@ async def test_withdrawing_changes_nothing_that_is_decided(any_ledger: AnyLedger
     people = any_ledger.operators
     await ask(any_ledger, "a")
     await ask(any_ledger, "b")
-    await people.vote(None, "b", person="ann", approve=True, reason="")
+    await people.vote(None, "b", actor="ann", approve=True, reason="")
     for name in ("a", "b", "nothing"):
         await people.withdraw_approval("default", name, "another payload")
     found = {row.approval_id: row for row in await people.undelivered_approvals(10)}
     assert (found["a"].status, found["a"].decision_reason) == (ApprovalStatus.WITHDRAWN, "another payload")
     assert found["b"].status is ApprovalStatus.APPROVED
     with pytest.raises(Conflict, match="withdrawn"):
-        await people.vote(None, "a", person="ann", approve=True, reason="")
+        await people.vote(None, "a", actor="ann", approve=True, reason="")
 
 
 async def test_another_tenants_things_are_not_there(any_ledger: AnyLedger) -> None:
@@ -218,24 +218,24 @@ async def test_another_tenants_things_are_not_there(any_ledger: AnyLedger) -> No
     await bury(any_ledger, "d", tenant_id="acme")
     for tenants in (["default"], [], ["default", "other"]):
         with pytest.raises(NotFound):
-            await people.vote(tenants, "a", person="ann", approve=True, reason="")
+            await people.vote(tenants, "a", actor="ann", approve=True, reason="")
         with pytest.raises(NotFound):
-            await people.request_discard(tenants, "d", person="ann", reason="")
+            await people.request_discard(tenants, "d", actor="ann", reason="")
         with pytest.raises(NotFound):
-            await people.confirm_discard(tenants, "d", person="ann")
+            await people.confirm_discard(tenants, "d", actor="ann")
         with pytest.raises(NotFound):
-            await people.keep(tenants, "d", person="ann", reason="")
+            await people.keep(tenants, "d", actor="ann", reason="")
         with pytest.raises(NotFound):
-            await people.reserve_replay(tenants, "d", person="ann", reason="", payload=None)
+            await people.reserve_replay(tenants, "d", actor="ann", reason="", payload=None)
     assert await log(any_ledger) == []
-    assert (await people.vote(["acme", "x"], "a", person="ann", approve=True, reason="")).tenant_id == "acme"
+    assert (await people.vote(["acme", "x"], "a", actor="ann", approve=True, reason="")).tenant_id == "acme"
 
 
 async def test_text_that_no_store_takes_is_no_trouble(any_ledger: AnyLedger) -> None:
     await ask(any_ledger, "a", quorum=2)
-    await any_ledger.operators.vote(None, "a", person="a\0nn", approve=True, reason="\ud800 \0")
-    with pytest.raises(Conflict, match="has voted"):
-        await any_ledger.operators.vote(None, "a", person="a\0nn", approve=True, reason="")
+    await any_ledger.operators.vote(None, "a", actor="a\0nn", approve=True, reason="\ud800 \0")
+    with pytest.raises(Conflict, match="has already voted"):
+        await any_ledger.operators.vote(None, "a", actor="a\0nn", approve=True, reason="")
 
 
 # Dead letters --------------------------------------------------------------------------------------
@@ -249,15 +249,15 @@ async def status(ledger: AnyLedger, dlq_id: str = "d") -> Any:
 async def test_two_people_discard(any_ledger: AnyLedger) -> None:
     people = any_ledger.operators
     await bury(any_ledger)
-    with pytest.raises(Conflict, match="nobody has asked"):
-        await people.confirm_discard(None, "d", person="bob")
-    await people.request_discard(None, "d", person="ann", reason="of no use")
+    with pytest.raises(Conflict, match="no discard of dead letter d was requested"):
+        await people.confirm_discard(None, "d", actor="bob")
+    await people.request_discard(None, "d", actor="ann", reason="of no use")
     with pytest.raises(Forbidden):
-        await people.confirm_discard(None, "d", person="ann")
-    with pytest.raises(Conflict, match="ann has asked"):
-        await people.request_discard(None, "d", person="bob", reason="")
+        await people.confirm_discard(None, "d", actor="ann")
+    with pytest.raises(Conflict, match="ann has requested"):
+        await people.request_discard(None, "d", actor="bob", reason="")
     assert await status(any_ledger) == "discard_requested"
-    await people.confirm_discard(None, "d", person="bob")
+    await people.confirm_discard(None, "d", actor="bob")
     (row,) = await rows(any_ledger, schema.dlq_items)
     assert (row["status"], row["requested_by"], row["confirmed_by"]) == ("discarded", "ann", "bob")
     assert await log(any_ledger) == [
@@ -265,14 +265,14 @@ async def test_two_people_discard(any_ledger: AnyLedger) -> None:
         ("operator.dlq_discard", "bob", "d", "of no use"),
     ]
     with pytest.raises(Conflict, match="discarded"):
-        await people.reserve_replay(None, "d", person="ann", reason="", payload=None)
+        await people.reserve_replay(None, "d", actor="ann", reason="", payload=None)
 
 
 async def test_of_many_confirmations_one_wins(any_ledger: AnyLedger) -> None:
     people = any_ledger.operators
     await bury(any_ledger)
-    await people.request_discard(None, "d", person="ann", reason="")
-    won, lost = await race(*(people.confirm_discard(None, "d", person=f"p{number}") for number in range(6)))
+    await people.request_discard(None, "d", actor="ann", reason="")
+    won, lost = await race(*(people.confirm_discard(None, "d", actor=f"p{number}") for number in range(6)))
     assert (len(won), [type(error) for error in lost]) == (1, [Conflict] * 5)
     assert len(await log(any_ledger)) == 2
 
@@ -280,15 +280,15 @@ async def test_of_many_confirmations_one_wins(any_ledger: AnyLedger) -> None:
 async def test_a_discard_that_is_not_wanted_after_all(any_ledger: AnyLedger) -> None:
     people = any_ledger.operators
     await bury(any_ledger)
-    await people.request_discard(None, "d", person="ann", reason="x")
+    await people.request_discard(None, "d", actor="ann", reason="x")
     with pytest.raises(Conflict, match="keep"):
-        await people.reserve_replay(None, "d", person="bob", reason="", payload=None)
-    await people.keep(None, "d", person="bob", reason="needed")
+        await people.reserve_replay(None, "d", actor="bob", reason="", payload=None)
+    await people.keep(None, "d", actor="bob", reason="needed")
     assert await status(any_ledger) == "open"
     with pytest.raises(Conflict):
-        await people.keep(None, "d", person="bob", reason="")
+        await people.keep(None, "d", actor="bob", reason="")
     with pytest.raises(Conflict):
-        await people.confirm_discard(None, "d", person="bob")
+        await people.confirm_discard(None, "d", actor="bob")
 
 
 JOB = {"idempotency_key": "order-7", "priority": 0, "meta": '{"context":{"user":"u"}}'}
@@ -304,7 +304,7 @@ def _job(ledger: AnyLedger) -> dict[str, Any]:
 async def test_a_replay_has_all_that_it_takes(any_ledger: AnyLedger) -> None:
     people = any_ledger.operators
     await bury(any_ledger, job=_job(any_ledger))
-    replay = await people.reserve_replay(None, "d", person="ann", reason="fixed", payload=None)
+    replay = await people.reserve_replay(None, "d", actor="ann", reason="fixed", payload=None)
     assert (replay.tenant_id, replay.queue, replay.job_type, replay.job_id) == ("default", "default", "pay", "job-d")
     assert (replay.trace_id, replay.idempotency_key, replay.priority) == ("trace", "order-7", 0)
     assert (replay.payload, replay.context) == (b'{"amount": 1}', {"user": "u"})
@@ -318,7 +318,7 @@ async def test_a_replay_has_all_that_it_takes(any_ledger: AnyLedger) -> None:
 
 async def test_a_letter_whose_job_is_gone_can_be_replayed(any_ledger: AnyLedger) -> None:
     await bury(any_ledger)
-    replay = await any_ledger.operators.reserve_replay(None, "d", person="ann", reason="", payload=b'{"amount": 2}')
+    replay = await any_ledger.operators.reserve_replay(None, "d", actor="ann", reason="", payload=b'{"amount": 2}')
     assert (replay.idempotency_key, replay.priority, replay.context) == ("job-d", 1, None)
     assert replay.payload == b'{"amount": 2}'
 
@@ -326,7 +326,7 @@ async def test_a_letter_whose_job_is_gone_can_be_replayed(any_ledger: AnyLedger)
 async def test_a_replay_of_a_replay_keeps_the_first_key(any_ledger: AnyLedger) -> None:
     meta = msgspec.json.encode(Meta(replay=ReplayOrigin("first", "job-first", "order-7"))).decode()
     await bury(any_ledger, job={"meta": meta, "idempotency_key": "dlq:first:1"})
-    replay = await any_ledger.operators.reserve_replay(None, "d", person="ann", reason="", payload=None)
+    replay = await any_ledger.operators.reserve_replay(None, "d", actor="ann", reason="", payload=None)
     assert replay.idempotency_key == "order-7"
 
 
@@ -335,7 +335,7 @@ async def test_whoever_replays_at_once_gets_the_same_job(any_ledger: AnyLedger) 
     await bury(any_ledger)
     won, lost = await race(
         *(
-            people.reserve_replay(None, "d", person=f"p{number}", reason="", payload=None, expected=0)
+            people.reserve_replay(None, "d", actor=f"p{number}", reason="", payload=None, expected=0)
             for number in range(6)
         )
     )
@@ -344,8 +344,8 @@ async def test_whoever_replays_at_once_gets_the_same_job(any_ledger: AnyLedger) 
     assert len(await log(any_ledger)) == 1
     await people.mark_submitted([won[0]])
     with pytest.raises(Conflict, match="meanwhile"):
-        await people.reserve_replay(None, "d", person="late", reason="", payload=None, expected=0)
-    second = await people.reserve_replay(None, "d", person="ann", reason="", payload=None, expected=1)
+        await people.reserve_replay(None, "d", actor="late", reason="", payload=None, expected=0)
+    second = await people.reserve_replay(None, "d", actor="ann", reason="", payload=None, expected=1)
     assert second.number == 2
     assert second.new_job_id != won[0].new_job_id
     # Told twice of the first one: the second is still to be handed in.
@@ -356,16 +356,16 @@ async def test_whoever_replays_at_once_gets_the_same_job(any_ledger: AnyLedger) 
 async def test_an_abandoned_replay_leaves_the_letter_open(any_ledger: AnyLedger) -> None:
     people = any_ledger.operators
     await bury(any_ledger)
-    first = await people.reserve_replay(None, "d", person="ann", reason="", payload=b"{}")
-    await people.cancel_replay(first, person="ann", reason="the queue takes nothing")
+    first = await people.reserve_replay(None, "d", actor="ann", reason="", payload=b"{}")
+    await people.cancel_replay(first, actor="ann", reason="the queue takes nothing")
     assert await status(any_ledger) == "open"
     # Whoever has seen it as it was, and was told nothing, is told what became of it.
     with pytest.raises(Conflict, match="meanwhile, and that was refused"):
-        await people.reserve_replay(None, "d", person="bob", reason="", payload=None, expected=0)
-    second = await people.reserve_replay(None, "d", person="ann", reason="", payload=None)
+        await people.reserve_replay(None, "d", actor="bob", reason="", payload=None, expected=0)
+    second = await people.reserve_replay(None, "d", actor="ann", reason="", payload=None)
     assert (second.number, second.payload) == (2, b'{"amount": 1}')
     await people.mark_submitted([second])
-    await people.cancel_replay(second, person="ann", reason="too late")
+    await people.cancel_replay(second, actor="ann", reason="too late")
     assert await status(any_ledger) == "replayed"
 
 
@@ -373,7 +373,7 @@ async def test_replays_are_told_in_pages(any_ledger: AnyLedger) -> None:
     people = any_ledger.operators
     for number in range(5):
         await bury(any_ledger, f"d{number}", tenant_id="acme" if number % 2 else "default")
-        await people.reserve_replay(None, f"d{number}", person="ann", reason="", payload=None)
+        await people.reserve_replay(None, f"d{number}", actor="ann", reason="", payload=None)
     paged: list[Any] = []
     while page := await people.unsubmitted_replays(2, paged[-1] if paged else None):
         paged += page

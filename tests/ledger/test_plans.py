@@ -73,7 +73,7 @@ SELECT tenant_id, 'a-' || job_id, job_id, queue, job_type,
        CASE WHEN job_id NOT LIKE '%02' THEN created_at END,
        CASE WHEN job_id NOT LIKE '%02' AND job_id NOT LIKE '%112' THEN created_at END
   FROM jobs WHERE job_id LIKE '%2';
-INSERT INTO approval_votes (tenant_id, approval_id, person, approve, at)
+INSERT INTO approval_votes (tenant_id, approval_id, voter, approve, at)
 SELECT tenant_id, approval_id, 'ann', 1, requested_at FROM approvals;
 INSERT INTO operator_events (tenant_id, id, type, actor, target, target_id, at)
 SELECT tenant_id, job_id, 'operator.cancel', 'ann', 'job', job_id, created_at FROM jobs;
@@ -243,15 +243,15 @@ async def _due(ledger: PostgresLedger) -> None:
 
 async def test_people_read_no_table_whole(ledger: PostgresLedger) -> None:
     people = ledger.operators
-    row = await people.vote(None, "a-job-102", person="bob", approve=True, reason="")
+    row = await people.vote(None, "a-job-102", actor="bob", approve=True, reason="")
     await people.mark_delivered([row])
     await people.withdraw_approval("default", "a-job-202", "void")
-    replay = await people.reserve_replay(None, "d-job-1000", person="ann", reason="", payload=None)
+    replay = await people.reserve_replay(None, "d-job-1000", actor="ann", reason="", payload=None)
     await people.mark_submitted([replay])
-    await people.request_discard(None, "d-job-30", person="ann", reason="")
-    await people.confirm_discard(None, "d-job-30", person="bob")
+    await people.request_discard(None, "d-job-30", actor="ann", reason="")
+    await people.confirm_discard(None, "d-job-30", actor="bob")
     feed, scribe = Feed("a"), Scribe(ledger, "asking")
-    meta = msgspec.json.encode(Meta(ask=ApprovalRequest("a-new", "h"))).decode()
+    meta = msgspec.json.encode(Meta(approval_request=ApprovalRequest("a-new", "h"))).decode()
     await scribe.write(feed.entry(feed.created("asks", hold=True, meta=meta)))
     await scribe.write(feed.entry(feed.event("asks", State.WAITING_APPROVAL, State.CANCELLED, data={"actor": "ann"})))
     plans = ledger.store

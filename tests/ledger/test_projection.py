@@ -13,7 +13,7 @@ import pytest
 from holdfast.core.job import Event, JobKey
 from holdfast.core.states import DUPLICATE_EVENT, FORKED_EVENT, HEARTBEAT_EVENT, State
 from holdfast.engine.port.feed import FeedEntry
-from holdfast.ledger.fold import AFTER_THE_END, CREATED_AGAIN, FORKED, NEVER_HEARD
+from holdfast.ledger.fold import AFTER_THE_END, CREATED_AGAIN, FORKED, UNKNOWN_JOB
 from holdfast.ledger.port.ledger import FeedPosition, Ledger, PositionMoved, RecordedDeadLetter
 from holdfast.ledger.queries.job_list import JobFilter
 from tests.ledger.projection_rig import (
@@ -302,7 +302,7 @@ async def test_a_job_that_the_ledger_never_heard_of_is_taken_up_where_it_is(ledg
     assert (row["state"], row["attempt"], row["job_type"], row["dlq_id"]) == ("dlq_pending", 3, "unknown", "d1")
     (item,) = await rows(ledger, "SELECT * FROM dlq_items")
     assert [attempt["number"] for attempt in decode(item["history"])] == [1, 2, 3]
-    assert {row["reason"] for row in await rows(ledger, "SELECT * FROM anomalies")} == {NEVER_HEARD}
+    assert {row["reason"] for row in await rows(ledger, "SELECT * FROM anomalies")} == {UNKNOWN_JOB}
     assert await check_ledger(ledger) == {"j1": _S.DLQ_PENDING}
 
 

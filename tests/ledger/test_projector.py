@@ -164,7 +164,7 @@ async def test_a_wiped_redis_is_read_anew(make_redis: MakeServer, ledger_url: st
     server = make_redis()
     async with World(server.url, ledger_url, namespace) as world:
         forks: list[str] = []
-        await world.start(world.projector(forked=forks.append))
+        await world.start(world.projector(on_fork=forks.append))
         await world.admit()
         before = await world.lives(30)
         await world.settled_down()
@@ -189,7 +189,7 @@ async def test_a_wipe_while_no_projector_ran_is_seen_by_the_next_one(
         await world.stop()
         await _wipe(server.url)
         forks: list[str] = []
-        await world.start(world.projector(forked=forks.append))
+        await world.start(world.projector(on_fork=forks.append))
         await until(lambda: _is_true(forks == [QUEUE]), "the fork is seen although the engine has no queue")
         after = await world.lives(9)
         await world.settled_down()

@@ -121,8 +121,8 @@ async def test_what_the_ledger_does_not_take_of_one_queue_stops_no_other_and_is_
         await until(lambda: world.caught_up("bad"), "it is tried again", 20)
         await until(lambda: _is_true(one.lag_ms < 1_000), "nothing is behind any more")
     said = [record.message for record in caplog.records if "queue bad" in record.message]
-    assert sum("cannot be projected" in message for message in said) == 1
-    assert "queue bad is projected again" in said
+    assert sum("cannot project queue" in message for message in said) == 1
+    assert "projection of queue bad recovered" in said
 
 
 async def test_a_row_that_is_locked_is_left_to_who_locks_it(postgres_url: str, redis_url: str, namespace: str) -> None:
@@ -137,7 +137,7 @@ async def test_a_row_that_is_locked_is_left_to_who_locks_it(postgres_url: str, r
         other = await asyncpg.connect(postgres_url)
         holding = other.transaction()
         await holding.start()
-        await other.execute("UPDATE feed_positions SET until = now() - interval '1s' WHERE feed = 'slow'")
+        await other.execute("UPDATE feed_positions SET lease_expires_at = now() - interval '1s' WHERE feed = 'slow'")
         began = time.monotonic()
         assert await world.ledger.projection.acquire("slow", "me", 1_000) is None
         await world.submit(1, "slow")
@@ -191,7 +191,7 @@ async def _all_taken(world: World, count: int) -> bool:
 async def test_a_projector_that_was_stopped_sees_no_fork_where_another_has_trimmed(world: World) -> None:
     await world.admit()
     forks: list[str] = []
-    stopped = world.projector(forked=forks.append)
+    stopped = world.projector(on_fork=forks.append)
     await world.start(stopped)
     await world.submit(1)
     await world.settled_down()
@@ -205,7 +205,7 @@ async def test_a_projector_that_was_stopped_sees_no_fork_where_another_has_trimm
         await going.wait()
         return await wait(wait_ms)
 
-    stopped._go_round, stopped._wait = go_round, look  # type: ignore[method-assign]
+    stopped._run_round, stopped._wait = go_round, look  # type: ignore[method-assign]
     await asyncio.sleep(0.5)
     await world.start()
     await world.submit(1)
@@ -215,9 +215,9 @@ async def test_a_projector_that_was_stopped_sees_no_fork_where_another_has_trimm
         return (await world.engine.stats(QUEUE)).feed_entries == 1
 
     await until(trimmed, "the other one has trimmed")
-    track = stopped._tracks[QUEUE]
+    track = stopped._cursors[QUEUE]
     going.set()
-    await until(lambda: _is_true(stopped._tracks.get(QUEUE) is not track), "it has seen that it is not its feed")
+    await until(lambda: _is_true(stopped._cursors.get(QUEUE) is not track), "it has seen that it is not its feed")
     assert (forks, stopped.counts.forks) == ([], 0)
 
 
@@ -238,7 +238,7 @@ async def test_entries_that_cannot_be_read_are_passed(world: World, caplog: pyte
     await world.settled_down()
     await world.check(ids)
     assert one.counts.anomalies == 4
-    assert sum("is skipped" in record.message for record in caplog.records) == 4
+    assert sum("skipped feed entry" in record.message for record in caplog.records) == 4
 
 
 async def _large(world: World, count: int, size: int) -> list[str]:
@@ -443,8 +443,8 @@ async def test_a_ledger_that_is_down_is_told_of_once(world: World, caplog: pytes
         assert one.lag_ms > 0
         spy.before.clear()
         await world.settled_down()
-        await until(lambda: _is_true("the projector works again" in caplog.text), "it says so")
-    said = [record for record in caplog.records if "the projector waits" in record.message]
+        await until(lambda: _is_true("projector recovered" in caplog.text), "it says so")
+    said = [record for record in caplog.records if "projector waiting" in record.message]
     assert [record.levelname for record in said] == ["WARNING"]
 
 

@@ -195,7 +195,7 @@ async def test_pages_stand_still_while_jobs_come_in(ledger: AsyncEngine) -> None
     "cursor", ["garbage", "!!!", "12", "1-61-62", "1-6-62-63", "-1-61-62-63", "ä", "x" * 5000, "1-61-62-63\n"]
 )
 async def test_garbage_is_no_cursor(ledger: AsyncEngine, cursor: str) -> None:
-    with pytest.raises(UsageError, match="is no cursor"):
+    with pytest.raises(UsageError, match="is not a cursor"):
         await Queries(ledger).jobs(cursor=cursor)
     # A number that is no instant.
     with pytest.raises(UsageError):

@@ -141,7 +141,7 @@ async def rigged(redis: RedisServer, ledger_url: str, *, letters: bool = True, *
     await own_engine.open()
     projector = Projector(own_engine, own_ledger, [QUEUE], linger_s=0.01, round_s=0.1)
     if not letters:
-        projector._letters.confirm_all = _never  # type: ignore[method-assign]
+        projector._confirmer.confirm_all = _never  # type: ignore[method-assign]
     rig = Rig(engine, ledger, redis, projector)
     try:
         yield rig

@@ -20,7 +20,7 @@ SEED: Final = int(os.environ.get("HOLDFAST_TEST_SEED", "20261115"))
 class Naive(Reconciler):
     """Compares the two as they are: no wait for the ledger, no second look."""
 
-    async def _reached(self, *_: Any) -> bool:
+    async def _wait_reached(self, *_: Any) -> bool:
         return True
 
     async def _still_lost(self, suspects: Any) -> Any:
@@ -30,11 +30,11 @@ class Naive(Reconciler):
 class Hasty(Reconciler):
     """Looks again, but neither waits for the ledger to reach the cut nor reads what the feed has beyond it."""
 
-    async def _reached(self, *_: Any) -> bool:
+    async def _wait_reached(self, *_: Any) -> bool:
         return True
 
-    async def _rest(self, queue: str, position: Any) -> Any:
-        found = await super()._rest(queue, position)
+    async def _read_rest(self, queue: str, position: Any) -> Any:
+        found = await super()._read_rest(queue, position)
         return found and (found[0], set())
 
 
@@ -100,7 +100,7 @@ async def test_cuts_that_took_too_long_are_thrown_away(monkeypatch: pytest.Monke
         world.project()
     world.wipe()
     world.settle_down()
-    monkeypatch.setattr(module, "_CUT_SHARE", -1.0)
+    monkeypatch.setattr(module, "_SNAPSHOT_SHARE", -1.0)
     report = await make(world).reconcile()
     assert report.restored == 0
     assert set(report.skipped) <= {module.TOO_OLD, module.LEDGER_BEHIND}

@@ -169,11 +169,11 @@ async def test_a_fail_over_in_the_middle_of_an_admission_opens_nothing(
         await world.admit()
 
         class Restarted(Watched):
-            async def attach_reader(self, queue: str, incarnation: str = "", *, reminded: bool = False) -> None:
+            async def attach_reader(self, queue: str, epoch: str = "", *, keys_restored: bool = False) -> None:
                 server.kill()
                 server.start()
                 await until(self._answers, "it is back")
-                await self._engine.attach_reader(queue, incarnation, reminded=reminded)
+                await self._engine.attach_reader(queue, epoch, keys_restored=keys_restored)
 
             async def _answers(self) -> bool:
                 try:

@@ -104,7 +104,7 @@ async def test_wrong_database_and_wrong_user(postgres_url: str) -> None:
         await store.execute("SELECT 1")
     await store.close()
     store = PostgresStore(postgres_url.replace("postgres@", "nobody:secret@"), QUICK)
-    with pytest.raises(LedgerUnavailable, match="does not let this user in") as refused:
+    with pytest.raises(LedgerUnavailable, match="it rejects this user") as refused:
         await store.execute("SELECT 1")
     assert "secret" not in str(refused.value)
     await store.close()
@@ -292,7 +292,7 @@ async def test_closing_does_not_wait_for_a_silent_server(
 
 async def test_news_of_a_commit_on_postgres(postgres_url: str) -> None:
     store, other = PostgresStore(postgres_url, QUICK), PostgresStore(postgres_url, QUICK)
-    with store.news.of("mail") as mail, store.news.of("images") as images:
+    with store.commits.of("mail") as mail, store.commits.of("images") as images:
         # Woken once when it begins to listen.
         assert await mail.wait(5)
         assert await images.wait(5)
@@ -314,7 +314,7 @@ async def test_news_of_a_commit_on_postgres(postgres_url: str) -> None:
 async def test_news_come_back_after_a_restart(make_postgres: MakePostgres) -> None:
     server = make_postgres(fsync=False)
     store = PostgresStore(server.url, QUICK)
-    with store.news.of("mail") as mail:
+    with store.commits.of("mail") as mail:
         assert await mail.wait(5)
         await asyncio.to_thread(server.restart)
         # Once because something may have been missed …
@@ -329,7 +329,7 @@ async def test_news_of_a_commit_in_a_file(tmp_path: Path) -> None:
     store = _file(tmp_path / "ledger.db")
     other = store.sibling()
     await store.open()
-    with store.news.of("mail") as mail, store.news.of("images") as images:
+    with store.commits.of("mail") as mail, store.commits.of("images") as images:
         await other.write(lambda transaction: transaction.effects.recorded.add("mail"))
         assert await mail.wait(5)
         assert not await images.wait(0.05)
@@ -339,7 +339,7 @@ async def test_news_of_a_commit_in_a_file(tmp_path: Path) -> None:
 
 async def test_who_waits_before_the_file_is_open_is_told(tmp_path: Path) -> None:
     store = _file(tmp_path / "ledger.db")
-    with store.news.of("mail") as mail:
+    with store.commits.of("mail") as mail:
         await store.write(lambda transaction: transaction.effects.recorded.add("mail"))
         assert await mail.wait(5)
     await store.close()

@@ -32,8 +32,8 @@ class StoryMachine(EngineMachine):
 
     aged = False
 
-    def _envelope(self, number: int, priority: Priority, ask: ApprovalRequest | None, **fields: Any) -> Envelope:
-        envelope = super()._envelope(number, priority, ask, **fields)
+    def _envelope(self, number: int, priority: Priority, request: ApprovalRequest | None, **fields: Any) -> Envelope:
+        envelope = super()._envelope(number, priority, request, **fields)
         policy = msgspec.structs.replace(envelope.meta, retry=Retry(max_retries=number), context={"n": number})
         return msgspec.structs.replace(envelope, meta=policy, trace_id=f"trace-{number}")
 
@@ -68,7 +68,7 @@ def seen(view: JobInfo, now_ms: int) -> dict[str, Any]:
         "retry_count": meta.retry_count,
         # A running job's view leaves out what its present lease has lost, on one of the engines.
         "lost_leases": None if view.state is State.RUNNING else meta.lost_leases,
-        "people": (meta.ask, meta.cleared, meta.consents),
+        "people": (meta.approval_request, meta.approved_hash, meta.approvals),
         "outage": (meta.unavailable_count, meta.unavailable_since_ms),
         "policy": (meta.priority, meta.retry, meta.max_retries, meta.context),
         # Ends of attempts are the worker's estimate in one and the engine's time in the other.
@@ -189,41 +189,41 @@ QUESTION = ApprovalRequest(approval_id="a2", payload_hash="h2", name="ship?")
 
 
 def held() -> Event:
-    meta = msgspec.json.encode(Meta(ask=ASK)).decode()
+    meta = msgspec.json.encode(Meta(approval_request=ASK)).decode()
     data = {"task": "t", "payload": "{}", "idempotency_key": "j", "meta": meta}
     return move(None, State.WAITING_APPROVAL, "approval.requested", data=data)
 
 
 def approved(ask: ApprovalRequest, at_ms: int = 5) -> Event:
     consent = Approval(ask.approval_id, ("ann", "bob"), at_ms)
-    data = {"actor": "bob", "reason": "", "consent": msgspec.to_builtins(consent)}
+    data = {"actor": "bob", "reason": "", "approval": msgspec.to_builtins(consent)}
     return move(State.WAITING_APPROVAL, State.QUEUED, "approval.approved", data=data)
 
 
 def asks(ask: ApprovalRequest) -> Event:
-    data = {"message": "?", "ask": msgspec.to_builtins(ask)}
+    data = {"message": "?", "approval_request": msgspec.to_builtins(ask)}
     return move(State.RUNNING, State.WAITING_APPROVAL, "approval.requested", attempt=1, data=data)
 
 
 def test_what_people_are_asked_and_have_allowed_is_told() -> None:
     story = [held()]
-    assert rebuild_job("q", story).meta.ask == ASK
+    assert rebuild_job("q", story).meta.approval_request == ASK
     story += [approved(ASK)]
     meta = rebuild_job("q", story).meta
-    assert (meta.ask, meta.cleared, meta.consents) == (None, "h1", None)
+    assert (meta.approval_request, meta.approved_hash, meta.approvals) == (None, "h1", None)
     story += [move(State.QUEUED, State.RUNNING, attempt=1, worker="w"), asks(QUESTION)]
-    assert rebuild_job("q", story).meta.ask == QUESTION
+    assert rebuild_job("q", story).meta.approval_request == QUESTION
     story += [approved(QUESTION)]
     meta = rebuild_job("q", story).meta
-    assert (meta.ask, meta.cleared) == (None, "h1")
-    assert meta.consents == {"ship?": Approval("a2", ("ann", "bob"), 5)}
+    assert (meta.approval_request, meta.approved_hash) == (None, "h1")
+    assert meta.approvals == {"ship?": Approval("a2", ("ann", "bob"), 5)}
 
 
 def test_without_a_yes_nothing_is_allowed() -> None:
     withdrawn = move(State.WAITING_APPROVAL, State.QUEUED, "approval.withdrawn", data={"actor": "x"})
     for leaving in (withdrawn, approved(QUESTION)):
         meta = rebuild_job("q", [held(), leaving]).meta
-        assert (meta.ask, meta.cleared, meta.consents) == (None, "", None)
+        assert (meta.approval_request, meta.approved_hash, meta.approvals) == (None, "", None)
 
 
 def test_a_job_that_was_made_due_waits_no_more() -> None:

@@ -95,7 +95,7 @@ async def test_an_older_engine_takes_over_after_the_job_has_ended(world: World) 
     assert (await job(world.ledger, dead))["state"] == "failed"
 
     async def looks_later() -> bool:
-        return projector._tracks[QUEUE].strays_at > time.monotonic() + _SOON_S
+        return projector._cursors[QUEUE].orphan_check_at > time.monotonic() + _SOON_S
 
     await until(looks_later, "nothing waits any more")
     await go_back(world, before)

@@ -70,7 +70,7 @@ DAMAGE: dict[str, tuple[list[str], str]] = {
     "an event is missing": ([f"DELETE FROM job_events WHERE {DONE} AND seq = 2"], "has number 3 after 1"),
     "the first event is missing": ([f"DELETE FROM job_events WHERE {DONE} AND seq = 1"], "has number 2 after 0"),
     "the last event is missing": ([f"DELETE FROM job_events WHERE {DONE} AND seq = 3"], "its row says last event 3"),
-    "all events are missing": ([f"DELETE FROM job_events WHERE {DONE}"], "no event that tells of its creation"),
+    "all events are missing": ([f"DELETE FROM job_events WHERE {DONE}"], "has no creation event"),
     "an event twice": (
         [
             COPY.format("type, from_state, to_state, attempt, retry_count", f"{DONE} AND seq = 3"),
@@ -92,7 +92,7 @@ DAMAGE: dict[str, tuple[list[str], str]] = {
     ),
     "a fork out of an end": (
         [COPY.format("'ledger.forked', 'succeeded', 'queued', 0, 0", f"{DONE} AND seq = 3")],
-        "succeeded → queued is no fork",
+        "succeeded → queued is not a fork",
     ),
     "another state": ([f"UPDATE jobs SET state = 'cancelled' WHERE {DONE}"], "its row says state cancelled"),
     "another attempt": ([f"UPDATE jobs SET attempt = 7 WHERE {DONE}"], "its row says attempt 7, its events say 1"),
@@ -230,7 +230,7 @@ DISAGREEMENTS: dict[str, tuple[str, str]] = {
     ),
     "discarded by one": (
         "UPDATE dlq_items SET status = 'discarded', requested_by = 'ann'",
-        "dead letter dlq-failed is discarded, but not by two people",
+        "dead letter dlq-failed is discarded, but not by two operators",
     ),
     "discarded by the same one": (
         "UPDATE dlq_items SET status = 'discarded', requested_by = 'ann', confirmed_by = 'ann'",
@@ -238,7 +238,7 @@ DISAGREEMENTS: dict[str, tuple[str, str]] = {
     ),
     "a discard that nobody asked for": (
         "UPDATE dlq_items SET status = 'discard_requested'",
-        "dead letter dlq-failed is to be discarded, but not by one person",
+        "dead letter dlq-failed is to be discarded, but not by one operator",
     ),
     "replayed as nothing": (
         "UPDATE dlq_items SET status = 'replayed', replay_count = 1",

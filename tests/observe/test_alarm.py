@@ -89,7 +89,7 @@ async def test_raised_once_and_cleared_well_below(app: Holdfast, caplog: pytest.
     for _ in range(3):
         await look()
     (raised,) = await events(app)
-    assert raised == ("alert.backlog", "default", "10 jobs are in line or running, the threshold is 10")
+    assert raised == ("alert.backlog", "default", "the backlog is 10, the threshold is 10")
     warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert [(record.__dict__["alert"], record.__dict__["backlog"]) for record in warnings] == [(KEY, 10)]
     assert (await scrape(app))[f'alerts_standing{{alert="{KEY}"}}'] == 1

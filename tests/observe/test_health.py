@@ -61,7 +61,7 @@ def test_worker_and_upkeep_serve_both(shell: Shell, words: tuple[str, ...]) -> N
         assert asyncio.run(asked(port, "/livez")) == (200, {"status": "ok"})
         head, body = asyncio.run(fetch(port, "/other"))
         assert head.startswith("HTTP/1.1 404")
-        assert body == "only /metrics, /livez and /readyz are here\n"
+        assert body == "not found; use /metrics, /livez or /readyz\n"
         assert process.end() == 0
 
 

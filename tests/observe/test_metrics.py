@@ -225,7 +225,7 @@ async def test_a_look_for_lost_leases_that_fails_is_counted(app: Holdfast, monke
     reclaimer = Reclaimer(app.engine, QueueSelection(app.engine, [QUEUE]), app.settings, "r")
     for _ in range(2):
         with pytest.raises(EngineUnavailable):
-            await reclaimer._turn()
+            await reclaimer._run_once()
     assert (await scrape(app))['stream_reclaim_total{result="error"}'] == 2
 
 
@@ -274,7 +274,7 @@ async def test_dead_letters_that_wait_for_the_engine_are_told_by_tenant(
         assert app.ledger_backend is not None
         projector = Projector(app.engine, app.ledger_backend, name="p")
         # The engine is not told: it does not answer that question.
-        monkeypatch.setattr(projector._letters, "confirm_all", lambda _: asyncio.sleep(0, 1))
+        monkeypatch.setattr(projector._confirmer, "confirm_all", lambda _: asyncio.sleep(0, 1))
         running = asyncio.create_task(projector.run())
         try:
 

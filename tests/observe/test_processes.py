@@ -82,7 +82,7 @@ def test_a_port_that_is_taken_is_told(shell: Shell) -> None:
     with shell.start("upkeep", "--metrics-port", str(port)) as process:
         process.wait_log("metrics on")
         done = shell.run("upkeep", "--metrics-port", str(port), code=2)
-    assert f"metrics cannot be served on 127.0.0.1:{port}" in done.stderr
+    assert f"cannot serve metrics on 127.0.0.1:{port}" in done.stderr
 
 
 def test_concurrency_set_while_they_run_is_seen_by_all_workers_within_seconds(shell: Shell) -> None:

@@ -251,7 +251,7 @@ async def test_a_job_from_elsewhere_begins_a_trace_of_its_own(traced: Traced) ->
     async def fail() -> None:
         raise Fatal("no")
 
-    desk = (await app.submitter())._desk  # type: ignore[attr-defined]
+    desk = (await app.submitter())._submitter  # type: ignore[attr-defined]
     with traced.tracer.tracer.start_as_current_span("unrelated"):
         await desk.submit(Envelope(job_id=new_job_ids(1)[0], task="fail", payload=b"{}"))
         await drain(app)

@@ -97,12 +97,12 @@ async def test_events_and_jobs_belong_to_the_transaction(app: Holdfast) -> None:
             await app.job(job_id, "mail").info()
 
     for scenario, error in {
-        "case_outside_of_a_transaction": "UsageError: this connection is in no transaction, so the event would be "
-        "committed by itself; open one: `with transaction.atomic():`",
-        "case_awaited": "UsageError: django.utils.connection.ConnectionProxy cannot be used here; use add_sync",
-        "case_a_cache": "UsageError: an event is written on a connection",
+        "case_outside_of_a_transaction": "UsageError: this connection is not in a transaction, so the event would be "
+        "committed immediately; open one: `with transaction.atomic():`",
+        "case_awaited": "UsageError: django.utils.connection.ConnectionProxy is not supported here; use add_sync",
+        "case_a_cache": "UsageError: django.utils.connection.ConnectionProxy is not a supported connection",
         "case_a_database_without_the_table": "UsageError: the database of this connection has no table outbox_events",
-        "case_an_event_id_that_is_there": "Conflict: an event with this id is in the outbox already",
+        "case_an_event_id_that_is_there": "Conflict: an event with this id already exists",
         "case_a_block_that_is_broken_already": "TransactionManagementError",
     }.items():
         assert found[scenario].startswith(error), scenario

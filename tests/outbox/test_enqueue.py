@@ -227,7 +227,7 @@ async def test_arguments_are_checked_at_once(app: Holdfast) -> None:
             await double(app).options(connection=connection).submit("x")
         with pytest.raises(InvalidOption, match="durable"):
             double(app).options(connection=connection, durable=True)
-        with pytest.raises(UsageError, match="not on"):
+        with pytest.raises(UsageError, match="not a supported connection"):
             await double(app).options(connection=object()).submit(1)
 
 
@@ -408,7 +408,7 @@ def test_an_envelope_comes_back_as_it_was() -> None:
         tenant_id="acme",
         idempotency_key="k",
         trace_id="x",
-        meta=Meta(priority=Priority.HIGH, cleared="hash"),
+        meta=Meta(priority=Priority.HIGH, approved_hash="hash"),
         run_at_ms=5,
         hold=True,
     )

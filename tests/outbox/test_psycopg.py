@@ -126,15 +126,15 @@ async def test_a_savepoint_that_is_rolled_back_takes_its_events_along(world: Wor
 async def test_what_would_commit_by_itself_is_refused(world: World) -> None:
     outbox = world.app.outbox
     with psycopg.connect(world.url, autocommit=True) as connection:
-        with pytest.raises(UsageError, match=r"in no transaction.*with connection\.transaction\(\)"):
+        with pytest.raises(UsageError, match=r"not in a transaction.*with connection\.transaction\(\)"):
             outbox.add_sync(connection, "t", payload=1)
         with connection.pipeline():
             # Sent, and not answered yet: libpq calls that "active", although it will be committed by itself.
             connection.execute("SELECT 1")
-            with pytest.raises(UsageError, match="in no transaction"):
+            with pytest.raises(UsageError, match="not in a transaction"):
                 outbox.add_sync(connection, "t", payload=1)
     async with await psycopg.AsyncConnection.connect(world.url, autocommit=True) as waiting:
-        with pytest.raises(UsageError, match=r"in no transaction.*async with connection\.transaction\(\)"):
+        with pytest.raises(UsageError, match=r"not in a transaction.*async with connection\.transaction\(\)"):
             await outbox.add(waiting, "t", payload=1)
         await waiting.execute("BEGIN")
         await outbox.add(waiting, "begun", payload=1)
@@ -158,9 +158,9 @@ async def test_errors_say_what_to_do(world: World, empty_postgres_url: str, setu
     outbox = world.app.outbox
     with blocking(world.url, setup) as connection:
         outbox.add_sync(connection, "t", payload=1, event_id="e")
-    with pytest.raises(Conflict, match="in the outbox already"), blocking(world.url, setup) as connection:
+    with pytest.raises(Conflict, match="already exists"), blocking(world.url, setup) as connection:
         outbox.add_sync(connection, "t", payload=1, event_id="e")
-    with pytest.raises(Conflict, match="in the outbox already"):
+    with pytest.raises(Conflict, match="already exists"):
         async with awaited(world.url, setup) as connection:
             await outbox.add(connection, "t", payload=1, event_id="e")
     with pytest.raises(UsageError, match="holdfast migrate up"), blocking(empty_postgres_url, setup) as connection:

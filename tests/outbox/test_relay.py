@@ -234,7 +234,7 @@ async def test_an_unknown_destination_is_told_of_and_left_to_those_who_know_it(
     async with world.relay():
         await world.write(NewOutboxEvent(topic="orders", payload=1, destination="mars"))
         await until(lambda: "'mars'" in caplog.text)
-        assert "knows only default" in caplog.text
+        assert "serves default" in caplog.text
         (event,) = await world.events()
         assert (event.status, event.attempt_count) == (OutboxStatus.NEW, 0)
         async with other.relay(knows):
@@ -483,7 +483,7 @@ async def test_lanes_that_were_lost_are_somebody_else_s(
     # Its lease runs out while the broker keeps it waiting.
     async with world.relay():
         await until(lambda: world.all_are(OutboxStatus.SENT))
-        await until(lambda: not late._lines[0]._flights)
+        await until(lambda: not late._loops[0]._flights)
     late.stop()
     await running
     (event,) = await world.events()
@@ -527,7 +527,7 @@ async def test_what_might_not_be_confirmed_within_the_lease_is_not_sent(make_wor
         slow = Slow()
         relay = Relay(store, {"default": slow}, world.app.settings, Counters())
         running = asyncio.create_task(relay.run())
-        await until(lambda store=store, relay=relay: bool(store.read) and not relay._lines[0]._flights)
+        await until(lambda store=store, relay=relay: bool(store.read) and not relay._loops[0]._flights)
         relay.stop()
         await running
         assert len(slow.batches) == batches

@@ -234,10 +234,10 @@ async def test_a_lease_that_ran_out_unnoticed_is_no_longer_ours(rig: Rig) -> Non
 async def test_a_mark_renews_the_lease(rig: Rig) -> None:
     await rig.write(Written(id="e", key="k"))
     (lane,) = await rig.take("me", lease_ms=60_000)
-    before = await rig.run(f"SELECT until FROM outbox_lanes WHERE lane = {lane}")
+    before = await rig.run(f"SELECT lease_expires_at FROM outbox_lanes WHERE lane = {lane}")
     await asyncio.sleep(0.005)
     assert await rig.outbox.record_results("me", [lane], [])
-    assert await rig.run(f"SELECT until FROM outbox_lanes WHERE lane = {lane}") > before
+    assert await rig.run(f"SELECT lease_expires_at FROM outbox_lanes WHERE lane = {lane}") > before
 
 
 async def test_who_has_waited_longest_is_next(rig: Rig) -> None:

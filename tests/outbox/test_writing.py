@@ -217,7 +217,7 @@ async def test_an_id_of_ones_own_is_there_once(world: World) -> None:
         async with way(world.url, True) as (connection, _):
             assert await world.app.outbox.add(connection, "t", payload=1, event_id=f"e{number}") == f"e{number}"
         async with way(world.url, False) as (connection, _):
-            with pytest.raises(Conflict, match="in the outbox already"):
+            with pytest.raises(Conflict, match="already exists"):
                 await world.app.outbox.add(connection, "t", payload=1, event_id=f"e{number}")
     assert len(await world.events()) == len(ways(world))
 
@@ -239,9 +239,9 @@ async def test_a_missing_table_says_how_to_make_it(empty_postgres_url: str, tmp_
 
 
 async def test_an_unknown_connection_is_told_the_known_ones(world: World, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"AsyncConnection.*asyncpg.*aiosqlite.*builtins\.dict"):
+    with pytest.raises(UsageError, match=r"builtins\.dict.*AsyncConnection.*asyncpg.*aiosqlite"):
         await world.app.outbox.add({}, "t", payload=1)
-    with pytest.raises(UsageError, match=r"sqlite3.*builtins\.dict"):
+    with pytest.raises(UsageError, match=r"builtins\.dict.*sqlite3"):
         world.app.outbox.add_sync({}, "t", payload=1)
     with closing(sqlite3.connect(tmp_path / "x.db")) as blocking, pytest.raises(UsageError, match="add_sync"):
         await world.app.outbox.add(blocking, "t", payload=1)
@@ -257,11 +257,11 @@ async def test_an_unknown_connection_is_told_the_known_ones(world: World, tmp_pa
 async def test_what_would_commit_by_itself_is_refused(postgres_url: str, tmp_path: Path, world: World) -> None:
     outbox = world.app.outbox
     connection = await asyncpg.connect(postgres_url)
-    with pytest.raises(UsageError, match="in no transaction"):
+    with pytest.raises(UsageError, match="not in a transaction"):
         await outbox.add(connection, "t", payload=1)
     await connection.close()
     async with aiosqlite.connect(tmp_path / "x.db", isolation_level=None) as lite:
-        with pytest.raises(UsageError, match="in no transaction"):
+        with pytest.raises(UsageError, match="not in a transaction"):
             await outbox.add(lite, "t", payload=1)
     engine = create_async_engine(sqlalchemy_url(postgres_url), isolation_level="AUTOCOMMIT")
     async with engine.connect() as auto:
@@ -278,7 +278,7 @@ async def test_what_would_commit_by_itself_is_refused(postgres_url: str, tmp_pat
             await outbox.add(auto, "t", payload=1)
     await changed.dispose()
     blocking = create_engine(f"sqlite:///{tmp_path / 'x.db'}", isolation_level="AUTOCOMMIT")
-    with Session(blocking) as session, pytest.raises(UsageError, match="in no transaction"):
+    with Session(blocking) as session, pytest.raises(UsageError, match="not in a transaction"):
         outbox.add_sync(session, "t", payload=1)
     blocking.dispose()
 
@@ -317,7 +317,7 @@ async def test_sqlalchemy_that_begins_by_hand(tmp_path: Path, commit: bool) -> N
         ({"tenant_id": ""}, "tenant_id"),
         ({"event_id": ""}, "event_id"),
         ({"headers": {"a": "b\r\nc"}}, "control"),
-        ({"headers": {"a": 1}}, "text"),
+        ({"headers": {"a": 1}}, "string"),
         ({"headers": {"X-Dedup-Key": "1"}}, "event_id"),
         ({"headers": {"a": "x" * 70_000}}, "65,536"),
     ],

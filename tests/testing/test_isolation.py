@@ -174,5 +174,5 @@ async def test_inline_mode_tells_no_webhook(monkeypatch: pytest.MonkeyPatch) -> 
 async def test_an_app_in_memory_says_why_it_has_no_webhooks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_WEBHOOK_SECRET", SECRET)
     async with Holdfast("sqlite://") as app:
-        with pytest.raises(InvalidOption, match="in memory"):
+        with pytest.raises(InvalidOption, match="in-memory"):
             await Bank(app).pay.options(webhook=WEBHOOK).submit("7")

@@ -82,7 +82,7 @@ class MemoryBook(TriggerStore):
     ) -> list[Execution]:
         return list(self.rows.values())[:limit]
 
-    async def heartbeat(self, presences: Sequence[TriggerHeartbeat], *, forget_after_ms: int) -> set[str]:
+    async def heartbeat(self, presences: Sequence[TriggerHeartbeat], *, expire_after_ms: int) -> set[str]:
         return set()
 
     async def remove_process(self, process: str) -> None:

@@ -118,9 +118,9 @@ async def test_executions_are_found_by_status(book: TriggerStore) -> None:
 
 async def test_those_who_are_there_are_heard_of(book: TriggerStore, rig: Rig) -> None:
     assert (
-        await book.heartbeat([presence("t1", "p1", ready=True), presence("t2", "p1")], forget_after_ms=60_000) == set()
+        await book.heartbeat([presence("t1", "p1", ready=True), presence("t2", "p1")], expire_after_ms=60_000) == set()
     )
-    await book.heartbeat([presence("t1", "p2"), presence("t1", "p1", ready=False, lag=7)], forget_after_ms=60_000)
+    await book.heartbeat([presence("t1", "p2"), presence("t1", "p1", ready=False, lag=7)], expire_after_ms=60_000)
     found = await book.processes()
     assert [(one.name, one.process) for one in found] == [("t1", "p1"), ("t1", "p2"), ("t2", "p1")]
     assert found[0].health == {"ready": False, "lag": 7}
@@ -132,9 +132,9 @@ async def test_those_who_are_there_are_heard_of(book: TriggerStore, rig: Rig) ->
 
 
 async def test_those_who_fell_silent_are_forgotten(book: TriggerStore) -> None:
-    await book.heartbeat([presence("t1", "gone")], forget_after_ms=60_000)
+    await book.heartbeat([presence("t1", "gone")], expire_after_ms=60_000)
     await asyncio.sleep(0.03)
-    await book.heartbeat([presence("t1", "here")], forget_after_ms=20)
+    await book.heartbeat([presence("t1", "here")], expire_after_ms=20)
     assert [one.process for one in await book.processes()] == ["here"]
 
 
@@ -143,10 +143,10 @@ async def test_a_pause_is_heard_by_every_process_and_logged_once(book: TriggerSt
     assert await book.set_paused("t1", True, pause("t1")) is False
     (found,) = await book.pauses()
     assert (found.name, found.paused_by, found.reason) == ("t1", "ann", "storm")
-    assert await book.heartbeat([presence("t1", "p1")], forget_after_ms=60_000) == {"t1"}
+    assert await book.heartbeat([presence("t1", "p1")], expire_after_ms=60_000) == {"t1"}
     assert await book.set_paused("t1", False, pause("t1", "operator.trigger_resume")) is True
     assert await book.set_paused("t1", False, pause("t1", "operator.trigger_resume")) is False
-    assert await book.heartbeat([], forget_after_ms=60_000) == set()
+    assert await book.heartbeat([], expire_after_ms=60_000) == set()
     lines = (await rig.ledger.queries.audit_log(AuditFilter())).entries
     assert [(line.type, line.actor, line.target_id, line.reason) for line in lines] == [
         ("operator.trigger_resume", "ann", "t1", "storm"),

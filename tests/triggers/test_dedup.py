@@ -254,7 +254,7 @@ async def test_a_store_that_is_away_only_warns_if_so_told(when: str, caplog: pyt
     rig.write(2)
     await rig.run(2)
     assert len(runtime.calls) == 2
-    assert caplog.text.count("without knowing duplicates") == 1
+    assert caplog.text.count("continues without dedup") == 1
 
 
 @pytest.mark.faults

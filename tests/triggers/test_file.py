@@ -46,7 +46,7 @@ class Connection(BaseModel):
 def broker(monkeypatch: pytest.MonkeyPatch) -> None:
     def connection_model(name: str) -> type[BaseModel]:
         if name != "test":
-            raise InvalidOption(f"there is no broker type {name!r}")
+            raise InvalidOption(f"unknown broker type {name!r}")
         return Connection
 
     monkeypatch.setattr(config, "connection_model", connection_model)
@@ -145,10 +145,10 @@ triggers:
 shared: 1
 """ % ((SECRET,) * 3)  # fmt: skip
     found = mistakes(text, SECRET=SECRET)
-    secret = "must not stand in a file; write ${NAME} and set the variable NAME"
+    secret = "must not be in a file; write ${NAME} and set the variable NAME"
     assert found == {
-        "shared": "unknown key beside triggers:",
-        "triggers[0].consumer_group": "the variable GROUP is not set; set it, or write ${GROUP:-text}",
+        "shared": "unknown key next to triggers:",
+        "triggers[0].consumer_group": "variable GROUP is not set; set it, or write ${GROUP:-text}",
         "triggers[0].concurency": "unknown key; did you mean concurrency?",
         "triggers[0].adapter.connection.port": (
             "Input should be a valid integer, unable to parse string as an integer"
@@ -156,8 +156,8 @@ shared: 1
         "triggers[0].adapter.connection.pasword": "unknown key; did you mean password?",
         "triggers[1].queue_name": "is missing",
         "triggers[1].ack_policy": "Input should be 'ack', 'nack', 'requeue' or 'dlq'",
-        "triggers[1].adapter.type": "there is no broker type 'pigeon'",
-        "triggers[1].runtime": "exactly one of task, callable and url is wanted, not task and url",
+        "triggers[1].adapter.type": "unknown broker type 'pigeon'",
+        "triggers[1].runtime": "set exactly one of task, callable and url, not task and url",
         "triggers[2].adapter.connection.password": secret,
         "triggers[2].adapter.connection.tls.key_password": secret,
         "triggers[2].adapter.connection.tls.cafile": "unknown key; did you mean ca_file?",
@@ -167,13 +167,13 @@ shared: 1
 
 def test_a_key_that_resembles_nothing_is_told_what_there_is() -> None:
     found = mistakes(ONE.replace("{task: ship}", "{task: ship, zzz: 1}"))
-    assert found == {"runtime.zzz": "unknown key; there are task, callable, url, timeout, token"}
+    assert found == {"runtime.zzz": "unknown key; use one of task, callable, url, timeout, token"}
 
 
 def test_no_name_twice() -> None:
     one, two = yaml.safe_load(ONE), yaml.safe_load(ONE) | {"queue_name": "b", "name": "orders"}
     found = mistakes(yaml.safe_dump({"triggers": [one, two, one]}))
-    taken = "the name 'orders' is taken by triggers[0]; give one of them another"
+    taken = "name 'orders' is already used by triggers[0]; rename one"
     assert found == {"triggers[1].name": taken, "triggers[2].name": taken}
 
 
@@ -198,7 +198,7 @@ def test_the_environment_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("text", ["${", "${}", "${A B}", "${A:-", "${1A}", "x${A-y}"])
 def test_what_is_no_variable(text: str) -> None:
     found = mistakes(yaml.safe_dump(yaml.safe_load(ONE) | {"focus": text}), A="1")
-    assert found == {"focus": "${ begins a variable: write ${NAME} or ${NAME:-text}, or $${ for ${ itself"}
+    assert found == {"focus": "${ starts a variable; write ${NAME} or ${NAME:-text}, or $${ for a literal ${"}
 
 
 # Secrets -------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from holdfast.triggers.config import plan_capacity
 )
 def test_concurrency(rate: float, seconds: float, cores: int, waiting: bool, wanted: int, concurrency: int) -> None:
     plan = plan_capacity(rate=rate, seconds_per_message=seconds, message_bytes=1000, cores=cores, waiting=waiting)
-    assert (plan.wanted, plan.concurrency) == (wanted, concurrency)
+    assert (plan.required, plan.concurrency) == (wanted, concurrency)
     assert plan.enough == (concurrency == wanted)
     assert plan.processes == math.ceil(wanted / concurrency)
     assert plan.rate == pytest.approx(concurrency / seconds)

@@ -324,10 +324,10 @@ async def test_stop_waits_for_what_is_in_hand_and_a_second_one_does_not(
 @pytest.mark.parametrize(
     ("reference", "words"),
     [
-        ("nowhere_at_all:f", "there is no module 'nowhere_at_all'"),
-        ("missing.py:f", "there is no file missing.py"),
+        ("nowhere_at_all:f", "module 'nowhere_at_all' not found"),
+        ("missing.py:f", "file missing.py not found"),
         ("json:nothing", "has no 'nothing'"),
-        ("string:ascii_letters", "cannot be called"),
+        ("string:ascii_letters", "not callable"),
         ("broken.py:f", "raised ValueError: boom"),
     ],
 )

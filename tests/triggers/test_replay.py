@@ -133,7 +133,7 @@ async def test_dead_letters_come_back_as_the_messages_that_they_were(entry: Trig
 async def test_a_limit_below_one_and_a_rate_of_zero_are_refused() -> None:
     with pytest.raises(InvalidOption, match="at least 1"):
         await replay_dead_letters(entry_of("memory", {}, "orders"), limit=0)
-    with pytest.raises(InvalidOption, match="more than 0"):
+    with pytest.raises(InvalidOption, match="greater than 0"):
         await replay_dead_letters(entry_of("memory", {}, "orders"), rate_per_s=0)
 
 

@@ -410,9 +410,9 @@ async def test_http_is_tried_again_then_a_dead_letter() -> None:
     gone.write(1)
     await gone.run(1)
     await closed.close()
-    assert "does not answer: ConnectError" in gone.dead[0].headers["x-dead-reason"]
+    assert "did not answer: ConnectError" in gone.dead[0].headers["x-dead-reason"]
 
 
 async def test_an_address_that_is_none() -> None:
-    with pytest.raises(InvalidOption, match="must begin with"):
+    with pytest.raises(InvalidOption, match="must start with"):
         HttpRuntime("ftp://x")

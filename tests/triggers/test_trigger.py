@@ -44,7 +44,7 @@ def _failing(times: int, error: Exception | None = None) -> Recorder:
 
 
 def _gate(guards: GuardRegistry) -> GuardRunner:
-    return GuardRunner(guards, {}, SystemClock(), None, can_ask=True)
+    return GuardRunner(guards, {}, SystemClock(), None, can_request_approval=True)
 
 
 def _guarded(decide: Any) -> GuardRunner:
@@ -84,7 +84,7 @@ async def test_unparsable_is_a_dead_letter_and_acknowledged(body: bytes, policy:
     await rig.run(2)
     (letter,) = rig.dead
     assert letter.body == body
-    assert "cannot be read as JSON" in letter.headers["x-dead-reason"]
+    assert "not valid JSON" in letter.headers["x-dead-reason"]
     assert runtime.messages == [1]
     assert await rig.adapter.lag() == 0
     assert rig.adapter.told[0][0] == "ack"
@@ -100,7 +100,7 @@ async def test_too_large_and_a_tenant_that_cannot_be_are_dead_letters() -> None:
     await rig.run(2)
     reasons = [letter.headers["x-dead-reason"] for letter in rig.dead]
     assert "the message has 202 bytes" in reasons[0]
-    assert "names a tenant that cannot be" in reasons[1]
+    assert "in header x-tenant-id is not valid" in reasons[1]
     assert not runtime.calls
     assert {row.status for row in rig.rows} == {ExecutionStatus.UNPARSABLE}
 
@@ -179,9 +179,9 @@ async def test_exhausted_is_a_dead_letter_whatever_the_policy(policy: str) -> No
     (letter,) = rig.dead
     assert rig.adapter.words == ["dlq"]
     assert letter.headers["x-event-name"] == "e"
-    assert letter.headers["x-dead-reason"] == "given up after 3 tries: RuntimeError: not yet"
+    assert letter.headers["x-dead-reason"] == "failed after 3 attempts: RuntimeError: not yet"
     history = json.loads(letter.headers["x-dead-history"])
-    assert [line.split(" at ")[0] for line in history] == ["try 1", "try 2", "try 3"]
+    assert [line.split(" at ")[0] for line in history] == ["attempt 1", "attempt 2", "attempt 3"]
     assert (rig.rows[0].status, rig.rows[0].retry_count) == ("failed", 2)
 
 
@@ -191,8 +191,8 @@ async def test_a_long_history_is_bounded_and_delays_have_an_end() -> None:
     await rig.run(1)
     history = json.loads(rig.dead[0].headers["x-dead-history"])
     assert len(history) == 25
-    assert history[0].startswith("try 1 ")
-    assert history[-1].startswith("try 1501 ")
+    assert history[0].startswith("attempt 1 ")
+    assert history[-1].startswith("attempt 1501 ")
     assert max(rig.slept) == 86_400
 
 
@@ -251,7 +251,7 @@ async def test_asking_people_is_a_denial_for_what_is_no_job() -> None:
     await rig.run(1)
     assert not runtime.calls
     assert "a lot of money" in rig.rows[0].error_message
-    assert "only for the jobs of a holdfast task" in rig.rows[0].error_message
+    assert "only for jobs of a holdfast task" in rig.rows[0].error_message
 
 
 async def test_a_guard_that_fails_is_a_failed_try() -> None:
@@ -324,7 +324,7 @@ async def test_stopped_while_it_connects() -> None:
     await asyncio.sleep(0)
     await rig.trigger.stop()
     go.set()
-    with pytest.raises(UsageError, match="stopped before it had started"):
+    with pytest.raises(UsageError, match="stopped while starting"):
         await starting
     assert not rig.trigger.ready
 
@@ -346,7 +346,7 @@ async def test_states_and_health() -> None:
             "active_workers": 3,
             "paused": False,
         }
-        with pytest.raises(UsageError, match="started once"):
+        with pytest.raises(UsageError, match="create a new one"):
             await trigger.start()
         rig.broker.down = True
         assert (await trigger.health()).status == "unhealthy"
@@ -357,7 +357,7 @@ async def test_states_and_health() -> None:
     stopped = await trigger.health()
     assert (stopped.status, stopped.running, stopped.active_workers) == ("stopped", False, 0)
     await trigger.stop()
-    with pytest.raises(UsageError, match="started once"):
+    with pytest.raises(UsageError, match="create a new one"):
         await trigger.start()
 
 
@@ -455,8 +455,8 @@ async def test_stop_leaves_what_takes_too_long_and_says_so(caplog: pytest.LogCap
     await until(lambda: len(runtime.calls) == 2)
     with caplog.at_level(logging.WARNING, "holdfast.trigger"):
         await rig.trigger.stop(timeout_s=0.05)
-    assert "left 2 messages that it had begun" in caplog.text
-    assert "and 1 others" in caplog.text
+    assert "stopped with 2 unfinished messages" in caplog.text
+    assert "and 1 not started" in caplog.text
     assert ids[0] in caplog.text
     assert not rig.adapter.told
     assert (await rig.trigger.health()).active_workers == 0
@@ -685,7 +685,7 @@ async def test_records_that_do_not_fit_are_counted_and_told_once(caplog: pytest.
         for row in rig.rows:
             records.put(row)
         assert counts.records_lost == 2
-        assert caplog.text.count("are dropped from now on") == 1
+        assert caplog.text.count("are dropped; messages are not affected") == 1
         book.down = False
         await records.close(5)
     assert len(book.rows) == 4
@@ -725,7 +725,7 @@ async def test_a_trigger_of_some_tenants_acts_and_records_for_nobody_else(policy
         ("acme", "unparsable"),
         ("zoo", "success"),
     ]
-    assert any("tenant victim is none of this trigger's tenants" in row.error_message for row in rig.rows)
+    assert any("tenant victim is not one of this trigger's tenants" in row.error_message for row in rig.rows)
 
 
 @pytest.mark.parametrize("tenants", [[], ["with blank"], [""]])

@@ -64,7 +64,7 @@ async def hang(engine: SqliteEngine) -> None:
     await engine.claim("child", [QUEUE], 1, 10_000)
 
     def never_end(transaction: Transaction) -> None:
-        transaction.run("see_worker", worker="half-written", queue=QUEUE, now=1)
+        transaction.run("touch_worker", worker="half-written", queue=QUEUE, now=1)
         say("ready")
         while True:
             time.sleep(60)

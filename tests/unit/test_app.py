@@ -54,9 +54,9 @@ async def work() -> None: ...
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"name": ""}, "a task's name must be a name"),
-        ({"name": "a b"}, "no blanks"),
-        ({"queue": ""}, "queue must be a name"),
+        ({"name": ""}, "a task's name must be a non-empty name"),
+        ({"name": "a b"}, "must not contain spaces"),
+        ({"queue": ""}, "queue must be a non-empty name"),
         ({"retry": 3}, "retry must be a Retry"),
         ({"timeout": 0}, "timeout must be more than 0"),
         ({"timeout": -1}, "timeout must not be negative"),
@@ -82,7 +82,7 @@ def test_what_cannot_be_a_task(app: Holdfast) -> None:
 
     anything: Any = app.task
     for function, message in (
-        (generate, "yields"),
+        (generate, "is a generator"),
         (rest, "no name on the wire"),
         (7, "decorates a function"),
         (functools.partial(work), "decorates a function"),
@@ -94,7 +94,7 @@ def test_what_cannot_be_a_task(app: Holdfast) -> None:
 
 def test_two_tasks_of_one_name(app: Holdfast) -> None:
     app.task(work)
-    with pytest.raises(DuplicateTask, match=r"give one of them @app.task\(name=…\)"):
+    with pytest.raises(DuplicateTask, match=r"rename one with @app.task\(name=…\)"):
         app.task(work)
     app.task(name="other")(work)
     assert set(app.tasks) == {"work", "other"}

@@ -65,7 +65,7 @@ def test_a_package_of_another_extra_or_of_none_is_a_problem(tmp_path: Path, modu
 
 def test_an_owner_that_is_gone_is_a_problem(tmp_path: Path) -> None:
     assert problems(read_graph(tree(tmp_path)), {"kit.postgres": ("postgres",), "kit.redis": ("redis",)}) == [
-        "kit.redis: no such module, take it out of OWNERS"
+        "kit.redis: no such module; remove it from OWNERS"
     ]
 
 

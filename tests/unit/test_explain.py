@@ -84,8 +84,8 @@ RETRY = (S.RETRYING, {"data": {**FAILURE, "next_attempt_at_ms": START_MS + 72_00
 BY_ANN = {"data": {"actor": "ann", "reason": "customer withdrew"}}
 
 FORGOTTEN = (
-    "At 2026-11-15 14:00:04 UTC the engine turned out to have forgotten its latest steps (a wipe, or an older copy): "
-    "it went on from queued, where the ledger had it running."
+    "At 2026-11-15 14:00:04 UTC the engine turned out to have lost its latest events (a wipe, or an older copy): "
+    "it continued from queued, where the ledger had it running."
 )
 
 HAPPENED: dict[str, tuple[list[Event], str]] = {
@@ -103,15 +103,15 @@ HAPPENED: dict[str, tuple[list[Event], str]] = {
     ),
     "held": (
         story(S.WAITING_APPROVAL),
-        "It was submitted at 2026-11-15 14:00:00 UTC, and a person has to approve it before it may run.",
+        "It was submitted at 2026-11-15 14:00:00 UTC and needs approval before it can run.",
     ),
     "asked": (
         story(S.QUEUED, S.RUNNING, S.WAITING_APPROVAL),
-        "After 2 s attempt 1 asked for a person's approval and gave its worker back.",
+        "After 2 s attempt 1 requested approval and released its worker.",
     ),
     "held in line": (
         story(S.QUEUED, (S.WAITING_APPROVAL, {"message": "policy 4"})),
-        "It was held at 2026-11-15 14:00:02 UTC: a person has to approve it first (policy 4).",
+        "It was held for approval at 2026-11-15 14:00:02 UTC (policy 4).",
     ),
     "approved": (
         story(S.WAITING_APPROVAL, (S.QUEUED, {"data": {"actor": "bob"}})),
@@ -120,15 +120,15 @@ HAPPENED: dict[str, tuple[list[Event], str]] = {
     "claimed": (story(S.QUEUED, S.RUNNING), "Attempt 1 began at 2026-11-15 14:00:02 UTC on host-1."),
     "reclaimed": (
         story(S.QUEUED, S.RUNNING, (S.RUNNING, {"worker": "host-2", "data": {"old_worker": "host-1"}})),
-        "2 s later host-1 had lost its lease (it died, or was cut off): host-2 took over with attempt 2.",
+        "2 s later the lease of host-1 had expired (crash or lost connection): host-2 reclaimed it as attempt 2.",
     ),
     "released": (
         story(S.QUEUED, S.RUNNING, S.QUEUED),
-        "Its worker gave it back unfinished after 2 s; it went back in line.",
+        "Its worker released it unfinished after 2 s; it was queued again.",
     ),
     "asleep": (
         story(S.QUEUED, S.RUNNING, (S.QUEUED, {"data": {"next_attempt_at_ms": START_MS + 3_600_000}})),
-        "After 2 s it went to sleep until 2026-11-15 15:00:00 UTC and gave its worker back.",
+        "After 2 s it was put to sleep until 2026-11-15 15:00:00 UTC and released its worker.",
     ),
     "succeeded": (story(S.QUEUED, S.RUNNING, S.SUCCEEDED), "Attempt 1 succeeded after 2 s."),
     "retrying": (
@@ -137,7 +137,7 @@ HAPPENED: dict[str, tuple[list[Event], str]] = {
     ),
     "an outage": (
         story(S.QUEUED, S.RUNNING, (S.RETRYING, {"data": {"code": "UNAVAILABLE", "counted": False}})),
-        "Attempt 1 found a dependency down after 2 s: UNAVAILABLE. That uses up no retry.",
+        "Attempt 1 found a dependency down after 2 s: UNAVAILABLE. This does not use up a retry.",
     ),
     "suspended after a failure": (
         story(S.QUEUED, S.RUNNING, (S.SUSPENDED, {"data": FAILURE})),
@@ -157,7 +157,7 @@ HAPPENED: dict[str, tuple[list[Event], str]] = {
     ),
     "given up unstarted": (
         story(S.QUEUED, (S.DLQ_PENDING, {"data": {"code": "INVALID_PAYLOAD", "message": "no JSON"}})),
-        "It was given up at 2026-11-15 14:00:02 UTC: INVALID_PAYLOAD: no JSON.",
+        "It was dead-lettered at 2026-11-15 14:00:02 UTC: INVALID_PAYLOAD: no JSON.",
     ),
     "dead letter": (
         story(S.QUEUED, S.RUNNING, S.DLQ_PENDING, S.DLQ_RECORDED),
@@ -173,11 +173,11 @@ HAPPENED: dict[str, tuple[list[Event], str]] = {
     ),
     "restored": (
         story(S.QUEUED, S.RUNNING, (S.QUEUED, {"type": RESTORED_EVENT})),
-        "The engine had lost it; at 2026-11-15 14:00:04 UTC it was put back in line, as the ledger knew it.",
+        "The engine had lost it; at 2026-11-15 14:00:04 UTC it was queued again, as recorded in the ledger.",
     ),
     "restored in its state": (
         story(S.QUEUED, (S.QUEUED, {"type": RESTORED_EVENT})),
-        "The engine had lost it; at 2026-11-15 14:00:02 UTC it was put back as queued, as the ledger knew it.",
+        "The engine had lost it; at 2026-11-15 14:00:02 UTC it was restored as queued, as recorded in the ledger.",
     ),
     "forked": (
         story(S.QUEUED, S.RUNNING, (S.QUEUED, {"type": FORKED_EVENT})),
@@ -185,51 +185,51 @@ HAPPENED: dict[str, tuple[list[Event], str]] = {
     ),
     "duplicate": (
         story(S.QUEUED, beside(DUPLICATE_EVENT)),
-        "A second copy of it came in at 2026-11-15 14:00:02 UTC and was dropped.",
+        "A second copy of it arrived at 2026-11-15 14:00:02 UTC and was dropped.",
     ),
     "one heartbeat": (
         story(S.QUEUED, S.RUNNING, beside(HEARTBEAT_EVENT)),
-        "Its worker said 1 time that it was alive.",
+        "Its worker sent 1 heartbeat.",
     ),
     "heartbeats": (
         story(S.QUEUED, S.RUNNING, beside(HEARTBEAT_EVENT), beside(HEARTBEAT_EVENT), beside(HEARTBEAT_EVENT)),
-        "Its worker said 3 times that it was alive.",
+        "Its worker sent 3 heartbeats.",
     ),
     "something new": (
         story(S.QUEUED, beside("operator.noted", "look here")),
         "operator.noted at 2026-11-15 14:00:02 UTC (look here).",
     ),
     "approved by two": (
-        story(S.WAITING_APPROVAL, (S.QUEUED, {"data": {"consent": {"by": ["ann", "bob"]}, "actor": "bob"}})),
+        story(S.WAITING_APPROVAL, (S.QUEUED, {"data": {"approval": {"by": ["ann", "bob"]}, "actor": "bob"}})),
         "It was approved at 2026-11-15 14:00:02 UTC by ann and bob.",
     ),
     "withdrawn": (
         story(
             S.WAITING_APPROVAL, (S.QUEUED, {"type": "approval.withdrawn", "data": {"reason": "it was another payload"}})
         ),
-        "At 2026-11-15 14:00:02 UTC the question was withdrawn (it was another payload); the job went back in line.",
+        "The approval request was withdrawn at 2026-11-15 14:00:02 UTC (it was another payload); it was queued again.",
     ),
     "rejected": (
         story(
             S.WAITING_APPROVAL,
             (S.CANCELLED, {"type": "approval.rejected", "data": {"actor": "bob", "reason": "too much"}}),
         ),
-        "It was rejected at 2026-11-15 14:00:02 UTC by bob (too much), and so cancelled.",
+        "It was rejected at 2026-11-15 14:00:02 UTC by bob (too much) and cancelled.",
     ),
     "expired": (
         story(S.WAITING_APPROVAL, (S.CANCELLED, {"type": "approval.expired", "data": {"actor": "holdfast"}})),
-        "Nobody had approved it in time; at 2026-11-15 14:00:02 UTC it was cancelled.",
+        "It was not approved in time and was cancelled at 2026-11-15 14:00:02 UTC.",
     ),
     "expedited": (
         story(S.QUEUED, beside(EXPEDITED_EVENT, "it is urgent")),
-        "It was made due at once at 2026-11-15 14:00:02 UTC (it is urgent).",
+        "It was expedited at 2026-11-15 14:00:02 UTC (it is urgent).",
     ),
 }
 
 
 @pytest.mark.parametrize(("events", "sentence"), HAPPENED.values(), ids=HAPPENED.keys())
 def test_what_happened(events: list[Event], sentence: str) -> None:
-    assert told(events).happened[-1] == sentence
+    assert told(events).history[-1] == sentence
 
 
 def test_every_event_has_a_sentence_and_a_test() -> None:
@@ -245,36 +245,36 @@ PRESENT: dict[str, tuple[Explanation, list[str]]] = {
     "queued": (
         told(story(S.QUEUED)),
         [
-            "It has waited in line for 1 min.",
-            "The next free worker of its queue takes it.",
+            "It has been queued for 1 min.",
+            "The next free worker of its queue claims it.",
         ],
     ),
     "queued and paused": (
         told(story(S.QUEUED), queue="my mail", paused=True, workers=0),
         [
-            "It has waited in line for 1 min.",
+            "It has been queued for 1 min.",
             "Its queue is paused.",
-            "No worker takes it before `holdfast queues resume 'my mail'`.",
+            "It runs after the queue is resumed: `holdfast queues resume 'my mail'`.",
         ],
     ),
     "queued and unserved": (
         told(story(S.QUEUED), queue="mail", paused=False, workers=0),
         [
-            "It has waited in line for 1 min.",
+            "It has been queued for 1 min.",
             "No worker serves its queue.",
-            "It runs once one does: `holdfast worker APP --queue mail`.",
+            "It runs once a worker does: `holdfast worker APP --queue mail`.",
         ],
     ),
     "queued and served": (
         told(story(S.QUEUED), queue="mail", paused=False, workers=2),
-        ["It has waited in line for 1 min.", "The next free worker of its queue takes it."],
+        ["It has been queued for 1 min.", "The next free worker of its queue claims it."],
     ),
     "queued for later and paused": (
         told(story((S.QUEUED, {"data": {"run_at_ms": START_MS + 90_000}})), queue="mail", paused=True),
         [
-            "It waits for its time: it is due in 30 s (2026-11-15 14:01:30 UTC).",
+            "It is delayed: it is due in 30 s (2026-11-15 14:01:30 UTC).",
             "Its queue is paused.",
-            "No worker takes it before `holdfast queues resume mail`.",
+            "It runs after the queue is resumed: `holdfast queues resume mail`.",
         ],
     ),
     "retrying and paused": (
@@ -283,35 +283,35 @@ PRESENT: dict[str, tuple[Explanation, list[str]]] = {
             "It waits for its first retry, due since 2026-11-15 14:01:12 UTC.",
             "Its queue is paused.",
             "Then it runs again, as attempt 2.",
-            "No worker takes it before `holdfast queues resume mail`.",
+            "It runs after the queue is resumed: `holdfast queues resume mail`.",
         ],
     ),
     "queued for later": (
         told(story((S.QUEUED, {"data": {"run_at_ms": START_MS + 90_000}}))),
         [
-            "It waits for its time: it is due in 30 s (2026-11-15 14:01:30 UTC).",
-            "Then the next free worker takes it.",
+            "It is delayed: it is due in 30 s (2026-11-15 14:01:30 UTC).",
+            "Then the next free worker claims it.",
         ],
     ),
     "waiting_approval": (
         told(story(S.WAITING_APPROVAL)),
         [
-            "A person has to decide: it has waited for approval since 2026-11-15 14:00:00 UTC.",
-            "Nothing happens by itself. Approved, it goes in line; rejected, it is cancelled.",
+            "It has been waiting for approval since 2026-11-15 14:00:00 UTC.",
+            "It needs a decision: when approved, it is queued; when rejected, it is cancelled.",
         ],
     ),
     "running": (
         told(story(S.QUEUED, S.RUNNING), 42),
         [
-            "Its worker host-1 has held it for 40 s.",
-            "If the worker dies, another takes over within 30 s, as attempt 2.",
+            "It has been running on host-1 for 40 s.",
+            "If the worker fails, another reclaims it within 30 s, as attempt 2.",
         ],
     ),
     "running with heartbeats": (
         told(story(S.QUEUED, S.RUNNING, beside(HEARTBEAT_EVENT)), 42, lease_ms=600_000),
         [
-            "Its worker host-1 has held it for 40 s, last heard of 38 s ago.",
-            "If the worker dies, another takes over within 10 min, as attempt 2.",
+            "It has been running on host-1 for 40 s, last heartbeat 38 s ago.",
+            "If the worker fails, another reclaims it within 10 min, as attempt 2.",
         ],
     ),
     "retrying": (
@@ -342,52 +342,52 @@ PRESENT: dict[str, tuple[Explanation, list[str]]] = {
     "suspended": (
         told(story(S.QUEUED, (S.SUSPENDED, BY_ANN))),
         [
-            "A person has to decide: it is suspended since 2026-11-15 14:00:02 UTC (customer withdrew).",
-            (
-                "Nothing happens by itself. `holdfast jobs resume j` sends it back to work with fresh retries; "
-                "else cancel it."
-            ),
+            "An operator has to decide: it has been suspended since 2026-11-15 14:00:02 UTC (customer withdrew).",
+            "`holdfast jobs resume j` resumes it with a new set of retries; otherwise cancel it.",
         ],
     ),
     "suspended in doubt": (
         told(story(S.QUEUED, S.RUNNING, S.SUSPENDED), in_doubt=("pay:17",)),
         [
-            "A person has to decide: nobody knows whether this effect happened: pay:17.",
-            "Look, then `holdfast effects resolve pay:17` with --done or --not-done, which sends the job back to work.",
+            "An operator has to decide: it is unknown whether this effect happened: pay:17.",
+            (
+                "Check whether it happened, then run `holdfast effects resolve pay:17` with --done or --not-done, "
+                "which resumes the job."
+            ),
         ],
     ),
     "suspended for a doubt with an odd key": (
         told(story(S.QUEUED, S.RUNNING, S.SUSPENDED), in_doubt=("pay 17",)),
         [
-            "A person has to decide: nobody knows whether this effect happened: pay 17.",
+            "An operator has to decide: it is unknown whether this effect happened: pay 17.",
             (
-                "Look, then `holdfast effects resolve 'pay 17'` with --done or --not-done, which sends the job back "
-                "to work."
+                "Check whether it happened, then run `holdfast effects resolve 'pay 17'` with --done or --not-done, "
+                "which resumes the job."
             ),
         ],
     ),
     "suspended for a doubt that is resolved": (
         told(story(S.QUEUED, S.RUNNING, (S.SUSPENDED, {"data": {"code": "EFFECT_IN_DOUBT"}}))),
         [
-            "An effect was in doubt, and no longer is: its end has been recorded, or its key is free again.",
-            "Nothing happens by itself. `holdfast jobs resume j` sends it back to work.",
+            "An effect was in doubt and no longer is: its outcome has been recorded, or its key was released.",
+            "It stays suspended until an operator resumes it: `holdfast jobs resume j`.",
         ],
     ),
     "succeeded": (
         told(story(S.QUEUED, S.RUNNING, S.SUCCEEDED)),
-        ["It is done.", "Nothing more will happen to it."],
+        ["It has succeeded.", "Nothing more happens to it."],
     ),
     "dlq_pending": (
         told(story(*DEAD[:3])),
         [
-            "It was given up, and its dead letter is not written yet.",
+            "It failed for good, and its dead letter is not written yet.",
             "A worker's upkeep writes it as soon as the ledger answers; then the job ends as failed.",
-            "If this lasts: does a worker or `holdfast upkeep` run, and is the ledger up?",
+            "If this lasts, check that a worker or `holdfast upkeep` runs and that the ledger is up.",
         ],
     ),
     "dlq_recorded": (
         told(story(*DEAD[:4]), dlq_id="d-1"),
-        ["Its dead letter d-1 is written.", "It ends as failed in a moment."],
+        ["Its dead letter d-1 is written.", "It ends as failed shortly."],
     ),
     "failed": (
         told(story(*DEAD), dlq_id="d-1", dead_letter_status="open"),
@@ -395,7 +395,7 @@ PRESENT: dict[str, tuple[Explanation, list[str]]] = {
             "It failed: ValueError: boom. Its dead letter d-1 is written.",
             (
                 "This job will not run again. "
-                "A person can look at the dead letter and replay it (`holdfast dlq show d-1`)."
+                "An operator can check the dead letter (`holdfast dlq show d-1`) and replay it."
             ),
         ],
     ),
@@ -413,17 +413,17 @@ PRESENT: dict[str, tuple[Explanation, list[str]]] = {
     "the engine is ahead": (
         told(story(S.QUEUED), live=view(S.RUNNING)),
         [
-            "It has waited in line for 1 min.",
-            "The next free worker of its queue takes it.",
-            "The engine is further on already: there it is running. The ledger follows in a moment.",
+            "It has been queued for 1 min.",
+            "The next free worker of its queue claims it.",
+            "The engine is ahead of the ledger: there it is running. The ledger follows shortly.",
         ],
     ),
     "the engine forgot the end": (
         told(story(S.QUEUED, S.RUNNING, S.SUCCEEDED), live=view(S.QUEUED)),
         [
-            "It is done.",
-            "Nothing more will happen to it.",
-            "The engine still has it as queued: it forgot the end. A second end is not recorded.",
+            "It has succeeded.",
+            "Nothing more happens to it.",
+            "The engine still has it as queued: it lost the end. A second end is not recorded.",
         ],
     ),
 }
@@ -431,7 +431,7 @@ PRESENT: dict[str, tuple[Explanation, list[str]]] = {
 
 @pytest.mark.parametrize(("explanation", "sentences"), PRESENT.values(), ids=PRESENT.keys())
 def test_where_it_is_and_what_comes_next(explanation: Explanation, sentences: list[str]) -> None:
-    assert explanation.why + explanation.then == sentences
+    assert explanation.reason + explanation.next_steps == sentences
     assert explanation.sentences[-len(sentences) :] == sentences
 
 
@@ -440,8 +440,8 @@ def test_every_state_is_explained() -> None:
 
 
 def test_a_story_without_a_move() -> None:
-    assert told([]).sentences == ["Its beginning is not in the ledger."]
-    assert told(story(beside(HEARTBEAT_EVENT))).happened == ["Its worker said 1 time that it was alive."]
+    assert told([]).sentences == ["Its creation is not in the ledger."]
+    assert told(story(beside(HEARTBEAT_EVENT))).history == ["Its worker sent 1 heartbeat."]
 
 
 # People --------------------------------------------------------------------------------------------
@@ -474,26 +474,26 @@ def asked(**fields: Any) -> ApprovalRow:
 
 
 def test_what_people_are_asked() -> None:
-    vote = VoteRow(person="ann", approve=True, reason="", at=to_datetime(START_MS))
+    vote = VoteRow(voter="ann", approve=True, reason="", at=to_datetime(START_MS))
     row = asked(policies=("big", "night"), reason="5,000 EUR", quorum=2, votes=(vote,))
     said = told(story(S.WAITING_APPROVAL), approvals=(asked(status=ApprovalStatus.WITHDRAWN), row))
-    assert said.why == [
-        "A person has to decide: it has waited for approval since 2026-11-15 14:00:00 UTC.",
-        "It is asked for by big and night: 5,000 EUR.",
-        "It takes 2 different people to approve it; ann did.",
+    assert said.reason == [
+        "It has been waiting for approval since 2026-11-15 14:00:00 UTC.",
+        "Approval is required by big and night: 5,000 EUR.",
+        "It needs 2 different approvers; approved by ann.",
     ]
-    assert said.then == [
+    assert said.next_steps == [
         (
-            "`holdfast approvals show a-1` tells what would run. Nothing happens by itself. "
-            "Approved, it goes in line; rejected, it is cancelled."
+            "`holdfast approvals show a-1` shows what would run. "
+            "It needs a decision: when approved, it is queued; when rejected, it is cancelled."
         )
     ]
 
 
 def test_a_question_with_a_deadline() -> None:
     said = told(story(S.WAITING_APPROVAL), approvals=(asked(deadline=to_datetime(START_MS + 60_000), quorum=3),))
-    assert said.why[1:] == ["It takes 3 different people to approve it; nobody did yet."]
-    assert said.then[0].endswith("Unanswered, it is cancelled at 2026-11-15 14:01:00 UTC.")
+    assert said.reason[1:] == ["It needs 3 different approvers; none so far."]
+    assert said.next_steps[0].endswith("Without a decision it is cancelled at 2026-11-15 14:01:00 UTC.")
 
 
 def test_what_people_did_is_told_once_and_in_order() -> None:
@@ -506,22 +506,22 @@ def test_what_people_did_is_told_once_and_in_order() -> None:
     said = told(
         events, operator_actions=deeds, replayed_as="k", replay_of="i", dead_letter_status="replayed", dlq_id="d-1"
     )
-    assert said.happened[0] == "It is a replay of job i."
-    assert said.happened[2] == "ann said yes to it at 2026-11-15 14:00:01 UTC (fine)."
-    assert said.happened[-1] == "bob sent its dead letter back to work at 2026-11-15 14:01:00 UTC."
-    assert not any("cancel" in sentence for sentence in said.happened)
-    assert said.then == ["This job will not run again. Its work goes on as job k."]
+    assert said.history[0] == "It is a replay of job i."
+    assert said.history[2] == "ann voted to approve it at 2026-11-15 14:00:01 UTC (fine)."
+    assert said.history[-1] == "bob replayed its dead letter at 2026-11-15 14:01:00 UTC."
+    assert not any("cancel" in sentence for sentence in said.history)
+    assert said.next_steps == ["This job will not run again. It was replayed as job k."]
 
 
 def test_the_task_is_known_although_the_event_does_not_say_it() -> None:
-    said = told(story(S.QUEUED), task="shop.charge").happened
+    said = told(story(S.QUEUED), task="shop.charge").history
     assert said == ["It was submitted at 2026-11-15 14:00:00 UTC to run shop.charge."]
 
 
 def test_a_vote_comes_before_the_decision_of_the_same_millisecond() -> None:
     events = story(S.WAITING_APPROVAL, (S.QUEUED, {"data": {"actor": "ann"}}))
     deed = OperatorAction(type="operator.approve", actor="ann", reason="", at_ms=events[-1].at_ms)
-    assert told(events, operator_actions=(deed,)).happened[1:] == [
-        "ann said yes to it at 2026-11-15 14:00:02 UTC.",
+    assert told(events, operator_actions=(deed,)).history[1:] == [
+        "ann voted to approve it at 2026-11-15 14:00:02 UTC.",
         "It was approved at 2026-11-15 14:00:02 UTC by ann.",
     ]

@@ -31,7 +31,7 @@ def test_all_missing_extras_are_named_in_one_command(monkeypatch: pytest.MonkeyP
     with pytest.raises(MissingExtra) as caught:
         require("this", "hiredis", "httpx", "alembic", "asyncpg")
     assert str(caught.value) == (
-        "this needs hiredis, alembic and asyncpg, not installed here; run: pip install 'holdfast[postgres,redis]'"
+        "this needs hiredis, alembic and asyncpg, not installed; run: pip install 'holdfast[postgres,redis]'"
     )
     assert caught.value.extras == ("postgres", "redis")
     assert isinstance(caught.value, ImportError)

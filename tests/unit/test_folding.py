@@ -17,7 +17,7 @@ from holdfast.ledger.fold import (
     AFTER_THE_END,
     CREATED_AGAIN,
     FORKED,
-    NEVER_HEARD,
+    UNKNOWN_JOB,
     BatchMismatch,
     FoldedBatch,
     JobDraft,
@@ -122,7 +122,7 @@ def test_notes_are_written_on_any_job_that_is_known(feed: Feed) -> None:
     draft = _only(fold_known([note], {("default", "j1"): RecordedJob(_S.SUCCEEDED, 3)}))
     assert (draft.state, draft.previous_state, draft.events) == (None, _S.SUCCEEDED, [note])
     folded = fold_known([note], {})
-    assert (folded.drafts, [anomaly.reason for anomaly in folded.anomalies]) == ([], [NEVER_HEARD])
+    assert (folded.drafts, [anomaly.reason for anomaly in folded.anomalies]) == ([], [UNKNOWN_JOB])
 
 
 def test_a_job_nobody_told_of_gets_a_beginning(feed: Feed) -> None:
@@ -131,7 +131,7 @@ def test_a_job_nobody_told_of_gets_a_beginning(feed: Feed) -> None:
     assert draft.new
     assert [event.type for event in draft.events] == ["task.created", FORKED_EVENT, "task.succeeded"]
     assert envelope_of(draft)[0] == "unknown"
-    assert [anomaly.reason for anomaly in folded.anomalies] == [NEVER_HEARD]
+    assert [anomaly.reason for anomaly in folded.anomalies] == [UNKNOWN_JOB]
 
 
 def test_a_restored_job_keeps_its_errors(feed: Feed) -> None:

@@ -24,7 +24,7 @@ def test_every_patch_fits_exactly_once(mutant: Mutant, tmp_path: Path) -> None:
 def test_a_patch_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("x = 1\nx = 1\n", encoding="utf-8")
     for old in ("x = 1", "y = 1"):
-        with pytest.raises(Broken, match="must be there once"):
+        with pytest.raises(Broken, match="must occur once"):
             apply(Mutant("c", "e", (Patch("a.py", old, ""),)), tmp_path)
 
 

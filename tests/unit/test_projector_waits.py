@@ -26,10 +26,10 @@ async def test_a_feed_that_has_work_does_not_wait_for_one_that_has_none(
     monkeypatch.setattr(projector, "_measure", Mock())
     projector._round_at = time.monotonic() + 60
     for queue in ("busy", "idle"):
-        projector._tracks[queue] = FeedCursor(queue, FeedPosition("1-0", "n"))
+        projector._cursors[queue] = FeedCursor(queue, FeedPosition("1-0", "n"))
     if busy:
-        projector._tracks["busy"].ahead = asyncio.create_task(asyncio.sleep(0))  # type: ignore[arg-type]
-    await projector._turn()
+        projector._cursors["busy"].ahead = asyncio.create_task(asyncio.sleep(0))  # type: ignore[arg-type]
+    await projector._run_once()
     ((positions, wait_ms), _) = engine.wait_feed.await_args
     assert "idle" in positions
     assert (wait_ms == 0) is busy

@@ -42,7 +42,7 @@ def test_one_that_does_not_work_is_passed_over(home: Path, script: str) -> None:
 
 def test_without_any_there_is_nothing_to_do(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert pythons.main(["test"]) == 0
-    assert capsys.readouterr().out == "Python 3.12: not here\nPython 3.13: not here\n"
+    assert capsys.readouterr().out == "Python 3.12: not installed\nPython 3.13: not installed\n"
     assert not (home / "environments").exists()
     assert pythons.main(["try"]) == 2
 

@@ -97,7 +97,7 @@ def test_tls(url: str) -> None:
         ("redis+cluster://a?sentinel_password=hunter2", "unknown parameters sentinel_password"),
         ("redis+cluster://a?ssl=maybe", "true or false"),
         ("redis+cluster://a?ssl_ca_certs=/x", "rediss+cluster://"),
-        ("rediss://a?ssl_ca_certs=/does/not/exist", "cannot be used"),
+        ("rediss://a?ssl_ca_certs=/does/not/exist", "cannot use a file"),
     ],
 )
 def test_mistakes_say_what_to_write_and_repeat_no_password(url: str, said: str) -> None:

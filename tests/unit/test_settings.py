@@ -111,7 +111,7 @@ def test_a_mistake_is_said_once_with_its_variable() -> None:
         Settings.load(heartbeat_interval_s=20, concurrency=100)
     assert str(raised.value) == (
         "settings: heartbeat_interval_s (HOLDFAST_HEARTBEAT_INTERVAL_S) must be at most half of visibility_timeout_s "
-        "(HOLDFAST_VISIBILITY_TIMEOUT_S), or leases are lost"
+        "(HOLDFAST_VISIBILITY_TIMEOUT_S), otherwise leases expire"
     )
     with pytest.raises(InvalidOption) as raised:
         Settings.load(ledger="mysql://h", retry_via={"q": "sometimes"})

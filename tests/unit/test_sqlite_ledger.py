@@ -92,7 +92,10 @@ async def test_the_story_in_the_file_is_the_one_in_the_feed(path: Path) -> None:
     assert msgspec.json.decode(fed[0].data["meta"], type=Meta) == meta  # type: ignore[index]
     assert fed[0].data is not None
     assert fed[0].data["payload"] == '{"a":1.10}'
-    seqs = look(path, "SELECT job, group_concat(seq) FROM (SELECT job, seq FROM events ORDER BY job, seq) GROUP BY job")
+    seqs = look(
+        path,
+        "SELECT job_row, group_concat(seq) FROM (SELECT * FROM events ORDER BY job_row, seq) GROUP BY job_row",
+    )
     assert seqs == [(1, "1,2,3,4,5,6,7,8"), (2, "1,2,3")]
 
 
@@ -155,7 +158,7 @@ async def test_many_finished_jobs_go_in_small_steps_with_all_that_is_theirs(path
         clock.advance(DAY_S + 1)
         assert await engine.prune([QUEUE]) >= 450
     assert look(path, "SELECT job_id FROM jobs") == look(path, "SELECT job_id FROM job_steps") == [(still_open.job_id,)]
-    assert look(path, "SELECT count(*) FROM events WHERE job NOT IN (SELECT id FROM jobs)") == [(0,)]
+    assert look(path, "SELECT count(*) FROM events WHERE job_row NOT IN (SELECT id FROM jobs)") == [(0,)]
 
 
 async def test_what_a_person_has_to_see_stays(path: Path) -> None:
@@ -230,7 +233,7 @@ async def test_other_sql_shares_the_transaction_and_is_taken_back_alone(path: Pa
     async with opened(path) as engine:
 
         def use(transaction: Transaction, queue: str, error: Exception | None = None) -> int:
-            count = transaction.execute("INSERT INTO queues (queue, used) VALUES (?, 1)", (queue,)).rowcount
+            count = transaction.execute("INSERT INTO queues (queue, has_jobs) VALUES (?, 1)", (queue,)).rowcount
             if error is not None:
                 raise error
             return count

@@ -67,7 +67,7 @@ def log(path: Path) -> list[Any]:
 
 async def test_a_held_submission_is_asked_in_the_same_step(path: Path, clock: ManualClock) -> None:
     async with opened(path, clock) as engine:
-        held = envelope(tenant_id="acme", hold=True, meta=Meta(ask=ASK))
+        held = envelope(tenant_id="acme", hold=True, meta=Meta(approval_request=ASK))
         await engine.submit([held, envelope(), envelope(hold=True)])
         # Again: the reply was lost.
         await engine.submit([held])
@@ -100,7 +100,7 @@ async def test_a_refused_submission_asks_nobody(path: Path) -> None:
     async with opened(path) as engine:
         await engine.set_control(QUEUE, QueueControl(intake_paused=True))
         with pytest.raises(Exception, match="paused"):
-            await engine.submit([envelope(hold=True, meta=Meta(ask=ASK))])
+            await engine.submit([envelope(hold=True, meta=Meta(approval_request=ASK))])
     assert approvals(path) == []
 
 
@@ -129,7 +129,10 @@ async def test_a_job_that_goes_on_without_an_answer_withdraws_its_question(
     path: Path, to: State, reason: str, told: str
 ) -> None:
     async with opened(path) as engine:
-        one, other = envelope(hold=True, meta=Meta(ask=ASK)), envelope(hold=True, meta=Meta(ask=OWN))
+        one, other = (
+            envelope(hold=True, meta=Meta(approval_request=ASK)),
+            envelope(hold=True, meta=Meta(approval_request=OWN)),
+        )
         await engine.submit([one, other])
         await engine.move(QUEUE, one.job_id, to, actor="ann", reason=reason)
     assert approvals(path) == [("approval-1", "withdrawn", "ann", told), ("approval-2", "requested", None, None)]
@@ -138,19 +141,19 @@ async def test_a_job_that_goes_on_without_an_answer_withdraws_its_question(
 
 async def test_what_people_have_decided_stays(path: Path) -> None:
     async with opened(path) as engine:
-        held = envelope(hold=True, meta=Meta(ask=ASK))
+        held = envelope(hold=True, meta=Meta(approval_request=ASK))
         await engine.submit([held])
         with closing(sqlite3.connect(path)) as connection, connection:
             connection.execute("UPDATE approvals SET status = 'approved', decided_by = 'bob', decided_at = 1")
         consent = Approval("approval-1", ("bob", "cy"), 1)
-        await engine.move(QUEUE, held.job_id, State.QUEUED, actor="bob", reason="fine", consent=consent)
+        await engine.move(QUEUE, held.job_id, State.QUEUED, actor="bob", reason="fine", approval=consent)
     assert approvals(path) == [("approval-1", "approved", "bob", None)]
 
 
 async def test_with_a_ledger_elsewhere_the_feed_alone_tells(path: Path) -> None:
     async with opened(path, ledger=True) as engine:
         await engine.attach_reader(QUEUE)
-        held = envelope(hold=True, meta=Meta(ask=ASK))
+        held = envelope(hold=True, meta=Meta(approval_request=ASK))
         await engine.submit([held])
         await engine.move(QUEUE, held.job_id, State.CANCELLED, actor="ann", reason="no", audit="operator.cancel")
         told = [event.type for entry in await engine.read_feed(QUEUE, "", 10) for event in entry.events]
@@ -224,7 +227,7 @@ async def test_what_was_refused_has_no_line(path: Path) -> None:
 
 async def test_the_log_goes_when_finished_jobs_do(path: Path, clock: ManualClock) -> None:
     async with opened(path, clock, finished_ttl_ms=60_000) as engine:
-        job = envelope(hold=True, meta=Meta(ask=ASK))
+        job = envelope(hold=True, meta=Meta(approval_request=ASK))
         await engine.submit([job])
         await engine.move(QUEUE, job.job_id, State.CANCELLED, actor="ann", reason="no", audit="operator.cancel")
         with closing(sqlite3.connect(path)) as connection, connection:
@@ -286,7 +289,7 @@ async def test_a_single_tenant_keeps_no_turns(path: Path) -> None:
     async with opened(path) as engine:
         for _ in range(3):
             await drain(engine, 2)
-    assert look(path, "SELECT turns FROM queues") == [(None,)]
+    assert look(path, "SELECT fair_share FROM queues") == [(None,)]
 
 
 async def test_turns_are_kept_in_the_file(path: Path) -> None:
@@ -328,7 +331,7 @@ async def test_upkeep_that_finds_nothing_to_do_keeps_nobody_from_writing(
     begin = Transaction.begin
     async with opened(path, clock) as engine:
         # Open, but neither overdue nor decided.
-        await engine.submit([envelope(hold=True, meta=Meta(ask=ASK))])
+        await engine.submit([envelope(hold=True, meta=Meta(approval_request=ASK))])
         ledger = EmbeddedLedger(DatabaseFile(str(path)), clock)
         registrar, replays = ApprovalDelivery(engine, ledger), ReplaySubmission(engine, ledger)
         courier = WebhookDispatcher(engine, ledger, Settings())

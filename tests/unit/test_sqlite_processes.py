@@ -23,6 +23,7 @@ from holdfast.core.states import State
 from holdfast.engine.port.reads import CancelledNotice
 from holdfast.engine.sqlite.engine import SqliteEngine
 from holdfast.sqlite.connection import WriteLock
+from holdfast.sqlite.transaction import CommitNotices
 from tests.unit.sqlite_rig import QUEUE, envelope, look, opened
 
 ROOT = Path(__file__).parents[2]
@@ -120,6 +121,45 @@ async def test_who_waits_for_an_end_is_woken_by_another_process(
             await asyncio.gather(listening, return_exceptions=True)
 
 
+async def test_an_end_in_another_process_is_noticed_while_an_earlier_look_goes_on(
+    path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(path) as engine:
+        store, job = engine._store, envelope()
+        await engine.submit([job])
+        child = start("finish")
+        assert await child.hear() == job.job_id
+        asked, answered, heard = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        rows, tell = store.reader.rows, store.waiters.notify
+
+        async def slow_rows(name: str, *arguments: Any, **values: Any) -> Any:
+            found = await rows(name, *arguments, **values)
+            if name == "finished_among":
+                asked.set()
+                await answered.wait()
+            return found
+
+        def watched_tell(effects: CommitNotices) -> None:
+            tell(effects)
+            if effects.external:
+                heard.set()
+
+        monkeypatch.setattr(store.reader, "rows", slow_rows)
+        monkeypatch.setattr(store.waiters, "notify", watched_tell)
+        waiting = asyncio.create_task(engine.wait_final(QUEUE, job.job_id, 10 * 60_000))
+        await engine.get(QUEUE, [job.job_id])
+        store._notify(CommitNotices(external=True))
+        await asyncio.wait_for(asked.wait(), SOON_S)
+        heard.clear()
+        child.tell("succeed")
+        await asyncio.wait_for(heard.wait(), SOON_S)
+        assert await child.hear() == "succeed"
+        answered.set()
+        view = await asyncio.wait_for(waiting, SOON_S)
+        assert view is not None
+        assert view.state is State.SUCCEEDED
+
+
 async def test_processes_share_the_work_and_no_job_runs_twice(path: Path, start: Start) -> None:
     async with opened(path) as engine:
         submitted = [receipt.job_id for receipt in await engine.submit([envelope() for _ in range(1_000)])]
@@ -150,7 +190,7 @@ async def test_a_process_killed_in_mid_write_holds_nobody_up(path: Path, start: 
         assert look(path, "SELECT state, worker FROM jobs WHERE job_id = ?", job.job_id) == [("running", "child")]
         await engine._store.write(
             lambda transaction: transaction._connection.execute(
-                "UPDATE jobs SET lease_until = 1 WHERE worker = 'child'"
+                "UPDATE jobs SET lease_expires_at = 1 WHERE worker = 'child'"
             )
         )
         while not (claims := await engine.reclaim("w2", [QUEUE], 10)):

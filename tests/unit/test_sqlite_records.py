@@ -42,7 +42,7 @@ async def test_every_job_has_a_gapless_story(path: Path) -> None:
     jobs = look(path, "SELECT id, last_seq FROM jobs")
     assert jobs
     for row, last_seq in jobs:
-        events = look(path, "SELECT seq, from_state, to_state FROM job_events WHERE job = ? ORDER BY id", row)
+        events = look(path, "SELECT seq, from_state, to_state FROM job_events WHERE job_row = ? ORDER BY id", row)
         assert [seq for seq, _, _ in events] == list(range(1, last_seq + 1))
         assert all(before[2] == after[1] for before, after in pairwise(events))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sqlite3
 from collections.abc import Iterator
-from importlib.resources import files
 from itertools import product
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from holdfast.engine.sqlite.schema import SCHEMA_VERSION, prepare_schema
 from holdfast.errors import EngineUnavailable, InvalidOption, SchemaMismatch
 from holdfast.schema.columns import metadata
 from holdfast.sqlite.connection import open_writer
-from holdfast.sqlite.transaction import ACTIVE_STATES, bulk_statement, statement
+from holdfast.sqlite.transaction import ACTIVE_STATES, bulk_statement, statement, statement_texts
 from tests.unit.sqlite_rig import opened
 
 #: Requirement L6: the ledger reads these by name.
@@ -34,10 +33,32 @@ FIXED = {
     "agent_run_id error_message retry_count",
 }
 #: Statements that run for every batch, or for every look of an idle worker.
-HOT = ["claimable", "start", "start_events", "leases", "leased", "succeed", "succeed_events", "move", "renew", "known"]
-HOT += ["submit_events", "ready", "next_due", "promote", "lost", "any_lost", "reclaim", "get", "job", "final"]
-HOT += ["in_line", "in_turn", "backlog", "workers", "expedite", "withdraw"]
-SQL = sorted(path.name.removesuffix(".sql") for path in (files("holdfast.engine.sqlite") / "sql").iterdir())
+HOT = [
+    "claimable",
+    "lease_jobs",
+    "insert_claimed_events",
+    "leases_by_id",
+    "worker_leases",
+    "succeed",
+    "insert_succeeded_events",
+    "move",
+    "renew",
+    "intake_state",
+]
+HOT += [
+    "insert_created_events",
+    "ready_queues",
+    "next_due",
+    "promote",
+    "expired_leases",
+    "queues_with_expired_leases",
+    "reclaim",
+    "get",
+    "job_for_move",
+    "finished_among",
+]
+HOT += ["ready_tenants", "tenant_candidates", "count_backlog", "workers", "expedite", "withdraw_approvals"]
+SQL = sorted(statement_texts())
 
 
 @pytest.fixture
@@ -58,11 +79,11 @@ def put(database: sqlite3.Connection, state: State, came_from: State | None, **c
         "created_at": 1,
         "updated_at": 1,
         "state": state,
-        "came_from": came_from,
+        "previous_state": came_from,
         "finished_at": 1 if state in FINAL else None,
         "worker": "w" if state is State.RUNNING else None,
-        "lease_until": 1 if state is State.RUNNING else None,
-        "line": 1 if state in ACTIVE_STATES - {State.RUNNING} else None,
+        "lease_expires_at": 1 if state is State.RUNNING else None,
+        "ready_seq": 1 if state in ACTIVE_STATES - {State.RUNNING} else None,
         "dlq_id": "d" if state in (State.DLQ_RECORDED, State.FAILED) else None,
         **columns,
     }
@@ -93,9 +114,9 @@ def test_the_file_knows_the_state_table(database: sqlite3.Connection, came_from:
     [
         (State.SUCCEEDED, State.RUNNING, {"finished_at": None}),
         (State.QUEUED, None, {"finished_at": 1}),
-        (State.QUEUED, None, {"line": None}),
+        (State.QUEUED, None, {"ready_seq": None}),
         (State.QUEUED, None, {"due_at": 1}),
-        (State.SUSPENDED, State.RUNNING, {"line": 1}),
+        (State.SUSPENDED, State.RUNNING, {"ready_seq": 1}),
         (State.RUNNING, State.QUEUED, {"worker": None}),
         (State.SUSPENDED, State.RUNNING, {"worker": "w"}),
         (State.QUEUED, None, {"priority": 7}),
@@ -116,8 +137,8 @@ def test_what_must_not_be_cannot_be_written(
 
 @pytest.mark.parametrize("name", SQL)
 def test_every_statement_says_what_it_does_and_compiles(database: sqlite3.Connection, name: str) -> None:
-    text = (files("holdfast.engine.sqlite") / "sql" / f"{name}.sql").read_text("utf-8")
-    assert text.startswith(f"-- {name}: ")
+    text = statement_texts()[name]
+    assert text.startswith("-- ")
     if name == "schema":
         return
     prepared = bulk_statement(name, 2)[0] if "{{rows" in statement(name) else statement(name)
@@ -136,14 +157,14 @@ def test_no_statement_changes_a_state_without_saying_where_it_came_from(name: st
     text = statement(name)
     sets = re.search(r"UPDATE jobs\s+SET(.*?)(?:\sFROM\s|\sWHERE\s)", text, re.DOTALL)
     if sets and re.search(r"(?<!_)\bstate = ", sets[1]):
-        assert "came_from = state" in sets[1]
+        assert "previous_state = state" in sets[1]
         assert re.search(r"WHERE.*state (IN \('|= move\.from_state|= 'running')", text, re.DOTALL)
 
 
 def test_no_legal_move_is_typed_by_hand() -> None:
     """Lists of states come from `core.states`; no file spells out two of them side by side."""
     for name in SQL:
-        text = (files("holdfast.engine.sqlite") / "sql" / f"{name}.sql").read_text("utf-8")
+        text = statement_texts()[name]
         pairs = [f"'{one}', '{other}'" for one in MOVES if one for other in MOVES if other]
         assert not [pair for pair in pairs if pair in text], name
 
@@ -163,7 +184,7 @@ def test_counting_and_listing_use_the_partial_indexes(database: sqlite3.Connecti
     names = re.findall(r":([a-z_]+)", statement(name))
     plan = [row[3] for row in database.execute(f"EXPLAIN QUERY PLAN {statement(name)}", dict.fromkeys(names))]
     assert not [step for step in plan if re.match(r"SCAN jobs\b", step)], plan
-    for index in ("jobs_line", "jobs_due", "jobs_leased", "jobs_aside"):
+    for index in ("jobs_ready", "jobs_due", "jobs_leased", "jobs_parked"):
         assert [step for step in plan if index in step], (index, plan)
 
 

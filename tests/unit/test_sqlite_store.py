@@ -150,7 +150,7 @@ async def test_a_store_that_does_not_answer_is_reported(path: Path, monkeypatch:
         # Another process has stopped in the middle of a write.
         other = WriteLock(path)
         other.acquire()
-        with pytest.raises(EngineUnavailable, match="has not answered"):
+        with pytest.raises(EngineUnavailable, match="did not answer within"):
             await engine.submit([envelope()])
         other.release()
         other.close()
@@ -187,7 +187,7 @@ async def test_any_text_is_kept_as_it_is(path: Path, text: str) -> None:
 
 async def test_a_temporary_database_is_shared_by_siblings_and_goes_with_them() -> None:
     engine = SqliteEngine(":memory:", EngineOptions())
-    path = engine._store.place.path
+    path = engine._store.file.path
     await engine.open()
     sibling = engine.clone()
     await sibling.open()
@@ -227,7 +227,7 @@ async def test_a_healthy_file_passes_every_check(path: Path) -> None:
 
 async def test_a_broken_invariant_is_an_error_not_a_write(path: Path) -> None:
     def break_it(transaction: Transaction) -> None:
-        transaction._connection.execute("UPDATE jobs SET came_from = state, state = 'failed', finished_at = 1")
+        transaction._connection.execute("UPDATE jobs SET previous_state = state, state = 'failed', finished_at = 1")
 
     async with opened(path) as engine:
         await engine.submit([envelope()])

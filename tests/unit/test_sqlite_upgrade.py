@@ -23,11 +23,13 @@ from holdfast.testing.inline import ManualClock
 from tests.unit.sqlite_rig import QUEUE, envelope, look, opened, settle
 
 RELEASES = Path(__file__).parent / "data"
+#: Table, column, and what it was called up to the third release.
+RENAMED = [(table, new, old) for (table, new), old in upgrading._RENAMED_COLUMNS.items()]
 #: When the file was written.
 LATER_MS = ManualClock().now_ms() + 10_000
 
 
-@pytest.fixture(params=[1, 2])
+@pytest.fixture(params=[1, 2, 3])
 def version(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
@@ -74,11 +76,19 @@ def test_nothing_is_lost_on_the_way(path: Path, version: int) -> None:
     events = "SELECT id, tenant_id, job_id, job, seq, type, from_state, to_state, attempt, worker, at FROM job_events"
     events += " ORDER BY id"
     stories, keys = look(path, events), look(path, "SELECT * FROM submission_keys")
+    renamed = [look(path, f"SELECT {old} FROM {table}") for table, _, old in RENAMED] if version == 3 else []
     dlq_ids = look(path, "SELECT job_id, dlq_id FROM jobs WHERE dlq_id IS NOT NULL")
     letters = look(path, "SELECT tenant_id, dlq_id, job_id, payload, error, stack, history, failed_at FROM dlq_items")
     entries = look(path, "SELECT queue, position, first_event, nonce, bytes, total_bytes FROM feed_entries")
     assert {row[3] for row in jobs} == set(State)
     upgrade(path)
+    if version == 3:
+        assert all(any(value for (value,) in rows) for rows in renamed), "a renamed column is empty in the file"
+        assert [look(path, f"SELECT {new} FROM {table}") for table, new, _ in RENAMED] == renamed
+    for old, new in (("came_from", "previous_state"), ("line", "ready_seq"), ("lease_until", "lease_expires_at")):
+        columns = columns.replace(f" {old},", f" {new},")
+    columns = columns.replace(" lease_until,", " lease_expires_at,").replace(" place,", " claim_seq,")
+    events = events.replace(" job,", " job_row,")
     migrated = look(path, f"SELECT {columns} FROM jobs ORDER BY id")
     at = columns.split(", ").index("meta")
     assert [row[:at] + row[at + 1 :] for row in migrated] == [row[:at] + row[at + 1 :] for row in jobs]
@@ -95,11 +105,11 @@ def test_nothing_is_lost_on_the_way(path: Path, version: int) -> None:
     )
     assert look(path, "SELECT queue, position, first_event, nonce, bytes, total_bytes FROM feed_entries") == entries
     # Ids of rows that are gone do not come again.
-    more = 2 if version == 2 else 0
+    jobs_made, events_written, notices = {1: (14, 37, 3), 2: (16, 39, 3), 3: (22, 53, 4)}[version]
     assert dict(look(path, "SELECT name, seq FROM sqlite_sequence WHERE seq > 0")) == {
-        "jobs": 14 + more,
-        "events": 37 + more,
-        "notices": 3,
+        "jobs": jobs_made,
+        "events": events_written,
+        "notices": notices,
     }
 
 

@@ -56,7 +56,7 @@ async def until_enqueued(engine: SqliteEngine, count: int) -> None:
     """Until the writer, which is held, has that many operations before it."""
     writer = engine._store._writer
     assert writer is not None
-    await eventually(lambda: len(writer._orders) >= count, "operations in the queue")
+    await eventually(lambda: len(writer._requests) >= count, "operations in the queue")
 
 
 async def test_what_is_asked_for_at_once_shares_one_commit(path: Path) -> None:
@@ -98,7 +98,7 @@ async def test_an_operation_that_fails_takes_no_other_with_it(path: Path) -> Non
 
 
 def half_done(transaction: Transaction) -> None:
-    transaction.run("see_worker", worker="ghost", queue=QUEUE, now=1)
+    transaction.run("touch_worker", worker="ghost", queue=QUEUE, now=1)
     raise ZeroDivisionError
 
 

@@ -53,16 +53,16 @@ def test_while_a_secret_is_replaced_either_end_may_have_both() -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"webhook-id": "msg_2"}, "does not fit"),
-        ({"webhook-timestamp": str(AT + 1)}, "does not fit"),
-        ({"webhook-signature": "v1,AAAA"}, "does not fit"),
-        ({"webhook-signature": "v1,äöü"}, "does not fit"),
-        ({"webhook-signature": "v1a," + "A" * 44}, "does not fit"),
-        ({"webhook-signature": ""}, "no webhook-signature"),
-        ({"webhook-id": ""}, "no webhook-id"),
-        ({"webhook-timestamp": "soon"}, "no number"),
-        ({"webhook-timestamp": "-5"}, "no number"),
-        ({"webhook-timestamp": "9" * 30}, "no number"),
+        ({"webhook-id": "msg_2"}, "does not match"),
+        ({"webhook-timestamp": str(AT + 1)}, "does not match"),
+        ({"webhook-signature": "v1,AAAA"}, "does not match"),
+        ({"webhook-signature": "v1,äöü"}, "does not match"),
+        ({"webhook-signature": "v1a," + "A" * 44}, "does not match"),
+        ({"webhook-signature": ""}, "header webhook-signature is missing"),
+        ({"webhook-id": ""}, "header webhook-id is missing"),
+        ({"webhook-timestamp": "soon"}, "not a number"),
+        ({"webhook-timestamp": "-5"}, "not a number"),
+        ({"webhook-timestamp": "9" * 30}, "not a number"),
     ],
 )
 def test_what_was_changed_is_refused(change: dict[str, str], why: str) -> None:
@@ -71,9 +71,9 @@ def test_what_was_changed_is_refused(change: dict[str, str], why: str) -> None:
 
 
 def test_another_body_or_another_secret_is_refused() -> None:
-    with pytest.raises(SignatureInvalid, match="does not fit"):
+    with pytest.raises(SignatureInvalid, match="does not match"):
         verify(headers(), BODY + b" ", SECRET, now=NOW)
-    with pytest.raises(SignatureInvalid, match="does not fit"):
+    with pytest.raises(SignatureInvalid, match="does not match"):
         verify(headers(), BODY, OTHER_SECRET, now=NOW)
     with pytest.raises(InvalidOption, match="whsec_"):
         verify(headers(), BODY, "whsec_short", now=NOW)
@@ -81,7 +81,7 @@ def test_another_body_or_another_secret_is_refused() -> None:
 
 @pytest.mark.parametrize("away", [timedelta(minutes=5, seconds=1), -timedelta(minutes=5, seconds=1)])
 def test_old_and_future_timestamps_are_refused(away: timedelta) -> None:
-    with pytest.raises(SignatureInvalid, match="too long ago"):
+    with pytest.raises(SignatureInvalid, match="outside the tolerance"):
         verify(headers(), BODY, SECRET, now=NOW + away)
     assert verify(headers(), BODY, SECRET, now=NOW + away, tolerance=timedelta(minutes=6)).id == "msg_1"
 
@@ -91,7 +91,7 @@ def test_a_replayed_signature_is_refused_and_a_second_attempt_is_not() -> None:
     now = datetime.now(UTC)
     first = headers(at=int(now.timestamp()))
     assert verify(first, BODY, SECRET, seen=seen, now=now).id == "msg_1"
-    with pytest.raises(SignatureInvalid, match="seen before"):
+    with pytest.raises(SignatureInvalid, match="already received"):
         verify(first, BODY, SECRET, seen=seen, now=now + timedelta(minutes=4))
     # holdfast tried again: the same id, another timestamp.
     again = headers(at=int(now.timestamp()) + 5)
@@ -115,7 +115,7 @@ def test_what_cannot_come_any_more_is_forgotten() -> None:
 
 def test_a_signed_body_that_is_none_of_ours_is_refused() -> None:
     for body in (b"{}", b"\xff", b"[1]", b""):
-        with pytest.raises(SignatureInvalid, match="none of holdfast's"):
+        with pytest.raises(SignatureInvalid, match="not a holdfast webhook"):
             verify(headers(body), body, SECRET, now=NOW)
 
 

@@ -136,7 +136,7 @@ def test_a_transaction_on_sqlite_works_with_the_wheel_alone(base: Environment, t
 
 def test_an_embedded_file_is_migrated_with_the_wheel_alone(base: Environment, tmp_path: Path) -> None:
     variables = settings(url="sqlite:///shop.db")
-    for words, said in ((("up",), "shop.db went from nothing to"), (("status",), "that is what this release wants")):
+    for words, said in ((("up",), "shop.db upgraded from nothing to"), (("status",), "as this release needs")):
         done = base.run("-m", "holdfast", "migrate", *words, cwd=tmp_path, **variables)
         assert (done.returncode, said in done.stderr) == (0, True), done.stderr
 

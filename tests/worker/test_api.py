@@ -241,7 +241,7 @@ def test_the_blocking_door(url: str) -> None:
         await app.close()
 
     asyncio.run(work())
-    assert [thread for thread in threading.enumerate() if thread.name == "holdfast-door"] == []
+    assert [thread for thread in threading.enumerate() if thread.name == "holdfast-portal"] == []
     assert job.result_sync(60) == 42  # it opens again
     asyncio.run(app.close())
 

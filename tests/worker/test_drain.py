@@ -210,7 +210,7 @@ async def test_cancelling_a_drain_still_ends_everything(app: Holdfast) -> None:
     assert (await app.engine.stats("default")).workers == 0
 
 
-@pytest.mark.parametrize("step", ["_give_back_lost", "_until_judged"])
+@pytest.mark.parametrize("step", ["_recover_claims", "_wait_judged"])
 async def test_an_end_that_goes_wrong_leaves_no_renewer_behind(
     app: Holdfast, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
@@ -244,7 +244,7 @@ async def test_claims_that_cannot_be_found_do_not_keep_the_rest_from_being_settl
     worker.drain()
     worker.drain()
     assert await running is WorkerExit.DRAINED
-    assert "giving back claims on their way failed" in caplog.text
+    assert "recovering claims in flight failed" in caplog.text
     assert await job.state() is State.QUEUED
 
 
@@ -255,7 +255,7 @@ async def test_a_cancelled_drain_tells_what_went_wrong_and_stays_cancelled(
 
     async def broken(ending: Drain, *_: Any) -> None:
         entered.set()
-        await ending._hurry.wait()
+        await ending._stop_now.wait()
         raise RuntimeError("a bug")
 
     before = _renewers()
@@ -266,14 +266,14 @@ async def test_a_cancelled_drain_tells_what_went_wrong_and_stays_cancelled(
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert "the worker did not end as it should" in caplog.text
+    assert "worker did not drain cleanly" in caplog.text
     assert _renewers() == before
 
 
 async def test_a_hurry_cuts_the_wait_for_the_store_short(
     url: str, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.worker.in_flight._LAST_WORD_S", 0.05)
+    monkeypatch.setattr("holdfast.worker.in_flight._LAST_CALL_S", 0.05)
     app = Holdfast(url, visibility_timeout_s=600)
 
     @app.task
@@ -318,8 +318,8 @@ async def test_jobs_given_back_do_not_count_towards_the_number_of_jobs(app: Hold
     await eventually(lambda: worker.running == 1)
     jobs.append(await work.submit())
     ahead = await app.engine.claim(worker.incarnation, ["default"], 1, 1_000)
-    worker._fetcher._take(ahead)  # type: ignore[union-attr]
-    worker._runner.release_queued("given back: the worker is busy")  # type: ignore[union-attr]
+    worker._fetcher._accept(ahead)  # type: ignore[union-attr]
+    worker._runner.release_queued("released: the worker is busy")  # type: ignore[union-attr]
     go.set()
     async with asyncio.timeout(20):
         assert await running is WorkerExit.MAX_JOBS

@@ -185,7 +185,7 @@ async def test_the_blocking_door_says_when_it_is_the_wrong_one(embedded: Holdfas
     async with working(embedded):
         view = await settled(embedded, await post.submit(), State.FAILED)
     assert view.failure is not None
-    assert "would block the event loop" in view.failure.message
+    assert "would block the running event loop" in view.failure.message
 
 
 # Wrong use -----------------------------------------------------------------------------------------

@@ -163,7 +163,7 @@ async def test_verdicts_that_cannot_be_told_are_given_up_in_the_end(
             await eventually(lambda: worker.finished == 1)
             worker.drain()
         faults.down.clear()
-    assert "1 verdicts were not answered" in caplog.text
+    assert "1 verdicts were not settled" in caplog.text
 
 
 async def test_submitting_to_a_store_that_is_down_fails_at_once(

@@ -99,7 +99,7 @@ async def test_a_thread_whose_job_was_cancelled_begins_no_effect(app: Holdfast) 
     async with working(app) as worker:
         job = await act.submit()
         await eventually(late.begun.is_set, "the task to begin")
-        (run,) = worker._runner._held  # type: ignore[union-attr]
+        (run,) = worker._runner._in_flight  # type: ignore[union-attr]
         await job.cancel()
         await eventually(lambda: run.stopped, "the worker to hear of it")
         await late.over()
@@ -124,7 +124,7 @@ async def test_a_run_that_ends_while_its_key_is_reserved_gives_the_key_back(app:
 
     ledger.effects = Slow()
 
-    @app.task(timeout=0.3, retry=NEVER)
+    @app.task(timeout=3.0, retry=NEVER)
     def act(ctx: Context) -> str:
         return str(late.run(lambda: ctx.blocking.effect("k", late.act)))
 
@@ -232,7 +232,7 @@ async def test_where_nobody_has_to_decide_the_policy_of_retries_holds(app: Holdf
 async def test_an_act_that_is_under_way_when_the_last_attempt_times_out_suspends_the_job(app: Holdfast) -> None:
     late = Late()
 
-    @app.task(timeout=0.1, retry=NEVER)
+    @app.task(timeout=3.0, retry=NEVER)
     def act(ctx: Context) -> None:
         ctx.blocking.effect("k", lambda: late.run(late.act))
 

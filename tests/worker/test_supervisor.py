@@ -121,7 +121,7 @@ async def test_a_process_that_cannot_be_started_is_tried_again_after_a_pause(
     await _restarted(Supervisor([str(tmp_path / "missing")], 1, drain_grace_s=1))
     assert len(pauses) >= 2
     assert all(pause >= 0.25 for pause in pauses)
-    assert "worker process 0 cannot be started" in caplog.text
+    assert "cannot start worker process 0" in caplog.text
 
 
 async def test_a_process_that_ends_well_but_has_hardly_lived_is_replaced_after_a_pause(pauses: list[float]) -> None:

@@ -1,1 +1,1 @@
-"""One thin client per broker, used by triggers (messages in) and the outbox (events out) alike."""
+"""Broker clients, shared by triggers (messages in) and the outbox (events out)."""

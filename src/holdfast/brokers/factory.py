@@ -1,6 +1,6 @@
-"""From a broker's name to its client; the only place that knows which there are.
+"""Registry of broker types: builds the adapter, publisher and connection model by name.
 
-A broker's module, and with it the broker's own library, is imported when it is asked for, never before.
+The module of a broker, and with it the client library, is imported on first use.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class _Broker(NamedTuple):
     module: str
     #: Its classes are `<stem>Config`, `<stem>Adapter` and `<stem>Publisher`.
     stem: str
-    #: The modules of its library, which an extra brings.
+    #: Modules of its client library, installed by an extra.
     library: tuple[str, ...] = ()
 
 
@@ -32,17 +32,17 @@ _BROKERS: Final[Mapping[str, _Broker]] = {
     "memory": _Broker("holdfast.brokers.memory", "Memory"),
 }
 
-#: What `type` may be.
+#: Accepted values of `type`.
 BROKER_TYPES: Final = tuple(_BROKERS)
 
-#: How many messages an adapter has in hand at most, unless it is told.
+#: Default limit of messages in flight per adapter.
 DEFAULT_PREFETCH: Final = 100
 
 
 def connection_model(broker_type: str) -> type[BaseModel]:
-    """The model of this broker's `connection`.
+    """The pydantic model of the broker's `connection` section.
 
-    Raises `InvalidOption` for an unknown broker, `MissingExtra` for one whose library is not installed.
+    Raises `InvalidOption` for an unknown broker type, `MissingExtra` if its library is not installed.
     """
     model: type[BaseModel] = _part(broker_type, "Config")
     return model
@@ -57,14 +57,16 @@ def build_adapter(
     *,
     dlq_name: str | None = None,
 ) -> QueueAdapter:
-    """The consuming end of one queue, not connected yet. Without `dlq_name`, dead letters go to the broker's default,
-    `<queue>.dlq` or the nearest to it that the broker allows."""
+    """Build the consumer of a queue, not yet connected.
+
+    Without `dlq_name`, dead letters go to `<queue>.dlq`, or to the closest name that the broker allows.
+    """
     if prefetch < 1:
         raise InvalidOption(f"prefetch must be at least 1, not {prefetch}")
     options: dict[str, Any] = {"prefetch": prefetch}
     if dlq_name is not None:
         if not dlq_name or dlq_name == queue_name:
-            raise InvalidOption(f"dead letters of {queue_name!r} need a name of their own, not {dlq_name!r}")
+            raise InvalidOption(f"dlq_name {dlq_name!r} is not valid for queue {queue_name!r}; use another name")
         options["dlq_name"] = dlq_name
     model = _validated(broker_type, connection)
     adapter: QueueAdapter = _part(broker_type, "Adapter")(model, queue_name, consumer_group, **options)
@@ -72,7 +74,7 @@ def build_adapter(
 
 
 def dead_letter_queue(broker_type: str, queue_name: str, dlq_name: str | None = None) -> str:
-    """Where the adapter of a queue writes dead letters."""
+    """Name of the queue that receives the dead letters of a queue."""
     if dlq_name is not None:
         return dlq_name
     if broker_type == "sqs":
@@ -83,7 +85,7 @@ def dead_letter_queue(broker_type: str, queue_name: str, dlq_name: str | None = 
 
 
 def build_publisher(broker_type: str, connection: BaseModel | Mapping[str, Any]) -> Publisher:
-    """The publishing end of one broker, not connected yet."""
+    """Build the publisher of a broker, not yet connected."""
     model = _validated(broker_type, connection)
     publisher: Publisher = _part(broker_type, "Publisher")(model)
     return publisher
@@ -92,8 +94,8 @@ def build_publisher(broker_type: str, connection: BaseModel | Mapping[str, Any])
 def _part(broker_type: str, part: str) -> Any:
     broker = _BROKERS.get(broker_type)
     if broker is None:
-        raise InvalidOption(f"there is no broker type {broker_type!r}; it is one of {', '.join(BROKER_TYPES)}")
-    require(f"the broker type {broker_type!r}", *broker.library)
+        raise InvalidOption(f"unknown broker type {broker_type!r}; use one of {', '.join(BROKER_TYPES)}")
+    require(f"broker type {broker_type!r}", *broker.library)
     return getattr(import_module(broker.module), broker.stem + part)
 
 
@@ -102,13 +104,13 @@ def _validated(broker_type: str, connection: BaseModel | Mapping[str, Any]) -> B
     if isinstance(connection, model):
         return connection
     if isinstance(connection, BaseModel):
-        raise InvalidOption(f"a connection of {broker_type} is a {model.__name__}, not a {type(connection).__name__}")
+        raise InvalidOption(f"connection of {broker_type} must be {model.__name__}, not {type(connection).__name__}")
     try:
         return model.model_validate(dict(connection))
     except ValidationError as exc:
-        # Never the values: one of them may be a password.
+        # Without the values: one of them may be a password.
         mistakes = "; ".join(
             f"{'.'.join(map(str, mistake['loc'])) or 'connection'}: {mistake['msg']}"
             for mistake in exc.errors(include_input=False, include_url=False, include_context=False)
         )
-        raise InvalidOption(f"the connection of {broker_type} cannot be: {mistakes}") from None
+        raise InvalidOption(f"connection of {broker_type} is not valid: {mistakes}") from None

@@ -1,7 +1,7 @@
-"""A broker inside of this process, for tests and local trials: it keeps nothing beyond the process.
+"""In-process broker for tests and local trials. Messages are lost when the process ends.
 
-It behaves as the port says, and on request badly: `down`, `lose_connections`, `refuse`. Brokers have names, so that a
-trigger, an outbox and a test meet at the same one. Clients of one broker may live in different threads and loops.
+Follows the port and can inject faults: `down`, `lose_connections`, `refuse`. A trigger, an outbox and a test share a
+broker by its name. Clients of one broker may run in different threads and event loops.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pydantic import BaseModel, ConfigDict
 from holdfast.brokers.port import OutgoingMessage, Publisher, QueueAdapter, RawMessage, dead_letter_headers
 from holdfast.errors import BrokerUnavailable
 
-#: So many messages of a topic are kept for groups that begin later.
-_KEPT: Final = 100_000
+#: Messages retained per topic for groups that join later.
+_MAX_RETAINED: Final = 100_000
 
 
 class MemoryConfig(BaseModel):
-    """Which of this process's brokers."""
+    """Name of the in-process broker."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
@@ -35,7 +35,7 @@ class MemoryConfig(BaseModel):
 
 @dataclass(slots=True)
 class _Waiting:
-    """A message as one group has it."""
+    """A message in one group, with the group's delivery count."""
 
     sequence: int
     message: OutgoingMessage
@@ -45,20 +45,20 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Group:
-    #: In order of their sequence.
+    #: Ordered by sequence.
     ready: list[_Waiting] = field(default_factory=list)
-    #: By delivery.
+    #: In flight, by delivery number.
     held: dict[int, tuple[_Waiting, MemoryAdapter]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class _Topic:
-    log: deque[_Waiting] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    log: deque[_Waiting] = field(default_factory=lambda: deque(maxlen=_MAX_RETAINED))
     groups: dict[str, _Group] = field(default_factory=dict)
 
 
 class MemoryBroker:
-    """Topics, their groups, and what tests may do to them."""
+    """Topics, their groups, and fault injection for tests."""
 
     _named: ClassVar[dict[str, MemoryBroker]] = {}
 
@@ -68,24 +68,24 @@ class MemoryBroker:
         self._numbers = count(1)
         self._members: set[MemoryAdapter] = set()
         self._down = False
-        #: Messages of which it says yes are not written.
+        #: Messages for which it returns True are refused.
         self.refuse: Callable[[OutgoingMessage], bool] = lambda _: False
 
     @classmethod
     def named(cls, name: str = "default") -> Self:
-        """The broker of this name, made when it is first asked for."""
+        """Get the broker with this name, creating it on first use."""
         broker = cls._named.setdefault(name, cls())
         assert isinstance(broker, cls)
         return broker
 
     @classmethod
     def reset(cls, name: str = "default") -> None:
-        """Who asks for this name from now on gets a new broker."""
+        """Drop the broker with this name; the next `named` creates a new one."""
         cls._named.pop(name, None)
 
     @property
     def down(self) -> bool:
-        """Whether it answers nobody."""
+        """Whether the broker is unreachable."""
         return self._down
 
     @down.setter
@@ -94,40 +94,40 @@ class MemoryBroker:
         self._wake()
 
     def lose_connections(self) -> None:
-        """What consumers have in hand is theirs no longer, and is delivered again."""
+        """Take all messages in flight from their consumers and deliver them again."""
         with self._lock:
             for topic in self._topics.values():
                 for group in topic.groups.values():
                     for delivery in list(group.held):
-                        self._give_back(group, delivery)
+                        self._return_to_group(group, delivery)
         self._wake()
 
     def write(self, topic: str, body: bytes | None, headers: Mapping[str, str] | None = None, key: str = "") -> str:
-        """Publish one message, whatever state the broker is in; its id."""
+        """Write a message even if the broker is down. Returns its id."""
         sequence = self._append(OutgoingMessage(topic, body, dict(headers or {}), key))
         return _message_id(topic, sequence)
 
     def messages(self, topic: str) -> list[OutgoingMessage]:
-        """All that was ever written to a topic, consumed or not."""
+        """All messages written to a topic, consumed or not (at most the last 100 000)."""
         with self._lock:
             return [waiting.message for waiting in self._topic(topic).log]
 
     def publish(self, message: OutgoingMessage) -> None:
-        """Write it, or raise `BrokerUnavailable`."""
+        """Write a message, or raise `BrokerUnavailable`."""
         self.check()
         if self.refuse(message):
-            raise BrokerUnavailable(f"the memory broker refuses a message for {message.topic!r}")
+            raise BrokerUnavailable(f"memory broker refused a message for {message.topic!r}")
         self._append(message)
 
     def check(self) -> None:
-        """Raise `BrokerUnavailable` if it is down."""
+        """Raise `BrokerUnavailable` if the broker is down."""
         if self._down:
-            raise BrokerUnavailable("the memory broker is down")
+            raise BrokerUnavailable("memory broker is down")
 
     # For adapters ----------------------------------------------------------------------------------
 
     def join(self, adapter: MemoryAdapter) -> _Group:
-        """The adapter's group, which begins with the topic's first message."""
+        """Add the adapter to its group. A new group starts at the first message of the topic."""
         self.check()
         with self._lock:
             topic = self._topic(adapter.queue_name)
@@ -139,22 +139,22 @@ class MemoryBroker:
             return group
 
     def leave(self, adapter: MemoryAdapter, group: _Group) -> None:
-        """Everything that the adapter has goes back to its group."""
+        """Return all messages in flight of the adapter to its group."""
         with self._lock:
             self._members.discard(adapter)
             for delivery in [delivery for delivery, (_, holder) in group.held.items() if holder is adapter]:
-                self._give_back(group, delivery)
+                self._return_to_group(group, delivery)
         self._wake()
 
     def next_message(self, adapter: MemoryAdapter, group: _Group) -> tuple[int, _Waiting] | None:
-        """The next message and the number of this delivery. A key that another consumer has in hand is left to it."""
+        """The next message with its delivery number. Skips keys that are in flight at another consumer."""
         if self._down:
             return None
         with self._lock:
             elsewhere = {waiting.message.key for waiting, holder in group.held.values() if holder is not adapter} - {""}
-            for place, waiting in enumerate(group.ready):
+            for index, waiting in enumerate(group.ready):
                 if waiting.message.key not in elsewhere:
-                    del group.ready[place]
+                    del group.ready[index]
                     waiting.deliveries += 1
                     delivery = next(self._numbers)
                     group.held[delivery] = (waiting, adapter)
@@ -162,16 +162,16 @@ class MemoryBroker:
         return None
 
     def ack(self, group: _Group, delivery: int) -> None:
-        """Forget this delivery's message."""
+        """Remove the message of this delivery."""
         with self._lock:
             group.held.pop(delivery, None)
-        # Another consumer may have waited for the key.
+        # Another consumer may be waiting for the key.
         self._wake()
 
     def requeue(self, group: _Group, delivery: int) -> None:
-        """Deliver it again."""
+        """Return the message of this delivery to the group."""
         with self._lock:
-            self._give_back(group, delivery)
+            self._return_to_group(group, delivery)
         self._wake()
 
     def _append(self, message: OutgoingMessage) -> int:
@@ -185,10 +185,10 @@ class MemoryBroker:
         self._wake()
         return sequence
 
-    def _give_back(self, group: _Group, delivery: int) -> None:
-        held = group.held.pop(delivery, None)
-        if held is not None:
-            insort(group.ready, held[0], key=lambda waiting: waiting.sequence)
+    def _return_to_group(self, group: _Group, delivery: int) -> None:
+        in_flight = group.held.pop(delivery, None)
+        if in_flight is not None:
+            insort(group.ready, in_flight[0], key=lambda waiting: waiting.sequence)
 
     def _topic(self, name: str) -> _Topic:
         return self._topics.setdefault(name, _Topic())
@@ -218,7 +218,7 @@ class MemoryAdapter(QueueAdapter):
         self._group: _Group | None = None
         self._deliveries: dict[RawMessage, int] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._news = asyncio.Event()
+        self._wakeup = asyncio.Event()
         self._paused = False
         self._closed = False
 
@@ -228,26 +228,26 @@ class MemoryAdapter(QueueAdapter):
 
     async def consume(self) -> AsyncIterator[RawMessage]:
         while not self._closed:
-            self._news.clear()
-            message = self._take()
+            self._wakeup.clear()
+            message = self._next()
             if message is None:
-                await self._news.wait()
+                await self._wakeup.wait()
             else:
                 yield message
 
     async def ack(self, message: RawMessage) -> None:
-        delivery = self._ended(message)
+        delivery = self._pop_delivery(message)
         if delivery is not None:
-            self._broker.ack(self._joined(), delivery)
+            self._broker.ack(self._require_group(), delivery)
 
     async def nack(self, message: RawMessage, requeue: bool = False) -> None:
-        delivery = self._ended(message)
+        delivery = self._pop_delivery(message)
         if delivery is None:
             return
         if requeue:
-            self._broker.requeue(self._joined(), delivery)
+            self._broker.requeue(self._require_group(), delivery)
         else:
-            self._broker.ack(self._joined(), delivery)
+            self._broker.ack(self._require_group(), delivery)
 
     async def send_to_dlq(self, message: RawMessage, reason: str, history: Sequence[str] = ()) -> None:
         if not self.owns(message):
@@ -264,7 +264,7 @@ class MemoryAdapter(QueueAdapter):
 
     async def resume(self) -> None:
         self._paused = False
-        self._news.set()
+        self._wakeup.set()
 
     async def lag(self) -> int | None:
         return None if self._broker.down or self._group is None else len(self._group.ready)
@@ -274,18 +274,18 @@ class MemoryAdapter(QueueAdapter):
 
     async def close(self) -> None:
         self._closed = True
-        self._news.set()
+        self._wakeup.set()
         if self._group is not None:
             self._broker.leave(self, self._group)
 
     def wake(self) -> None:
-        """Something may have changed for this consumer; from any thread."""
+        """Make `consume` check for messages. Callable from any thread."""
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._news.set)
+            self._loop.call_soon_threadsafe(self._wakeup.set)
 
-    def _take(self) -> RawMessage | None:
-        group = self._joined()
-        # What was lost with a connection is not in hand any more.
+    def _next(self) -> RawMessage | None:
+        group = self._require_group()
+        # Messages lost with a connection are no longer in flight.
         self._deliveries = {known: number for known, number in self._deliveries.items() if number in group.held}
         if self._paused or len(self._deliveries) >= self._prefetch:
             return None
@@ -305,20 +305,20 @@ class MemoryAdapter(QueueAdapter):
         self._deliveries[message] = delivery
         return message
 
-    def _ended(self, message: RawMessage) -> int | None:
-        """The message's delivery, which is over now; None if it was not ours."""
+    def _pop_delivery(self, message: RawMessage) -> int | None:
+        """Remove and return the delivery number of the message; None if it is not in flight here."""
         delivery = self._deliveries.pop(message, None)
-        self._news.set()
+        self._wakeup.set()
         return delivery
 
-    def _joined(self) -> _Group:
+    def _require_group(self) -> _Group:
         if self._group is None:
-            raise BrokerUnavailable("not connected yet: call connect() first")
+            raise BrokerUnavailable("not connected; call connect() first")
         return self._group
 
 
 class MemoryPublisher(Publisher):
-    """Writes to a `MemoryBroker`."""
+    """Publisher to a `MemoryBroker`."""
 
     def __init__(self, connection: MemoryConfig) -> None:
         self._broker = MemoryBroker.named(connection.name)
@@ -332,12 +332,12 @@ class MemoryPublisher(Publisher):
         failed: dict[tuple[str, str], BrokerUnavailable] = {}
         answers: list[BrokerUnavailable | None] = []
         for message in messages:
-            line = (message.topic, message.key)
-            answer = failed.get(line)
+            ordered_by = (message.topic, message.key)
+            answer = failed.get(ordered_by)
             if answer is None:
                 answer = self._publish(message)
                 if answer is not None and message.key:
-                    failed[line] = answer
+                    failed[ordered_by] = answer
             answers.append(answer)
         return answers
 
@@ -349,7 +349,7 @@ class MemoryPublisher(Publisher):
 
     def _publish(self, message: OutgoingMessage) -> BrokerUnavailable | None:
         if not self._connected:
-            return BrokerUnavailable("not connected: call connect() first")
+            return BrokerUnavailable("not connected; call connect() first")
         try:
             self._broker.publish(message)
         except BrokerUnavailable as exc:

@@ -19,71 +19,73 @@ from holdfast.errors import BrokerRefused, BrokerUnavailable
 
 
 class RawMessage(msgspec.Struct, frozen=True, eq=False):
-    """A message as the broker has it. Two deliveries of one message are two of these."""
+    """One delivery of a message. Two deliveries of one message are two instances."""
 
-    #: The same for every delivery of the message, and for no other message of this broker and queue.
+    #: Unique within a broker and queue; the same for every delivery of the message.
     message_id: str
-    #: None: a tombstone, Kafka's message without a value. Not the same as an empty body.
+    #: None: a tombstone (a Kafka message without a value). Not the same as an empty body.
     body: bytes | None
-    #: Names are lower case; of a name that comes twice the last value counts.
+    #: Names are lower case. If a name occurs twice, the last value wins.
     headers: Mapping[str, str]
-    #: When it was written, by the broker's or the writer's clock; when it was received, if the broker does not say.
+    #: When it was written, by the clock of the broker or the writer; time of receipt if the broker has no timestamp.
     timestamp: datetime
-    #: The broker's own: topic, partition and offset; exchange and routing key; receipt handle …
+    #: Broker-specific: topic, partition and offset; exchange and routing key; receipt handle …
     metadata: Mapping[str, Any]
-    #: Messages of one key are handed over in the order in which they come; empty: no order is asked for.
+    #: Messages with the same key are delivered in order. Empty: no ordering.
     key: str = ""
-    #: How often it has been delivered, this time included, as far as the broker counts.
+    #: Delivery count including this delivery, as far as the broker counts.
     deliveries: int = 1
 
 
 class QueueAdapter(Protocol):
-    """The consuming end of one queue (requirement T1). One event loop; one `consume` at a time.
+    """Consumer of one queue (T1). Use it in one event loop, with one `consume` at a time.
 
-    At least once: what is neither acknowledged nor refused is delivered again, to this consumer or to another one of
-    its group, after a reconnection or a restart.
+    Delivery is at least once: a message that is neither acknowledged nor refused is delivered again after a reconnect
+    or restart, to this consumer or to another one of its group.
     """
 
     async def connect(self) -> None:
-        """Connect and find the queue. `BrokerUnavailable` or `BrokerRefused` says why not, at once."""
+        """Connect and find the queue. Raises `BrokerUnavailable` or `BrokerRefused` without retrying."""
         ...
 
     def consume(self) -> AsyncIterator[RawMessage]:
-        """Messages as they come, for ever; ends after `close`. Loss of the connection is mended inside.
+        """Yield messages until `close`. Reconnects by itself.
 
-        No more than `prefetch` are out of the broker's hands and not yet acknowledged or refused.
+        At most `prefetch` messages are in flight, that is delivered and neither acknowledged nor refused.
         """
         ...
 
     async def ack(self, message: RawMessage) -> None:
-        """Done with it. Of a message that is no longer ours (reconnected, rebalanced): nothing happens."""
+        """Acknowledge the message. No-op if this consumer no longer owns it (reconnect, rebalance)."""
         ...
 
     async def nack(self, message: RawMessage, requeue: bool = False) -> None:
-        """Not done. `requeue`: deliver it again, soon; else: drop it as the broker drops messages (to its own dead
-        letters, if it is set up so; where a broker knows no such thing, as `ack`)."""
+        """Refuse the message. With `requeue` it is delivered again soon; otherwise the broker drops it.
+
+        A dropped message goes to the broker's own dead letters if configured. A broker without them treats it as `ack`.
+        """
         ...
 
     async def send_to_dlq(self, message: RawMessage, reason: str, history: Sequence[str] = ()) -> None:
-        """Write it to the queue's dead letters with reason and history; once that is confirmed, acknowledge it.
+        """Write the message to the dead-letter queue with reason and history; acknowledge it once that is confirmed.
 
-        Body and headers stay as they are; added are `x-dead-reason`, `x-dead-history` (a JSON list), `x-dead-source`
-        and `x-dead-message-id`. If the dead letters cannot be written it raises, and the message is still ours.
+        Body and headers stay unchanged; `x-dead-reason`, `x-dead-history` (a JSON list), `x-dead-source` and
+        `x-dead-message-id` are added. If the dead letter cannot be written, it raises and the message stays in flight.
         """
         ...
 
     def owns(self, message: RawMessage) -> bool:
-        """Whether an `ack` of it would still count. What is lost is delivered to somebody else, so drop it."""
+        """Whether an `ack` would still count. If not, abandon the message: it is delivered again, maybe elsewhere."""
         ...
 
     async def pause(self) -> None:
-        """Deliver nothing until `resume`, and stay a living member of the group all the while."""
+        """Deliver nothing until `resume`, but stay a member of the group."""
         ...
 
     async def resume(self) -> None: ...
 
     async def lag(self) -> int | None:
-        """How many messages wait for this group; None: the broker does not say."""
+        """Number of messages waiting for this group, or None if the broker does not report it."""
         ...
 
     async def health_check(self) -> bool:
@@ -91,35 +93,35 @@ class QueueAdapter(Protocol):
         ...
 
     async def close(self) -> None:
-        """Give everything back; safe to call twice, and before `connect`. What is in hand is for others from now on."""
+        """Return all messages in flight to the broker. Can be repeated, and called before `connect`."""
         ...
 
 
 class OutgoingMessage(msgspec.Struct, frozen=True):
-    """A message to be published."""
+    """A message to publish."""
 
     topic: str
-    #: None: a tombstone. Brokers other than Kafka refuse it.
+    #: None: a tombstone. Only Kafka accepts it.
     body: bytes | None
     headers: Mapping[str, str]
-    #: Written in order, message by message; empty: no order is asked for.
+    #: Messages with the same key are written in order. Empty: no ordering.
     key: str = ""
-    #: Of the event, the same in every try; brokers that know duplicates know it by this.
+    #: Id of the event, the same in every attempt; brokers that detect duplicates use it.
     message_id: str = ""
 
 
 class Publisher(Protocol):
-    """The publishing end of one broker. One event loop; one `publish` at a time."""
+    """Producer for one broker. Use it in one event loop, with one `publish` at a time."""
 
     async def connect(self) -> None:
-        """Connect. `BrokerUnavailable` or `BrokerRefused` says why not, at once."""
+        """Connect. Raises `BrokerUnavailable` or `BrokerRefused` without retrying."""
         ...
 
     async def publish(self, messages: Sequence[OutgoingMessage]) -> list[BrokerUnavailable | None]:
-        """One answer for each: None once the broker has confirmed that it is safe, else why not.
+        """Publish messages. Returns one answer per message: None if the broker confirmed it, else the error.
 
-        After one that failed, no later one of the same topic and key is written by this call: it fails, too. Comes back
-        within the client's own timeout, whatever the broker does.
+        After a message failed, later ones with the same topic and key are not written by this call and fail too.
+        Returns within the client's own timeout, whatever the broker does.
         """
         ...
 
@@ -132,40 +134,41 @@ DEAD_REASON: Final = "x-dead-reason"
 DEAD_HISTORY: Final = "x-dead-history"
 DEAD_SOURCE: Final = "x-dead-source"
 DEAD_MESSAGE_ID: Final = "x-dead-message-id"
-#: What a dead letter has and its message had not.
+#: Headers a dead letter has in addition to those of its message.
 DEAD_HEADERS: Final = frozenset({DEAD_REASON, DEAD_HISTORY, DEAD_SOURCE, DEAD_MESSAGE_ID})
 
 
 def tombstone_refused(broker: str) -> BrokerRefused:
-    """For a message without a value, where only Kafka has such."""
-    return BrokerRefused(f"{broker} does not know tombstones (a body of None); publish an empty body instead")
+    """Build the error for a message without a value, which only Kafka accepts."""
+    return BrokerRefused(f"{broker} does not support tombstones (a body of None); publish an empty body instead")
 
 
 def dead_letter_headers(
     message: RawMessage, source: str, reason: str, history: Sequence[str], *, limit: int | None = None
 ) -> dict[str, str]:
-    """The message's own headers, and its story: why it is dead and what was tried.
+    """The headers of the message plus reason and history of the dead letter.
 
-    `limit`: so many characters of the reason and of each try, and four times as many of all tries, the latest ones.
+    `limit` caps the reason and each history entry, in characters. The whole history is capped at four times `limit`;
+    the oldest entries are dropped first.
     """
     return {
         **message.headers,
         DEAD_REASON: reason[:limit],
-        DEAD_HISTORY: _told(history, limit),
+        DEAD_HISTORY: _encode_history(history, limit),
         DEAD_SOURCE: source,
         DEAD_MESSAGE_ID: message.message_id,
     }
 
 
-def _told(history: Sequence[str], limit: int | None) -> str:
-    lines = [line[:limit] for line in history]
-    while limit is not None and lines and len(json.dumps(lines)) > 4 * limit:
-        lines.pop(0)
-    return json.dumps(lines, ensure_ascii=False)
+def _encode_history(history: Sequence[str], limit: int | None) -> str:
+    entries = [entry[:limit] for entry in history]
+    while limit is not None and entries and len(json.dumps(entries)) > 4 * limit:
+        entries.pop(0)
+    return json.dumps(entries, ensure_ascii=False)
 
 
 def timestamp_from_ms(milliseconds: int) -> datetime:
-    """The time so long after 1970; now, if no calendar has it: writers put other units into the same field."""
+    """Convert Unix milliseconds. Returns now if out of range: some writers use other units in the same field."""
     try:
         return datetime.fromtimestamp(milliseconds / 1000, UTC)
     except (ValueError, OverflowError, OSError):

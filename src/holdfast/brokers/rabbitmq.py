@@ -1,10 +1,10 @@
-"""RabbitMQ, by aio-pika: quorum queues, publisher confirms, prefetch by `basic.qos`.
+"""RabbitMQ adapter and publisher on aio-pika: quorum queues, publisher confirms, prefetch by `basic.qos`.
 
-Consumers of a queue share its messages, so a consumer group is the queue itself; its name shows in RabbitMQ's own
-tools. Order per key is kept within one consumer; across several, by `single_active_consumer`.
+Consumers of a queue share its messages, so the queue itself is the consumer group; the group name appears in consumer
+tags. Order per key holds within one consumer, and across consumers with `single_active_consumer`.
 
-A message is ours as long as the channel lives that it came on. Acknowledgements are sent together, many with one
-frame; one that is lost with its channel means that the message comes once more.
+A message is in flight until its channel closes. Acknowledgements are batched, many in one frame; if one is lost with
+its channel, the message is delivered again.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from holdfast.errors import BrokerRefused, BrokerUnavailable
 
 _log: Final = logging.getLogger("holdfast.brokers.rabbitmq")
 
-#: The protocol's largest.
+#: Protocol maximum.
 _MAX_PREFETCH: Final = 65_535
 _HEALTH_S: Final = 3.0
-#: A link that lived for so long was a good one: the next one is tried for without a long wait.
+#: The reconnect backoff is reset after a connection that lasted this long.
 _GOOD_LINK_S: Final = 5.0
 
 
@@ -64,12 +64,12 @@ class RabbitAdapter(QueueAdapter):
         self._link: RabbitConsumerConnection | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._arrived: deque[tuple[RabbitConsumerConnection, RawMessage]] = deque()
-        #: Which link each message that was handed out came on.
+        #: Connection and delivery tag of each message in flight.
         self._origin: dict[RawMessage, tuple[RabbitConsumerConnection, int]] = {}
-        self._news = asyncio.Event()
-        #: One change of the consumer at a time.
+        self._wakeup = asyncio.Event()
+        #: Serialises start and cancellation of the consumer.
         self._changing = asyncio.Lock()
-        self._wanted = False
+        self._consuming = False
         self._paused = False
         self._closed = False
 
@@ -77,29 +77,29 @@ class RabbitAdapter(QueueAdapter):
         link = await self._open()
         if self._closed:
             await link.close()
-            raise BrokerUnavailable("closed while it was connecting")
+            raise BrokerUnavailable("closed while connecting")
         self._link = link
-        self._keeper = asyncio.create_task(self._keep(), name=f"rabbitmq-{self.queue_name}")
+        self._keeper = asyncio.create_task(self._keep_connected(), name=f"rabbitmq-{self.queue_name}")
 
     async def consume(self) -> AsyncIterator[RawMessage]:
         if self._link is None and not self._closed:
-            raise BrokerUnavailable("not connected yet: call connect() first")
-        self._wanted = True
+            raise BrokerUnavailable("not connected; call connect() first")
+        self._consuming = True
         try:
             await self._align()
         except BrokerRefused:
             raise
         except BrokerUnavailable as exc:
-            # Lost in this very moment: the keeper brings it back.
+            # The connection was lost just now: `_keep_connected` reconnects.
             _log.debug("%s", exc)
         while not self._closed:
-            self._news.clear()
+            self._wakeup.clear()
             if self._arrived and not self._paused:
                 link, message = self._arrived.popleft()
                 if not link.lost.is_set():
                     yield message
             else:
-                await self._news.wait()
+                await self._wakeup.wait()
 
     async def ack(self, message: RawMessage) -> None:
         if self.owns(message):
@@ -115,32 +115,32 @@ class RabbitAdapter(QueueAdapter):
         if not self.owns(message):
             return
         link, _ = self._origin[message]
-        letter = dead_letter(message, self._dlq_name, self.queue_name, reason, history)
-        # It came from this broker, however large it is.
-        limits = self._settings.model_copy(update={"max_message_bytes": max(1, len(letter.body or b""))})
+        outgoing = dead_letter(message, self._dlq_name, self.queue_name, reason, history)
+        # No size check: the message came from this broker.
+        limits = self._settings.model_copy(update={"max_message_bytes": max(1, len(outgoing.body or b""))})
         try:
             async with asyncio.timeout(self._settings.timeout_s):
                 await self._find(link, self._dlq_name)
-                await publish(await link.side_channel(), letter, limits, exchange="")
+                await publish(await link.side_channel(), outgoing, limits, exchange="")
         except CONNECTION_ERRORS as exc:
             raise translate(exc, self._settings) from safe_cause(exc, self._settings)
         await self.ack(message)
 
     def owns(self, message: RawMessage) -> bool:
         link, tag = self._origin.get(message, (None, 0))
-        return link is not None and not link.lost.is_set() and tag in link.in_hand
+        return link is not None and not link.lost.is_set() and tag in link.in_flight
 
     async def pause(self) -> None:
         self._paused = True
-        await self._align_or_leave_it()
+        await self._try_align()
 
     async def resume(self) -> None:
         self._paused = False
-        self._news.set()
-        await self._align_or_leave_it()
+        self._wakeup.set()
+        await self._try_align()
 
     async def lag(self) -> int | None:
-        """Messages that nobody has in hand."""
+        """Number of messages that are not in flight."""
         try:
             async with asyncio.timeout(_HEALTH_S):
                 return await self._count()
@@ -152,7 +152,7 @@ class RabbitAdapter(QueueAdapter):
 
     async def close(self) -> None:
         self._closed = True
-        self._news.set()
+        self._wakeup.set()
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.wait({self._keeper})
@@ -161,7 +161,7 @@ class RabbitAdapter(QueueAdapter):
         self._arrived.clear()
         self._origin.clear()
 
-    # The link --------------------------------------------------------------------------------------
+    # Connection ------------------------------------------------------------------------------------
 
     async def _open(self) -> RabbitConsumerConnection:
         link = await RabbitConsumerConnection.open(self._settings)
@@ -178,7 +178,7 @@ class RabbitAdapter(QueueAdapter):
         return link
 
     async def _find(self, link: RabbitConsumerConnection, queue: str) -> None:
-        """The queue is there, or is made; a queue that is there is taken as it is."""
+        """Make sure that the queue exists: declare it if configured. An existing queue is used as it is."""
         if queue in link.known:
             return
         try:
@@ -192,8 +192,8 @@ class RabbitAdapter(QueueAdapter):
             await (await link.side_channel()).queue_declare(queue, durable=True, arguments=arguments)
         link.known.add(queue)
 
-    async def _keep(self) -> None:
-        """Have a link, for as long as we live."""
+    async def _keep_connected(self) -> None:
+        """Reconnect after each loss, until cancelled."""
         backoff = Backoff()
         while True:
             assert self._link is not None
@@ -203,46 +203,46 @@ class RabbitAdapter(QueueAdapter):
             except (Exception, asyncio.CancelledError) as exc:
                 if is_own_cancellation(exc):
                     raise
-                # Calls that are under way when a connection goes may end with anything, even as if cancelled.
-                _log.warning("RabbitMQ at %s: %s; trying on", self._settings.address, type(exc).__name__)
+                # Calls in progress when a connection is lost may raise anything, even CancelledError.
+                _log.warning("RabbitMQ at %s failing, retrying: %s", self._settings.address, type(exc).__name__)
                 self._link.fail(exc)
 
     async def _replace(self, link: RabbitConsumerConnection, backoff: Backoff) -> None:
         _log.warning(
-            "RabbitMQ at %s, queue %s: lost (%s), connecting again",
+            "RabbitMQ at %s, queue %s: connection lost, reconnecting: %s",
             *(self._settings.address, self.queue_name, link.reason),
         )
-        self._forget(link)
+        self._drop_messages(link)
         if asyncio.get_running_loop().time() - link.opened_at > _GOOD_LINK_S:
             backoff.reset()
         await link.close()
-        self._link = await self._open_somehow(backoff)
-        _log.info("RabbitMQ at %s, queue %s: back", self._settings.address, self.queue_name)
-        await self._align_or_leave_it()
+        self._link = await self._open_with_retries(backoff)
+        _log.info("RabbitMQ at %s, queue %s: recovered", self._settings.address, self.queue_name)
+        await self._try_align()
 
-    async def _open_somehow(self, backoff: Backoff) -> RabbitConsumerConnection:
-        said = ""
+    async def _open_with_retries(self, backoff: Backoff) -> RabbitConsumerConnection:
+        last_error = ""
         while True:
             await asyncio.sleep(backoff.next_s())
             try:
                 return await self._open()
             except BrokerUnavailable as exc:
-                if str(exc) != said:
-                    _log.warning("%s; trying on", exc)
-                    said = str(exc)
+                if str(exc) != last_error:
+                    _log.warning("%s; retrying", exc)
+                    last_error = str(exc)
 
-    def _forget(self, lost: RabbitConsumerConnection) -> None:
+    def _drop_messages(self, lost: RabbitConsumerConnection) -> None:
         self._arrived = deque(pair for pair in self._arrived if pair[0] is not lost)
         self._origin = {message: origin for message, origin in self._origin.items() if origin[0] is not lost}
 
     async def _align(self) -> None:
-        """Have a consumer if we want messages, else have none. The channel lives on."""
+        """Start or cancel the consumer as wanted. The channel stays open."""
         async with self._changing:
             link = self._link
             if link is None or link.lost.is_set():
                 return
             try:
-                if self._wanted and not self._paused and not link.consumer_tag:
+                if self._consuming and not self._paused and not link.consumer_tag:
                     link.consumer_tag = f"{self.consumer_group}-{secrets.token_hex(6)}"
                     await self._start_consumer(link)
                 elif self._paused and link.consumer_tag:
@@ -252,26 +252,26 @@ class RabbitAdapter(QueueAdapter):
                 link.fail(exc)
                 raise translate(exc, self._settings) from safe_cause(exc, self._settings)
 
-    async def _align_or_leave_it(self) -> None:
-        """A link that fails here is lost, and the keeper does it again with the next one."""
+    async def _try_align(self) -> None:
+        """Like `_align`, but if it fails, `_keep_connected` repeats it on the next connection."""
         with suppress(BrokerUnavailable):
             await self._align()
 
     async def _start_consumer(self, link: RabbitConsumerConnection) -> None:
         async def on_message(delivered: DeliveredMessage) -> None:
-            self._take(link, delivered)
+            self._on_delivered(link, delivered)
 
         await link.deliveries.basic_consume(
             self.queue_name, on_message, consumer_tag=link.consumer_tag, timeout=self._settings.timeout_s
         )
 
-    def _take(self, link: RabbitConsumerConnection, delivered: DeliveredMessage) -> None:
+    def _on_delivered(self, link: RabbitConsumerConnection, delivered: DeliveredMessage) -> None:
         message = raw_message(delivered, self._settings)
         tag = message.metadata["delivery_tag"]
-        link.in_hand[tag] = None
+        link.in_flight[tag] = None
         self._origin[message] = (link, tag)
         self._arrived.append((link, message))
-        self._news.set()
+        self._wakeup.set()
 
     async def _count(self) -> int | None:
         if self._link is None or self._closed or self._link.lost.is_set():
@@ -281,8 +281,11 @@ class RabbitAdapter(QueueAdapter):
 
 
 class RabbitPublisher(Publisher):
-    """Writes persistent messages, `mandatory` and confirmed: to the queue named like the topic, or to `exchange` with
-    the topic as routing key. What no queue takes is refused."""
+    """Publisher of persistent, `mandatory`, confirmed messages.
+
+    Writes to the queue named like the topic, or to `exchange` with the topic as routing key. A message that cannot be
+    routed to a queue is refused.
+    """
 
     def __init__(self, connection: RabbitConfig) -> None:
         self._settings = connection
@@ -297,14 +300,14 @@ class RabbitPublisher(Publisher):
     async def publish(self, messages: Sequence[OutgoingMessage]) -> list[BrokerUnavailable | None]:
         try:
             if not self._ready:
-                raise BrokerUnavailable("not connected: call connect() first")
+                raise BrokerUnavailable("not connected; call connect() first")
             channel = await self._open()
         except BrokerUnavailable as exc:
             return [exc] * len(messages)
         answers: list[BrokerUnavailable | None] = [None] * len(messages)
         failed: dict[tuple[str, str], BrokerUnavailable] = {}
         for lanes in _waves(messages):
-            tasks = [self._publish_lane(channel, messages, places, answers, failed) for places in lanes]
+            tasks = [self._publish_lane(channel, messages, indices, answers, failed) for indices in lanes]
             await asyncio.gather(*tasks)
         return answers
 
@@ -313,7 +316,7 @@ class RabbitPublisher(Publisher):
             return False
         try:
             async with asyncio.timeout(_HEALTH_S):
-                # A channel of its own: opening it is a question that the broker has to answer.
+                # Open a separate channel: the broker has to answer that.
                 await (await self._link.channel()).close()
         except (BrokerUnavailable, *CONNECTION_ERRORS):
             return False
@@ -324,11 +327,11 @@ class RabbitPublisher(Publisher):
         await self._drop()
 
     async def _open(self) -> Channel:
-        """The channel that is there, or another one."""
+        """The current channel, or a new one after a loss."""
         if self._channel is not None and not self._channel.is_closed and self._link and not self._link.lost.is_set():
             return self._channel
         if self._link is not None:
-            _log.warning("RabbitMQ at %s: lost (%s), connecting again", self._settings.address, self._link.reason)
+            _log.warning("RabbitMQ at %s: connection lost, reconnecting: %s", self._settings.address, self._link.reason)
         await self._drop()
         self._link = await RabbitConnection.open(self._settings)
         self._channel = await self._link.channel()
@@ -343,27 +346,27 @@ class RabbitPublisher(Publisher):
         self,
         channel: Channel,
         messages: Sequence[OutgoingMessage],
-        places: Sequence[int],
+        indices: Sequence[int],
         answers: list[BrokerUnavailable | None],
         failed: dict[tuple[str, str], BrokerUnavailable],
     ) -> None:
-        """One after the other: the next is written when the one before is confirmed."""
-        for place in places:
-            message = messages[place]
-            line = (message.topic, message.key)
-            answer = failed.get(line) if message.key else None
+        """Publish one by one: the next message is written when the previous one is confirmed."""
+        for index in indices:
+            message = messages[index]
+            ordered_by = (message.topic, message.key)
+            answer = failed.get(ordered_by) if message.key else None
             if answer is None:
                 answer = await self._publish_one(channel, message)
             if answer is not None and message.key:
-                failed[line] = answer
-            answers[place] = answer
+                failed[ordered_by] = answer
+            answers[index] = answer
 
     async def _publish_one(self, channel: Channel, message: OutgoingMessage) -> BrokerUnavailable | None:
         try:
             async with asyncio.timeout(self._settings.timeout_s):
                 await publish(channel, message, self._settings, exchange=self._settings.exchange)
         except TimeoutError as exc:
-            # Whether it was written is not known; on this link nothing else will be.
+            # Unknown whether it was written; nothing more is written on this connection.
             if self._link is not None:
                 self._link.fail(exc)
             return translate(exc, self._settings)
@@ -375,17 +378,17 @@ class RabbitPublisher(Publisher):
 
 
 def _waves(messages: Sequence[OutgoingMessage]) -> list[list[list[int]]]:
-    """Which messages are published side by side: lanes of one topic and key each, or of one message without key.
+    """Indices of messages to publish concurrently: lanes of one topic and key each, or of one message without key.
 
-    Returned messages are told apart by their ids alone: of two with the same id, the second is for the next wave.
+    Returned messages are identified only by id: of two with the same id, the second goes to the next wave.
     """
     waves: list[dict[tuple[str, ...], list[int]]] = [{}]
-    seen: set[str] = set()
-    for place, message in enumerate(messages):
-        if message.message_id and message.message_id in seen:
+    ids: set[str] = set()
+    for index, message in enumerate(messages):
+        if message.message_id and message.message_id in ids:
             waves.append({})
-            seen = set()
-        seen.add(message.message_id)
-        lane = (message.topic, message.key) if message.key else (str(place),)
-        waves[-1].setdefault(lane, []).append(place)
+            ids = set()
+        ids.add(message.message_id)
+        lane = (message.topic, message.key) if message.key else (str(index),)
+        waves[-1].setdefault(lane, []).append(index)
     return [list(wave.values()) for wave in waves]

@@ -1,8 +1,7 @@
-"""One connection to RabbitMQ, from its opening to its loss, and what its errors mean.
+"""RabbitMQ settings, connections, batched acknowledgements and error translation.
 
-Nothing is mended here: a link that is lost stays lost, and so does all that was in hand on it. Who needs another one
-opens it. (aio-pika's robust connections come back by themselves, but say nothing of the messages that were delivered
-before: their tags belong to a channel that is no more.)
+A lost connection is not reopened, and its messages in flight are lost with it; the caller opens another one. aio-pika's
+robust connections reconnect by themselves, but do not report that delivery tags of the old channel are invalid.
 """
 
 from __future__ import annotations
@@ -23,23 +22,22 @@ from holdfast.errors import BrokerRefused, BrokerUnavailable
 from holdfast.observe.redact import MASK, redact
 
 _CLOSE_S: Final = 3.0
-#: Frames that a channel reads ahead, three of them a message. The client's own ten would have it, and all that comes
-#: after it, go on with three messages at a time.
+#: Frames that a channel buffers; a message is three frames. The client's default of ten would limit a consumer to
+#: three messages at a time.
 _FRAMES: Final = 300
-#: Acknowledgements are written once they are for one in so many of the messages in hand, or after so long: the broker
-#: sends as many at a time as were acknowledged at a time.
-_SHARE: Final = 4
+#: Acknowledgements are written once they cover 1/N of the messages in flight, or after `_LINGER_S`: the broker sends as
+#: many messages at a time as were acknowledged at a time.
+_ACK_FRACTION: Final = 4
 _LINGER_S: Final = 0.005
-#: How the broker closes a connection or a channel when it is asked for something that it will not do: no access, no
-#: such thing, not like that, no such virtual host.
+#: Reply codes of refusals: access refused, not found, resource locked, precondition failed, not allowed.
 _REFUSALS: Final = (403, 404, 405, 406, 530)
 
-#: What a call to aio-pika may raise for reasons of the broker or the network.
+#: Errors of aio-pika calls that are caused by the broker or the network.
 CONNECTION_ERRORS: Final = (amqp.AMQPError, amqp.ChannelInvalidStateError, OSError, TimeoutError, EOFError)
 
 
 class RabbitConfig(BaseModel):
-    """Where RabbitMQ is and who we are to it: `url`, or `host` and the rest."""
+    """Address, credentials, options and limits of RabbitMQ. Set `url`, or `host` and the other address fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
@@ -52,54 +50,54 @@ class RabbitConfig(BaseModel):
     password: SecretStr = SecretStr("guest")
     virtual_host: str = "/"
     tls: bool = False
-    #: Who has to have signed the broker's certificate; none: whom this machine trusts.
+    #: CA certificates that verify the broker. Default: the system's trust store.
     ca_file: str | None = None
-    #: Our own certificate, for brokers that ask for one.
+    #: Client certificate, for brokers that require one.
     cert_file: str | None = None
     key_file: str | None = None
-    #: Whether the broker's certificate has to be valid and for this host.
+    #: Verify the broker's certificate and host name.
     verify: bool = True
 
-    #: Make a queue that is not there. What is there stays as it is.
+    #: Declare a queue that does not exist. An existing queue stays unchanged.
     declare: bool = True
     queue_type: Literal["quorum", "classic"] = "quorum"
-    #: Of all consumers of a queue that is made one at a time gets messages: order is kept across processes.
+    #: For declared queues: only one consumer at a time receives messages, which keeps order across processes.
     single_active_consumer: bool = False
-    #: The header with the key that says which messages are kept in order.
+    #: Header with the ordering key.
     key_header: str = "x-key"
-    #: What a message without `message_id` is known by. `delivery`: each one counts as a message of its own; nothing is
-    #: lost, and what is delivered again is run again, unless a dedup header says that it is the same. `digest`, of all
-    #: that it has: of two that are equal the second counts as a duplicate, even if it was sent on purpose.
+    #: Identity of a message without `message_id`. `delivery`: each delivery counts as a new message; nothing is lost,
+    #: and a redelivery runs again unless a dedup header identifies it. `digest`: a hash of the whole message; of two
+    #: equal messages the second counts as a duplicate, even if it was sent on purpose.
     without_id: Literal["delivery", "digest"] = "delivery"
-    #: Where a publisher writes, with the topic as routing key; none: to the queue named like the topic.
+    #: Exchange for publishing, with the topic as routing key. Empty: publish to the queue named like the topic.
     exchange: str = ""
-    #: The broker's own limit (`max_message_size`): larger ones are refused before they cost a connection.
+    #: The broker's own limit (`max_message_size`). Larger messages are refused before the broker closes the connection.
     max_message_bytes: int = Field(default=16 * 1024 * 1024, ge=1)
 
-    #: How long one answer of the broker may take.
+    #: Timeout for one answer of the broker.
     timeout_s: float = Field(default=10.0, gt=0)
-    #: A connection on which nothing was heard for three times as long is lost.
+    #: A connection that is silent for three times as long is lost.
     heartbeat_s: int = Field(default=10, ge=1, le=600)
 
     @model_validator(mode="after")
-    def _one_way_to_say_it(self) -> Self:
+    def _check(self) -> Self:
         if self.url is not None:
             doubled = {"host", "port", "user", "password", "virtual_host", "tls"} & self.model_fields_set
             if doubled:
-                raise ValueError(f"the url says it already: leave out {', '.join(sorted(doubled))}")
+                raise ValueError(f"url already contains the address; remove {', '.join(sorted(doubled))}")
             try:
                 parsed = URL(self.url.get_secret_value())
             except ValueError:
-                raise ValueError("url: cannot be read") from None
+                raise ValueError("url is not valid") from None
             if parsed.scheme not in ("amqp", "amqps") or not parsed.host:
-                raise ValueError("url: must be amqp://user:password@host:port/virtual-host, or amqps://…")
+                raise ValueError("url must be amqp://user:password@host:port/virtual-host, or amqps://…")
         if self.key_file and not self.cert_file:
-            raise ValueError("key_file: needs its cert_file")
+            raise ValueError("key_file needs its cert_file")
         return self
 
     @property
     def address(self) -> str:
-        """For people: no credentials."""
+        """Host and port, without credentials: safe to log."""
         url = self.full_url()
         return f"{url.host}:{url.port or (5671 if self.secure else 5672)}"
 
@@ -108,7 +106,7 @@ class RabbitConfig(BaseModel):
         return self.full_url().scheme == "amqps"
 
     def full_url(self) -> URL:
-        """With the password: not for people."""
+        """The URL with the password: never log it."""
         if self.url is not None:
             return URL(self.url.get_secret_value())
         return URL.build(
@@ -122,25 +120,25 @@ class RabbitConfig(BaseModel):
         )
 
     def secrets(self) -> list[str]:
-        """What must not be seen in any text."""
+        """Values to mask in any text."""
         known = [self.password.get_secret_value(), self.full_url().password or "", self.full_url().raw_password or ""]
         return [secret for secret in known if secret and secret != "guest"]
 
 
 class RabbitConnection:
-    """A living connection."""
+    """One open connection."""
 
     def __init__(self, settings: RabbitConfig, connection: AbstractConnection) -> None:
         self.settings = settings
         self._connection = connection
-        #: Set once anything on it can no longer be relied on.
+        #: Set once the connection is no longer usable.
         self.lost = asyncio.Event()
         self.reason = ""
         connection.close_callbacks.add(lambda _, exc: self.fail(exc))
 
     @classmethod
     async def open(cls, settings: RabbitConfig) -> Self:
-        """Connect; `BrokerUnavailable` or `BrokerRefused` says why not."""
+        """Connect. Raises `BrokerUnavailable` or `BrokerRefused`."""
         try:
             context = _ssl_context(settings) if settings.secure else None
             url = settings.full_url().update_query(heartbeat=settings.heartbeat_s)
@@ -164,70 +162,72 @@ class RabbitConnection:
         except CONNECTION_ERRORS as exc:
             raise translate(exc, self.settings) from safe_cause(exc, self.settings)
         except RuntimeError as exc:
-            # aio-pika's word for a connection that was closed in the meantime.
-            raise BrokerUnavailable(f"RabbitMQ at {self.settings.address}: the connection is lost") from exc
+            # aio-pika raises it if the connection was closed meanwhile.
+            raise BrokerUnavailable(f"RabbitMQ at {self.settings.address}: connection lost") from exc
 
     def fail(self, exc: BaseException | None) -> None:
-        """It is lost, for this reason."""
+        """Mark the connection as lost. The first reason is kept."""
         if not self.lost.is_set():
             self.reason = _text(exc, self.settings) if exc is not None else "closed"
             self.lost.set()
 
     async def close(self) -> None:
-        """Whatever state it is in. Everything that is in hand on it is for others from now on."""
+        """Close in any state. Messages in flight go to other consumers."""
         self.fail(None)
         closing = asyncio.ensure_future(self._connection.close())
         done, _ = await asyncio.wait({closing}, timeout=_CLOSE_S)
         if done and not closing.cancelled():
-            # What goes wrong with a farewell is of no interest, but has to be looked at.
+            # Errors at close do not matter, but must be retrieved or asyncio logs them.
             closing.exception()
         closing.cancel()
 
 
 class RabbitConsumerConnection(RabbitConnection):
-    """A link with a channel for deliveries, and another one for questions and dead letters."""
+    """A connection with one channel for deliveries and another for queries and dead letters."""
 
     deliveries: Channel
-    #: The broker's name for our consumer; empty: none.
+    #: Tag of the consumer. Empty: not consuming.
     consumer_tag = ""
     _settler: asyncio.Task[None] | None = None
 
     def begin(self, deliveries: Channel) -> None:
-        """Take deliveries on this channel: if it goes, all goes."""
+        """Receive deliveries on this channel. If it closes, the connection counts as lost."""
         self.opened_at = asyncio.get_running_loop().time()
         self.deliveries = deliveries
-        #: Tags of what was delivered and is not settled, in order.
-        self.in_hand: dict[int, None] = {}
-        #: Queues that are known to be there.
+        #: Delivery tags in flight, in order.
+        self.in_flight: dict[int, None] = {}
+        #: Queues known to exist.
         self.known: set[str] = set()
         self._settled: list[int] = []
         self._refused: list[tuple[int, bool]] = []
-        self._news = asyncio.Event()
-        self._reminder: asyncio.TimerHandle | None = None
+        self._wakeup = asyncio.Event()
+        self._linger_timer: asyncio.TimerHandle | None = None
         self._closing = False
         self._side: Channel | None = None
         self._opening_side = asyncio.Lock()
-        deliveries.closing.add_done_callback(lambda closed: self.fail(_why(closed)))
-        deliveries.on_consumer_cancel_callbacks.add(lambda _: self.fail(ConnectionError("the queue is gone")))
+        deliveries.closing.add_done_callback(lambda closed: self.fail(_get_error(closed)))
+        deliveries.on_consumer_cancel_callbacks.add(
+            lambda _: self.fail(ConnectionError("the broker cancelled the consumer"))
+        )
         self._settler = asyncio.create_task(self._settle(), name="rabbitmq-settler")
 
     def ack(self, tag: int) -> None:
-        """Acknowledge it, soon."""
-        del self.in_hand[tag]
+        """Acknowledge a message with the next batch."""
+        del self.in_flight[tag]
         self._settled.append(tag)
-        if len(self._settled) * _SHARE >= len(self.in_hand):
-            self._news.set()
-        elif self._reminder is None:
-            self._reminder = asyncio.get_running_loop().call_later(_LINGER_S, self._news.set)
+        if len(self._settled) * _ACK_FRACTION >= len(self.in_flight):
+            self._wakeup.set()
+        elif self._linger_timer is None:
+            self._linger_timer = asyncio.get_running_loop().call_later(_LINGER_S, self._wakeup.set)
 
     def nack(self, tag: int, requeue: bool) -> None:
-        """Give it back, or have it dropped, soon."""
-        del self.in_hand[tag]
+        """Requeue or drop a message with the next batch."""
+        del self.in_flight[tag]
         self._refused.append((tag, requeue))
-        self._news.set()
+        self._wakeup.set()
 
     async def side_channel(self) -> Channel:
-        """A mistake on a channel closes it: questions must not cost the one with the deliveries."""
+        """The channel for queries: an error closes its channel, which must not be the one of the deliveries."""
         async with self._opening_side:
             if self._side is None or self._side.is_closed:
                 self._side = await self.channel()
@@ -236,8 +236,8 @@ class RabbitConsumerConnection(RabbitConnection):
     async def close(self) -> None:
         if self._settler is not None:
             self._closing = True
-            self._news.set()
-            # It writes what is settled before it ends, unless the link is lost anyway.
+            self._wakeup.set()
+            # It writes pending acknowledgements before it ends, unless the connection is lost.
             await asyncio.wait({self._settler}, timeout=0 if self.lost.is_set() else self.settings.timeout_s)
             self._settler.cancel()
         await super().close()
@@ -245,13 +245,13 @@ class RabbitConsumerConnection(RabbitConnection):
     async def _settle(self) -> None:
         while self._settled or self._refused or not self._closing:
             if not self._closing:
-                await self._news.wait()
-                self._news.clear()
-                # What else is settled in this turn of the loop goes along.
+                await self._wakeup.wait()
+                self._wakeup.clear()
+                # Include messages settled in the same iteration of the event loop.
                 await asyncio.sleep(0)
-            if self._reminder is not None:
-                self._reminder.cancel()
-                self._reminder = None
+            if self._linger_timer is not None:
+                self._linger_timer.cancel()
+                self._linger_timer = None
             try:
                 await self._write_settled()
             except CONNECTION_ERRORS as exc:
@@ -259,9 +259,12 @@ class RabbitConsumerConnection(RabbitConnection):
                 return
 
     async def _write_settled(self) -> None:
-        """One frame says "all up to here" for most; refused ones go first, so that it does not mean them."""
-        # Looked up before anything is awaited: what is refused from now on is written later, and must not be meant.
-        lowest = next(iter(self.in_hand), None)
+        """Write pending acknowledgements, most of them in one frame with `multiple`.
+
+        Refusals are written first, so that the frame does not cover them.
+        """
+        # Read before the first await: messages refused from now on are written later and must not be covered.
+        lowest = next(iter(self.in_flight), None)
         refused, self._refused = self._refused, []
         settled, self._settled = sorted(self._settled), []
         for tag, requeue in refused:
@@ -274,24 +277,24 @@ class RabbitConsumerConnection(RabbitConnection):
 
 
 def translate(exc: BaseException, settings: RabbitConfig) -> BrokerUnavailable:
-    """The port's error for one of aio-pika's, with nothing secret in it."""
+    """Convert an aio-pika error. The result contains no secrets."""
     text = f"RabbitMQ at {settings.address}: {_text(exc, settings)}"
     if isinstance(exc, amqp.ProbableAuthenticationError | amqp.AuthenticationError):
         return BrokerRefused(f"{text}; check user, password and virtual_host")
     if isinstance(exc, amqp.InvalidFrameError):
-        # Closed instead of opened, and aiormq does not pass on why.
+        # The broker closed the connection during the handshake; aiormq does not report why.
         return BrokerRefused(
-            f"RabbitMQ at {settings.address} closes the connection that was to be opened; check virtual_host and user"
+            f"RabbitMQ at {settings.address} closed the connection during the handshake; check virtual_host and user"
         )
     if isinstance(exc, ssl.SSLError) or isinstance(exc.__cause__, ssl.SSLError):
-        return BrokerRefused(f"{text}; check ca_file, cert_file and the host's name")
+        return BrokerRefused(f"{text}; check ca_file, cert_file and the host name")
     if _code(exc) in _REFUSALS:
         return BrokerRefused(text)
     return BrokerUnavailable(text)
 
 
 def safe_cause(exc: BaseException, settings: RabbitConfig) -> BaseException | None:
-    """The cause to be shown with an error; none, if its own text would give something away."""
+    """The exception to chain; None if its text contains a secret."""
     text = repr(exc)
     return None if any(secret in text for secret in settings.secrets()) else exc
 
@@ -313,12 +316,12 @@ def _code(exc: BaseException) -> int | None:
 def _text(exc: BaseException, settings: RabbitConfig) -> str:
     if isinstance(exc, TimeoutError) and not exc.args:
         return f"no answer within {settings.timeout_s:g} s"
-    said = " ".join(word for word in exc.args if isinstance(word, str))
-    return mask_secrets(said or type(exc).__name__, settings.secrets())
+    text = " ".join(arg for arg in exc.args if isinstance(arg, str))
+    return mask_secrets(text or type(exc).__name__, settings.secrets())
 
 
 def mask_secrets(text: str, secrets: Iterable[str]) -> str:
-    """The text without the secrets, whether they look like secrets or not."""
+    """Mask the given secrets, and whatever else looks like a secret."""
     for secret in secrets:
         text = text.replace(secret, MASK)
     return redact(text)
@@ -338,5 +341,5 @@ def _ssl_context(settings: RabbitConfig) -> ssl.SSLContext:
     return context
 
 
-def _why(closed: asyncio.Future[Any]) -> BaseException | None:
+def _get_error(closed: asyncio.Future[Any]) -> BaseException | None:
     return None if closed.cancelled() else closed.exception()

@@ -1,4 +1,4 @@
-"""RabbitMQ's messages and the port's: what is written, what is read, and what is refused before it costs a channel."""
+"""Message conversion for RabbitMQ, and checks that refuse a message before the broker would close the channel."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from holdfast.errors import BrokerRefused, BrokerUnavailable
 
 _log: Final = logging.getLogger("holdfast.brokers.rabbitmq")
 
-#: The protocol's largest for names.
+#: Protocol maximum for names.
 _MAX_NAME_BYTES: Final = 255
-#: Most that fits into one frame of headers, with some room for what the protocol adds.
+#: What fits into one header frame, less the protocol's overhead.
 _MAX_HEADER_BYTES: Final = 100_000
 #: Reason and history of a dead letter are cut to this, so that its headers fit into a frame.
 _DEAD_TEXT_CHARS: Final = 8_000
 _PERSISTENT: Final = 2
-#: Counted by quorum queues; ours is `RawMessage.deliveries`.
+#: Set by quorum queues; becomes `RawMessage.deliveries`.
 _DELIVERY_COUNT: Final = "x-delivery-count"
 
 
 def dead_letter(message: RawMessage, name: str, source: str, reason: str, history: Sequence[str]) -> OutgoingMessage:
-    """The message as it was, with what there is to say about it, if there is room."""
+    """The message unchanged, plus reason and history if the headers have room."""
     headers: Mapping[str, str] = dead_letter_headers(message, source, reason, history, limit=_DEAD_TEXT_CHARS)
     if _size(headers) > _MAX_HEADER_BYTES:
-        _log.warning("message %s has no room for what there is to say of it", message.message_id)
+        _log.warning("message %s: headers full, dead letter written without reason and history", message.message_id)
         headers = message.headers
     return OutgoingMessage(name, message.body, headers, message.key, message.message_id)
 
 
 async def publish(channel: Channel, message: OutgoingMessage, settings: RabbitConfig, exchange: str) -> None:
-    """Written and confirmed, or an error."""
+    """Publish a message and wait for the confirm. Raises if it was not confirmed."""
     headers = {**message.headers, **({settings.key_header: message.key} if message.key else {})}
     if message.body is None:
         raise tombstone_refused("RabbitMQ")
@@ -63,18 +63,20 @@ async def publish(channel: Channel, message: OutgoingMessage, settings: RabbitCo
             wait=False,
         )
     except amqp.PublishError as exc:
-        where = (
-            f"exchange {exchange!r} has no queue for {message.topic!r}" if exchange else f"no queue {message.topic!r}"
+        cause = (
+            f"exchange {exchange!r} has no queue for {message.topic!r}; bind one first"
+            if exchange
+            else f"queue {message.topic!r} not found; declare it first"
         )
-        raise BrokerRefused(f"RabbitMQ at {settings.address}: {where}: make it, or bind it, first") from exc
+        raise BrokerRefused(f"RabbitMQ at {settings.address}: {cause}") from exc
     except amqp.DeliveryError as exc:
         raise BrokerUnavailable(
-            f"RabbitMQ at {settings.address} does not take a message for {message.topic!r}: it is full or fails"
+            f"RabbitMQ at {settings.address} rejected a message for {message.topic!r}: the queue is full or failing"
         ) from exc
 
 
 def _check(message: OutgoingMessage, headers: Mapping[str, str], body_bytes: int, settings: RabbitConfig) -> None:
-    """What the protocol cannot carry would cost the whole connection, and everybody's messages on it."""
+    """Refuse what the protocol cannot carry: it would close the connection with all messages in flight on it."""
     too_long = [
         what
         for what, text in (
@@ -85,18 +87,18 @@ def _check(message: OutgoingMessage, headers: Mapping[str, str], body_bytes: int
         if len(text.encode(errors="replace")) > _MAX_NAME_BYTES
     ]
     if too_long:
-        raise BrokerRefused(f"RabbitMQ takes no {too_long[0]} of more than {_MAX_NAME_BYTES} bytes")
+        raise BrokerRefused(f"{too_long[0]} exceeds RabbitMQ's limit of {_MAX_NAME_BYTES} bytes")
     if _size(headers) > _MAX_HEADER_BYTES:
-        raise BrokerRefused(f"RabbitMQ takes no more than {_MAX_HEADER_BYTES} bytes of headers")
+        raise BrokerRefused(f"headers exceed the limit of {_MAX_HEADER_BYTES} bytes for RabbitMQ")
     if body_bytes > settings.max_message_bytes:
         raise BrokerRefused(
-            f"a message of {body_bytes} bytes is over the limit of {settings.max_message_bytes} "
-            "(max_message_bytes; the broker's own is max_message_size)"
+            f"a message of {body_bytes} bytes exceeds the limit of {settings.max_message_bytes} "
+            "(max_message_bytes; the broker's own limit is max_message_size)"
         )
 
 
 def raw_message(delivered: DeliveredMessage, settings: RabbitConfig) -> RawMessage:
-    """Total: whatever odd things a writer puts into a message, it can be handed over."""
+    """Convert a delivery. Never fails, whatever the writer put into the message."""
     properties, delivery = delivered.header.properties, delivered.delivery
     assert isinstance(delivery, spec.Basic.Deliver)
     table = properties.headers or {}
@@ -106,7 +108,7 @@ def raw_message(delivered: DeliveredMessage, settings: RabbitConfig) -> RawMessa
     redelivered = bool(delivery.redelivered)
     counted = table.get(_DELIVERY_COUNT)
     return RawMessage(
-        properties.message_id or _invented_id(delivered, delivery, settings),
+        properties.message_id or _generate_id(delivered, delivery, settings),
         delivered.body,
         headers,
         _aware(properties.timestamp),
@@ -121,9 +123,11 @@ def raw_message(delivered: DeliveredMessage, settings: RabbitConfig) -> RawMessa
     )
 
 
-def _invented_id(delivered: DeliveredMessage, delivery: spec.Basic.Deliver, settings: RabbitConfig) -> str:
-    """RabbitMQ gives a message no id of its own. All that is the same in two deliveries is what was written, and that
-    may be the same in two messages."""
+def _generate_id(delivered: DeliveredMessage, delivery: spec.Basic.Deliver, settings: RabbitConfig) -> str:
+    """Generate an id for a message without one: RabbitMQ assigns none.
+
+    Only its content is the same in two deliveries, but two messages may have the same content.
+    """
     if settings.without_id == "delivery":
         return secrets.token_hex(16)
     properties = delivered.header.properties

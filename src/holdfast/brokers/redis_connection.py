@@ -22,28 +22,28 @@ from holdfast.brokers.port import OutgoingMessage, Publisher, RawMessage, timest
 from holdfast.errors import BrokerRefused, BrokerUnavailable
 from holdfast.observe.redact import redact
 
-#: Which field is the body: the first of these that an entry has.
+#: Candidates for the body field; the first one present wins.
 _BODIES: Final = (b"body", b"payload", b"data")
 _KEY: Final = b"key"
-#: Fields that are no headers; so no header can have such a name.
+#: Fields that are not headers, so a header cannot have these names.
 TAKEN: Final = frozenset({"body", "key"})
 
 _SCHEMES: Final = ("redis://", "rediss://", "unix://")
 
-#: Words in Redis's errors by which it refuses, and what to do.
+#: Fragments of Redis errors that are refusals, and their explanation.
 _REFUSALS: Final[Mapping[str, str]] = {
     "WRONGPASS": "Redis refuses this user name or password",
-    "NOAUTH": "Redis wants a password",
+    "NOAUTH": "Redis requires a password",
     "invalid username-password": "Redis refuses this user name or password",
-    "AUTH <password> called without any password": "this Redis knows no passwords, and was given one",
+    "AUTH <password> called without any password": "Redis has no password configured, but one was sent",
     "NOPERM": "the Redis user lacks permissions for these commands or keys",
     "no permissions": "the Redis user lacks permissions for these commands or keys",
-    "WRONGTYPE": "the key is there, but is no stream",
+    "WRONGTYPE": "the key exists but is not a stream",
 }
 
 
 class RedisConfig(BaseModel):
-    """Where Redis is, and how its streams are used."""
+    """Address, credentials and timeouts of Redis, and stream options."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
@@ -52,7 +52,7 @@ class RedisConfig(BaseModel):
     username: str | None = None
     password: SecretStr | None = None
 
-    #: For `rediss`: who signed the server's certificate (else whom the system trusts); our own, if the server asks.
+    #: For `rediss`: CA certificates (default: the system's trust store), and the client certificate if required.
     ca_file: str | None = None
     cert_file: str | None = None
     key_file: str | None = None
@@ -61,33 +61,35 @@ class RedisConfig(BaseModel):
     connect_timeout_s: float = Field(5.0, gt=0)
     reply_timeout_s: float = Field(10.0, gt=0)
 
-    #: A consumer that was silent for so long has died, and others take over what it had.
+    #: Messages of a consumer that was silent for this time are reclaimed by others.
     visibility_timeout_s: float = Field(30.0, gt=0)
-    #: Delete what is acknowledged. Only where the group is the stream's only reader.
+    #: Delete acknowledged entries. Only if the group is the stream's only reader.
     delete_acknowledged: bool = False
-    #: What is published trims its stream to about so many entries, read or not. None: streams are never trimmed.
+    #: Publishing trims the stream to about this many entries, read or not. None: never trim.
     max_length: int | None = Field(None, ge=1)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         url = self.url.get_secret_value()
         if not url.startswith(_SCHEMES):
-            raise ValueError(f"url must begin with one of {', '.join(_SCHEMES)}")
+            raise ValueError(f"url must start with one of {', '.join(_SCHEMES)}")
         try:
             _ = urlsplit(url).port
         except ValueError:
-            # Its own words may show the password.
-            raise ValueError("url cannot be read: write special characters of user and password as %XX") from None
+            # The original error may contain the password.
+            raise ValueError("url is not valid; write special characters of user and password as %XX") from None
         files_given = self.ca_file or self.cert_file or self.key_file or not self.verify
         if files_given and not url.startswith("rediss://"):
-            raise ValueError("ca_file, cert_file, key_file and verify are for a url that begins with rediss://")
+            raise ValueError("ca_file, cert_file, key_file and verify require a rediss:// url")
         if bool(self.cert_file) != bool(self.key_file):
-            raise ValueError("cert_file and key_file belong together")
+            raise ValueError("cert_file and key_file must be set together")
         return self
 
     def client(self) -> Any:
-        """A client that connects when it is first used, and tries everything once. Typed loosely: the client's own
-        types leave open whether replies are bytes or text."""
+        """A client that connects on first use and does not retry.
+
+        Returns `Any`: the types of redis-py leave open whether replies are bytes or text.
+        """
         url = self.url.get_secret_value()
         options: dict[str, Any] = {
             "username": self.username,
@@ -108,32 +110,32 @@ class RedisConfig(BaseModel):
         return Redis.from_url(url, **options)
 
 
-#: What a call on a client may raise that `translate` knows.
+#: Errors of client calls that `translate` converts.
 REDIS_ERRORS: Final = (RedisError, OSError, TimeoutError)
 
 
 def translate(exc: Exception) -> BrokerUnavailable:
-    """What the caller should know and do."""
-    # Redis quotes the arguments of a command that it does not know; AUTH may be one.
+    """Convert a client error."""
+    # Redis quotes the arguments of an unknown command, which may be AUTH.
     text = redact(str(exc).partition(", with args beginning with")[0])
     if isinstance(exc, ResponseError | AuthenticationError | AuthorizationError):
         for word, advice in _REFUSALS.items():
             if word in text:
                 return BrokerRefused(f"{advice} (Redis says: {text})")
         return BrokerUnavailable(f"Redis refused a command: {text}")
-    return BrokerUnavailable(f"Redis cannot be reached: {text or type(exc).__name__}; is it running at this address?")
+    return BrokerUnavailable(f"cannot reach Redis: {text or type(exc).__name__}; check the address and that it runs")
 
 
 def script(name: str) -> str:
-    """The source of one of the scripts beside this module."""
+    """Source of a script in `lua/`, with the prelude."""
     folder = files("holdfast.brokers") / "lua"
-    return "\n".join((folder / f"{part}.lua").read_text() for part in ("_common", name))
+    return "\n".join((folder / f"{part}.lua").read_text() for part in ("_prelude", name))
 
 
 def to_message(
     entry_id: bytes, fields: Iterable[tuple[bytes, bytes]], metadata: Mapping[str, Any], deliveries: int
 ) -> RawMessage:
-    """The message of an entry. One without a body has an empty one."""
+    """Convert an entry. An entry without a body field has an empty body."""
     values = dict(fields)
     body_field = next((name for name in _BODIES if name in values), None)
     headers = {_text(name).lower(): _text(value) for name, value in values.items() if name not in (body_field, _KEY)}
@@ -150,7 +152,7 @@ def to_message(
 
 
 def to_fields(body: bytes, headers: Mapping[str, str], key: str) -> list[bytes]:
-    """The fields of an entry, names and values in turn."""
+    """The fields of an entry as a flat list of names and values."""
     fields: list[bytes] = [b"body", body]
     if key:
         fields += [_KEY, key.encode()]
@@ -160,12 +162,12 @@ def to_fields(body: bytes, headers: Mapping[str, str], key: str) -> list[bytes]:
 
 
 def pairs(flat: Sequence[bytes]) -> Iterable[tuple[bytes, bytes]]:
-    """Names and values in turn, two by two."""
+    """Pairs from a flat list of names and values."""
     return zip(flat[::2], flat[1::2], strict=True)
 
 
 def entry_position(message: RawMessage) -> tuple[int, int]:
-    """Where in the stream it is."""
+    """Position of the message in its stream."""
     time, _, sequence = message.message_id.partition("-")
     return int(time), int(sequence)
 
@@ -181,7 +183,7 @@ def _text(value: bytes) -> str:
 
 
 class RedisPublisher(Publisher):
-    """Appends to streams; one call is one transaction."""
+    """Publisher to streams. One call is one transaction."""
 
     def __init__(self, connection: RedisConfig) -> None:
         self._connection = connection
@@ -197,18 +199,18 @@ class RedisPublisher(Publisher):
             raise translate(exc) from None
 
     async def publish(self, messages: Sequence[OutgoingMessage]) -> list[BrokerUnavailable | None]:
-        answers = _unfit(messages)
-        fit = [place for place, answer in enumerate(answers) if answer is None]
+        answers = _find_invalid(messages)
+        fit = [index for index, answer in enumerate(answers) if answer is None]
         if not fit:
             return answers
         try:
             async with asyncio.timeout(2 * self._connection.reply_timeout_s):
-                replies = await self._append([messages[place] for place in fit])
+                replies = await self._append([messages[index] for index in fit])
         except REDIS_ERRORS as exc:
             replies = [exc] * len(fit)
-        for place, reply in zip(fit, replies, strict=True):
+        for index, reply in zip(fit, replies, strict=True):
             if isinstance(reply, Exception):
-                answers[place] = translate(reply)
+                answers[index] = translate(reply)
         return answers
 
     async def health_check(self) -> bool:
@@ -221,7 +223,7 @@ class RedisPublisher(Publisher):
         await self._client.aclose()
 
     async def _append(self, messages: Iterable[OutgoingMessage]) -> list[Any]:
-        # A transaction: a server that fills up in the middle takes none of them, not the later ones only.
+        # In a transaction, so that a server that runs out of memory midway refuses all of them.
         async with self._client.pipeline(transaction=True) as pipe:
             limit = self._connection.max_length
             trim = () if limit is None else ("MAXLEN", "~", limit)
@@ -232,20 +234,20 @@ class RedisPublisher(Publisher):
             return replies
 
 
-def _unfit(messages: Sequence[OutgoingMessage]) -> list[BrokerUnavailable | None]:
-    """Why a message cannot be written at all, and with it the later ones of its key."""
+def _find_invalid(messages: Sequence[OutgoingMessage]) -> list[BrokerUnavailable | None]:
+    """Errors of messages that cannot be written, and of later ones with the same key."""
     failed: set[tuple[str, str]] = set()
     answers: list[BrokerUnavailable | None] = []
     for message in messages:
         answer: BrokerUnavailable | None = None
-        line = (message.topic, message.key)
+        ordered_by = (message.topic, message.key)
         if not TAKEN.isdisjoint(message.headers):
-            answer = BrokerRefused(f"a message on Redis Streams cannot have headers named {' or '.join(sorted(TAKEN))}")
+            answer = BrokerRefused(f"headers on Redis Streams cannot be named {' or '.join(sorted(TAKEN))}")
         elif message.body is None:
             answer = tombstone_refused("Redis Streams")
-        elif message.key and line in failed:
-            answer = BrokerUnavailable("an earlier message of this key was not written")
+        elif message.key and ordered_by in failed:
+            answer = BrokerUnavailable("an earlier message with the same key was not written")
         if answer is not None:
-            failed.add(line)
+            failed.add(ordered_by)
         answers.append(answer)
     return answers

@@ -1,8 +1,8 @@
-"""Redis Streams as a broker: a queue is a stream, a group a consumer group that begins with the stream's first entry.
+"""Redis Streams consumer: a queue is a stream, a group is a consumer group that starts at the first entry.
 
-The pending list is the lease, as in holdfast's own engine: what a consumer has in hand it renews, what a dead one had
-is taken over after the visibility time. Every step that ends a delivery is a script that looks first whether the
-delivery still counts, so a consumer that was thought dead changes nothing any more.
+The pending list is the lease, as in holdfast's own engine: a consumer renews its messages in flight, and those of a
+crashed consumer are reclaimed after the visibility timeout. Every script that ends a delivery checks first that the
+delivery is still current, so a consumer that lost its messages cannot change them.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ __all__ = ["RedisAdapter", "RedisConfig", "RedisPublisher"]
 
 _log: Final = logging.getLogger("holdfast.brokers")
 
-#: How long a read waits on the server; afterwards others' leavings are looked for.
+#: How long a read blocks on the server. Expired messages of other consumers are reclaimed in between.
 _BLOCK_S: Final = 2.0
-#: How many rows of the pending list are looked at in one step.
+#: Rows of the pending list per step.
 _PAGE: Final = 500
-#: A task that has not ended so long after its cancellation is cancelled again.
-_AGAIN_S: Final = 1.0
-#: Has what consumers gave back when they left.
-_HEIR: Final = "returned"
+#: A task that has not ended this long after its cancellation is cancelled again.
+_CANCEL_AGAIN_S: Final = 1.0
+#: Consumer name that holds the messages which closed consumers returned.
+_RETURNED: Final = "returned"
 
 
 class _PendingEntry(msgspec.Struct, eq=False):
-    """One delivery that is ours."""
+    """One delivery in flight."""
 
     message: RawMessage
-    #: By the server's count, which a local requeue does not raise.
+    #: Delivery count of the server, which a local requeue does not increase.
     deliveries: int
-    #: After that somebody else may have taken it over.
+    #: After this time another consumer may have reclaimed it.
     until: float
 
 
@@ -78,19 +78,22 @@ class RedisAdapter(QueueAdapter):
         self._group = consumer_group
         self._prefetch = prefetch
         self._dlq = dlq_name or f"{queue_name}.dlq"
-        #: Made by `connect`: an adapter may be built before a fork.
+        #: Set by `connect`, because an adapter may be built before a fork.
         self._consumer = ""
         self._metadata: dict[str, str] = {}
         self._visibility_s = connection.visibility_timeout_s
         self._client = connection.client()
         self._scripts = {
-            name: self._client.register_script(script(name)) for name in ("take", "renew", "settle", "bury", "leave")
+            name: self._client.register_script(script(name))
+            for name in ("reclaim", "renew", "ack", "dead_letter", "release_all")
         }
-        self._held: dict[RawMessage, _PendingEntry] = {}
+        self._in_flight: dict[RawMessage, _PendingEntry] = {}
         self._ready: deque[RawMessage] = deque()
-        #: Acknowledged, and on its way to the server.
+        #: Acknowledged, not yet confirmed by the server.
         self._done: list[tuple[_PendingEntry, asyncio.Future[None]]] = []
-        self._news = asyncio.Event()
+        #: Ids of messages whose acknowledgement Redis has not confirmed.
+        self._acknowledging: set[str] = set()
+        self._wakeup = asyncio.Event()
         self._room = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._settling: asyncio.Task[None] | None = None
@@ -111,19 +114,19 @@ class RedisAdapter(QueueAdapter):
             raise translate(exc) from None
         if self._closed:
             await self._client.aclose()
-            raise BrokerUnavailable("closed while it was connecting")
+            raise BrokerUnavailable("closed while connecting")
         self._connected = True
-        self._tasks = [asyncio.create_task(self._renewing())]
+        self._tasks = [asyncio.create_task(self._renew())]
 
     async def consume(self) -> AsyncIterator[RawMessage]:
         if not self._connected:
-            raise BrokerUnavailable("not connected yet: call connect() first")
-        fetching = asyncio.create_task(self._fetching())
-        fetching.add_done_callback(lambda _: self._news.set())
+            raise BrokerUnavailable("not connected; call connect() first")
+        fetching = asyncio.create_task(self._fetch())
+        fetching.add_done_callback(lambda _: self._wakeup.set())
         self._tasks.append(fetching)
         try:
             while not self._closed:
-                self._news.clear()
+                self._wakeup.clear()
                 if self._ready and not self._paused:
                     message = self._ready.popleft()
                     if self.owns(message):
@@ -131,19 +134,20 @@ class RedisAdapter(QueueAdapter):
                 elif fetching.done():
                     fetching.result()
                 else:
-                    await self._news.wait()
+                    await self._wakeup.wait()
         finally:
-            # Known to `close` until it has ended: what it took after the farewell would be nobody's.
-            await _ended(fetching)
+            # Known to `close` until it has ended: messages it reads after `release_all` would belong to no consumer.
+            await _cancel_all(fetching)
             self._tasks.remove(fetching)
 
     async def ack(self, message: RawMessage) -> None:
-        """Comes back once Redis has confirmed it, or once the message is not ours any more."""
-        held = self._released(message)
-        if held is None:
+        """Returns once Redis has confirmed it, or once the message is no longer in flight here."""
+        entry = self._release(message)
+        if entry is None:
             return
         confirmed = asyncio.get_running_loop().create_future()
-        self._done.append((held, confirmed))
+        self._done.append((entry, confirmed))
+        self._acknowledging.add(message.message_id)
         if self._settling is None:
             self._settling = asyncio.create_task(self._settle())
         await confirmed
@@ -152,35 +156,37 @@ class RedisAdapter(QueueAdapter):
         if not requeue:
             # Redis has no dead letters of its own.
             return await self.ack(message)
-        held = self._released(message)
-        if held is not None:
-            # It stays with us, so it keeps its place in the prefetch; if we die, others take it over.
+        entry = self._release(message)
+        if entry is not None:
+            # It stays in flight here and counts towards the prefetch; if this process crashes, others reclaim it.
             again = msgspec.structs.replace(message, deliveries=message.deliveries + 1)
-            self._hold([_PendingEntry(again, held.deliveries, held.until)])
+            self._add([_PendingEntry(again, entry.deliveries, entry.until)])
         return None
 
     async def send_to_dlq(self, message: RawMessage, reason: str, history: Sequence[str] = ()) -> None:
-        held = self._held.get(message)
-        if held is None or not self.owns(message):
+        entry = self._in_flight.get(message)
+        if entry is None or not self.owns(message):
             return
         headers = dead_letter_headers(message, self._stream, reason, history)
         for name in TAKEN:
             headers.pop(name, None)
         fields = to_fields(message.body or b"", headers, message.key)
         delete = int(self._connection.delete_acknowledged)
-        await self._answered(
-            self._run("bury", delete, message.message_id, held.deliveries, *fields, keys=(self._stream, self._dlq))
+        await self._translate_errors(
+            self._run(
+                "dead_letter", delete, message.message_id, entry.deliveries, *fields, keys=(self._stream, self._dlq)
+            )
         )
-        self._released(message)
+        self._release(message)
 
     def owns(self, message: RawMessage) -> bool:
-        held = self._held.get(message)
-        if held is None or self._closed:
+        entry = self._in_flight.get(message)
+        if entry is None or self._closed:
             return False
-        if monotonic() < held.until:
+        if monotonic() < entry.until:
             return True
-        # For good: it comes again, to us or to somebody else.
-        self._released(message)
+        # Permanently: it is delivered again, here or elsewhere.
+        self._release(message)
         return False
 
     async def pause(self) -> None:
@@ -188,7 +194,7 @@ class RedisAdapter(QueueAdapter):
 
     async def resume(self) -> None:
         self._paused = False
-        self._news.set()
+        self._wakeup.set()
         self._room.set()
 
     async def lag(self) -> int | None:
@@ -217,47 +223,47 @@ class RedisAdapter(QueueAdapter):
         if self._closed:
             return
         self._closed = True
-        self._news.set()
+        self._wakeup.set()
         settling = [self._settling] if self._settling is not None else []
-        await _ended(*self._tasks, *settling)
+        await _cancel_all(*self._tasks, *settling)
         for _, confirmed in self._done:
             if not confirmed.done():
                 confirmed.set_result(None)
         if self._connected:
-            # The others wait for the visibility time if this fails.
+            # If this fails, the messages are reclaimed after the visibility timeout.
             with suppress(BrokerUnavailable):
-                await self._answered(self._run("leave", _HEIR, round(self._visibility_s * 1000)))
-        self._held.clear()
+                await self._translate_errors(self._run("release_all", _RETURNED, round(self._visibility_s * 1000)))
+        self._in_flight.clear()
         await self._client.aclose()
 
     # Fetching --------------------------------------------------------------------------------------
 
-    async def _fetching(self) -> None:
-        """Keep as many messages in hand as may be, for ever."""
+    async def _fetch(self) -> None:
+        """Keep `prefetch` messages in flight, until cancelled."""
         backoff = Backoff()
-        look_at = 0.0
+        reclaim_at = 0.0
         while True:
             room = await self._wait_for_room()
             try:
-                if monotonic() >= look_at:
-                    self._received(await self._take_over(room))
-                    look_at = monotonic() + min(_BLOCK_S, self._visibility_s / 2)
+                if monotonic() >= reclaim_at:
+                    self._add_deliveries(await self._reclaim(room))
+                    reclaim_at = monotonic() + min(_BLOCK_S, self._visibility_s / 2)
                     continue
-                self._received(await self._read(room, look_at - monotonic()))
+                self._add_deliveries(await self._read(room, reclaim_at - monotonic()))
             except REDIS_ERRORS as exc:
-                look_at = 0.0
-                await self._mend(exc, backoff)
+                reclaim_at = 0.0
+                await self._recover(exc, backoff)
                 continue
             if backoff.failures:
-                _log.info("reading of stream %r goes on", self._stream)
+                _log.info("stream %r recovered", self._stream)
                 backoff.reset()
 
     async def _wait_for_room(self) -> int:
-        """How many more messages may be fetched, once some may."""
-        while self._paused or len(self._held) >= self._prefetch:
+        """Wait until messages may be fetched. Returns how many."""
+        while self._paused or len(self._in_flight) >= self._prefetch:
             self._room.clear()
             await self._room.wait()
-        return self._prefetch - len(self._held)
+        return self._prefetch - len(self._in_flight)
 
     async def _read(self, room: int, wait_s: float) -> list[tuple[RawMessage, int]]:
         block_ms = max(1, round(min(wait_s, self._connection.reply_timeout_s / 2) * 1000))
@@ -267,48 +273,49 @@ class RedisAdapter(QueueAdapter):
         entries = reply[0][1] if reply else []
         return [(to_message(entry, fields.items(), self._metadata, 1), 1) for entry, fields in entries]
 
-    async def _take_over(self, room: int) -> list[tuple[RawMessage, int]]:
-        """What dead consumers had, what living ones gave back, and what was sent to us and never arrived."""
-        in_hand = {message.message_id for message in self._held}
-        wanted: list[Any] = []
+    async def _reclaim(self, room: int) -> list[tuple[RawMessage, int]]:
+        """Reclaim messages of crashed consumers, returned ones, and own ones whose reply was lost."""
+        # Redis may not have applied an acknowledgement yet: the message is finished all the same.
+        in_flight = {message.message_id for message in self._in_flight} | self._acknowledging
+        expired: list[Any] = []
         start = "-"
-        while len(wanted) < 3 * room:
+        while len(expired) < 3 * room:
             rows = await self._client.xpending_range(self._stream, self._group, start, "+", _PAGE)
             for row in rows:
                 own = row["consumer"] == self._consumer.encode()
-                if row["message_id"].decode() in in_hand:
+                if row["message_id"].decode() in in_flight:
                     continue
                 if own or row["time_since_delivered"] >= self._visibility_s * 1000:
-                    wanted += [row["message_id"], row["consumer"], row["times_delivered"]]
+                    expired += [row["message_id"], row["consumer"], row["times_delivered"]]
             if len(rows) < _PAGE:
                 break
             start = after(rows[-1]["message_id"])
-        if not wanted:
+        if not expired:
             return []
-        taken = await self._run("take", round(self._visibility_s * 1000), *wanted[: 3 * room])
+        reclaimed = await self._run("reclaim", round(self._visibility_s * 1000), *expired[: 3 * room])
         return [
             (to_message(entry, pairs(fields), self._metadata, deliveries), deliveries)
-            for entry, fields, deliveries in taken
+            for entry, fields, deliveries in reclaimed
         ]
 
-    def _received(self, deliveries: Iterable[tuple[RawMessage, int]]) -> None:
-        # A read may have waited, but an entry was given to us only when there was one: now, or a round trip ago.
+    def _add_deliveries(self, deliveries: Iterable[tuple[RawMessage, int]]) -> None:
+        # A read may have blocked, but the entry was delivered only when it existed: at most a round trip ago.
         until = monotonic() + self._visibility_s * 0.9
-        self._hold(_PendingEntry(message, count, until) for message, count in deliveries)
+        self._add(_PendingEntry(message, count, until) for message, count in deliveries)
 
-    def _hold(self, fresh: Iterable[_PendingEntry]) -> None:
-        """These are ours, and to be delivered. What comes again is older than what waits, and goes first."""
-        for held in fresh:
-            self._held[held.message] = held
-            self._ready.append(held.message)
+    def _add(self, entries: Iterable[_PendingEntry]) -> None:
+        """Record deliveries and queue them in stream order: redelivered messages go before newer ones."""
+        for entry in entries:
+            self._in_flight[entry.message] = entry
+            self._ready.append(entry.message)
         if any(entry_position(later) < entry_position(earlier) for earlier, later in pairwise(self._ready)):
             self._ready = deque(sorted(self._ready, key=entry_position))
-        self._news.set()
+        self._wakeup.set()
 
-    async def _mend(self, exc: Exception, backoff: Backoff) -> None:
-        """After a failure: wait, and see that the group is there."""
+    async def _recover(self, exc: Exception, backoff: Backoff) -> None:
+        """After a failure: wait, then make sure that the group exists."""
         if not backoff.failures:
-            _log.warning("stream %r cannot be read: %s; trying again", self._stream, translate(exc))
+            _log.warning("cannot read stream %r, retrying: %s", self._stream, translate(exc))
         await asyncio.sleep(backoff.next_s())
         if isinstance(exc, ResponseError):
             with suppress(*REDIS_ERRORS):
@@ -323,34 +330,37 @@ class RedisAdapter(QueueAdapter):
 
     # Keeping and ending ----------------------------------------------------------------------------
 
-    async def _renewing(self) -> None:
-        """What is in hand stays ours, paused or not; what is not ours any more is dropped."""
+    async def _renew(self) -> None:
+        """Renew messages in flight, also while paused, and drop those that were lost."""
         while True:
             await asyncio.sleep(self._visibility_s / 4)
-            in_hand = {held.message.message_id: held for held in list(self._held.values()) if self.owns(held.message)}
-            if not in_hand:
+            in_flight = {
+                entry.message.message_id: entry for entry in list(self._in_flight.values()) if self.owns(entry.message)
+            }
+            if not in_flight:
                 continue
             until = monotonic() + self._visibility_s * 0.9
-            words = [word for held in in_hand.values() for word in (held.message.message_id, held.deliveries)]
+            args = [arg for entry in in_flight.values() for arg in (entry.message.message_id, entry.deliveries)]
             try:
-                lost = await self._run("renew", *words)
+                lost = await self._run("renew", *args)
             except REDIS_ERRORS as exc:
-                _log.warning("messages of stream %r could not be kept: %s", self._stream, translate(exc))
+                _log.warning("messages of stream %r not renewed: %s", self._stream, translate(exc))
                 continue
             for name in lost:
-                self._released(in_hand.pop(name.decode()).message)
-            for held in in_hand.values():
-                held.until = until
+                self._release(in_flight.pop(name.decode()).message)
+            for entry in in_flight.values():
+                entry.until = until
 
     async def _settle(self) -> None:
-        """Tell the server what is done, all that has come together in one step, until nothing is left."""
+        """Send pending acknowledgements in batches until none is left."""
         try:
             while self._done:
                 batch, self._done = self._done[:_PAGE], self._done[_PAGE:]
                 try:
-                    await self._settle_batch([held for held, _ in batch])
+                    await self._settle_batch([entry for entry, _ in batch])
                 finally:
-                    for _, confirmed in batch:
+                    for entry, confirmed in batch:
+                        self._acknowledging.discard(entry.message.message_id)
                         if not confirmed.done():
                             confirmed.set_result(None)
         finally:
@@ -358,40 +368,40 @@ class RedisAdapter(QueueAdapter):
 
     async def _settle_batch(self, batch: Sequence[_PendingEntry]) -> None:
         backoff = Backoff()
-        words = [word for held in batch for word in (held.message.message_id, held.deliveries)]
+        args = [arg for entry in batch for arg in (entry.message.message_id, entry.deliveries)]
         while True:
             try:
-                await self._run("settle", int(self._connection.delete_acknowledged), *words)
+                await self._run("ack", int(self._connection.delete_acknowledged), *args)
             except REDIS_ERRORS as exc:
-                # Nobody knows whether it came through; to say it twice does no harm.
-                if monotonic() < max(held.until for held in batch):
+                # Unknown whether it was applied; acknowledging twice is harmless.
+                if monotonic() < max(entry.until for entry in batch):
                     await asyncio.sleep(backoff.next_s())
                     continue
-                _log.warning("acknowledgements of stream %r are lost: %s", self._stream, translate(exc))
+                _log.warning("acknowledgements of stream %r lost: %s", self._stream, translate(exc))
             return
 
-    def _released(self, message: RawMessage) -> _PendingEntry | None:
-        """The delivery is not in hand any more; None if it was not."""
-        held = self._held.pop(message, None)
+    def _release(self, message: RawMessage) -> _PendingEntry | None:
+        """Remove and return the delivery; None if it is not in flight."""
+        entry = self._in_flight.pop(message, None)
         self._room.set()
-        return held
+        return entry
 
-    async def _run(self, name: str, *words: Any, keys: tuple[str, ...] = ()) -> Any:
-        return await self._scripts[name](keys=keys or (self._stream,), args=(self._group, self._consumer, *words))
+    async def _run(self, name: str, *args: Any, keys: tuple[str, ...] = ()) -> Any:
+        return await self._scripts[name](keys=keys or (self._stream,), args=(self._group, self._consumer, *args))
 
-    async def _answered(self, call: Awaitable[Any]) -> Any:
+    async def _translate_errors(self, call: Awaitable[Any]) -> Any:
         try:
             return await call
         except REDIS_ERRORS as exc:
             raise translate(exc) from None
 
 
-async def _ended(*tasks: asyncio.Task[None]) -> None:
-    """Cancel them and wait until they have ended, however they do."""
+async def _cancel_all(*tasks: asyncio.Task[None]) -> None:
+    """Cancel tasks and wait until they have ended, ignoring their results."""
     left = set(tasks)
     while left:
         for task in left:
             task.cancel()
-        # Again: a cancellation that meets a timeout inside of the client may be lost.
-        _, left = await asyncio.wait(left, timeout=_AGAIN_S)
+        # Repeatedly: a cancellation during a timeout inside the client may get lost.
+        _, left = await asyncio.wait(left, timeout=_CANCEL_AGAIN_S)
     await asyncio.gather(*tasks, return_exceptions=True)

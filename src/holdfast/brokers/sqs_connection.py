@@ -37,67 +37,67 @@ from holdfast.brokers.port import OutgoingMessage, RawMessage, dead_letter_heade
 from holdfast.errors import BrokerRefused, BrokerUnavailable
 from holdfast.observe.redact import MASK, redact
 
-#: What a call may raise for reasons of SQS or the network.
+#: Errors of calls that are caused by SQS or the network.
 CONNECTION_ERRORS: Final = (BotoCoreError, ClientError, OSError, TimeoutError)
 
-#: Most messages in one request.
+#: Maximum number of messages per request.
 BATCH: Final = 10
 
 _FIFO: Final = ".fifo"
-#: Answers that say "later", though they look like a refusal.
+#: Error codes that are temporary although their status is that of a refusal.
 _LATER: Final = ("Throttl", "TooManyRequests", "RequestLimitExceeded", "OverLimit", "SlowDown")
 
 
 class SqsConfig(BaseModel):
-    """Where SQS is and who we are to it. Without keys: as this machine is known to AWS (environment, profile, role)."""
+    """Address, credentials, timeouts and limits of SQS. Default credentials: AWS environment, profile or role."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     region: str = "us-east-1"
-    #: Another server that speaks SQS; none: AWS itself.
+    #: An SQS-compatible server. Default: AWS.
     endpoint_url: str | None = None
     access_key: SecretStr | None = None
     secret_key: SecretStr | None = None
     session_token: SecretStr | None = None
-    #: Who has to have signed the server's certificate; none: whom botocore trusts.
+    #: CA certificates that verify the server. Default: those of botocore.
     ca_file: str | None = None
     verify: bool = True
 
-    #: Make a queue that is not there. What is there stays as it is.
+    #: Create a queue that does not exist. An existing queue stays unchanged.
     declare: bool = False
-    #: The same for the queue of the dead letters, when the first one is written.
+    #: The same for the dead-letter queue, when the first dead letter is written.
     declare_dlq: bool = True
-    #: For so long a message is ours; while it is in hand that is prolonged, again and again.
+    #: How long a received message is invisible to others; extended repeatedly while it is in flight.
     visibility_timeout_s: int = Field(default=30, ge=1, le=43_200)
-    #: How long one question for messages waits for the first; 0: it is asked again and again, which costs more.
+    #: Duration of a long poll. 0: short polling, which costs more requests.
     wait_time_s: int = Field(default=20, ge=0, le=20)
-    #: Questions for messages at the same time, while there are many.
+    #: Concurrent receive requests on a busy queue.
     receives: int = Field(default=4, ge=1, le=50)
-    #: SQS's own limit for a message with all its attributes, and for a batch.
+    #: The limit of SQS for a message with its attributes, and for a batch.
     max_message_bytes: int = Field(default=262_144, ge=1024)
-    #: How long any other answer may take.
+    #: Timeout of all other requests.
     timeout_s: float = Field(default=10.0, gt=0)
 
     @field_validator("endpoint_url")
     @classmethod
     def _has_no_credentials(cls, url: str | None) -> str | None:
         if url is not None and "@" in url:
-            raise ValueError("an address with credentials in it ends up in logs; use access_key and secret_key")
+            raise ValueError("endpoint_url must not contain credentials; use access_key and secret_key")
         return url
 
     @property
     def address(self) -> str:
-        """For people: no credentials."""
+        """Endpoint or region, without credentials: safe to log."""
         return redact(self.endpoint_url or f"region {self.region}")
 
     def secrets(self) -> list[str]:
-        """What must not be seen in any text."""
+        """Values to mask in any text."""
         given = (self.access_key, self.secret_key, self.session_token)
         return [secret.get_secret_value() for secret in given if secret is not None and secret.get_secret_value()]
 
 
 class _MaskingFilter(logging.Filter):
-    """botocore writes requests with all their headers into its log, at level DEBUG: a session token is one of them."""
+    """Masks secrets in the log of botocore, which writes request headers (with session tokens) at DEBUG."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,8 +112,8 @@ class _MaskingFilter(logging.Filter):
         return True
 
 
-_blotter: Final = _MaskingFilter()
-_WORDY: Final = (
+_masking_filter: Final = _MaskingFilter()
+_NOISY_LOGGERS: Final = (
     "auth",
     "awsrequest",
     "client",
@@ -127,7 +127,7 @@ _WORDY: Final = (
 
 
 class SqsClient:
-    """One client of aiobotocore, opened and closed, and the queues' addresses."""
+    """An aiobotocore client and a cache of queue URLs."""
 
     def __init__(self, settings: SqsConfig) -> None:
         self.settings = settings
@@ -141,15 +141,15 @@ class SqsClient:
 
     async def open(self) -> None:
         settings = self.settings
-        _blotter.secrets.update(settings.secrets())
+        _masking_filter.secrets.update(settings.secrets())
         for library in ("botocore", "aiobotocore"):
-            for name in _WORDY:
-                logging.getLogger(f"{library}.{name}").addFilter(_blotter)
+            for name in _NOISY_LOGGERS:
+                logging.getLogger(f"{library}.{name}").addFilter(_masking_filter)
         config = AioConfig(
             connect_timeout=settings.timeout_s,
             read_timeout=settings.wait_time_s + settings.timeout_s,
             max_pool_connections=settings.receives + 16,
-            # Whoever calls knows better how often, and says so in its log.
+            # Callers retry and log themselves.
             retries={"total_max_attempts": 1},
         )
         try:
@@ -158,9 +158,9 @@ class SqsClient:
                     "sqs",
                     region_name=settings.region,
                     endpoint_url=settings.endpoint_url,
-                    aws_access_key_id=_open(settings.access_key),
-                    aws_secret_access_key=_open(settings.secret_key),
-                    aws_session_token=_open(settings.session_token),
+                    aws_access_key_id=_reveal(settings.access_key),
+                    aws_secret_access_key=_reveal(settings.secret_key),
+                    aws_session_token=_reveal(settings.session_token),
                     verify=settings.ca_file or settings.verify,
                     config=config,
                 )
@@ -173,18 +173,18 @@ class SqsClient:
         await self._stack.aclose()
 
     async def call(self, operation: str, **arguments: Any) -> dict[str, Any]:
-        """One request; `BrokerUnavailable` or `BrokerRefused` says what went wrong."""
+        """Send one request. Raises `BrokerUnavailable` or `BrokerRefused`."""
         if self._client is None:
-            raise BrokerUnavailable("not connected: call connect() first")
+            raise BrokerUnavailable("not connected; call connect() first")
         try:
             answer: dict[str, Any] = await getattr(self._client, operation)(**arguments)
-        except Exception as exc:  # noqa: BLE001 - a task that ended by it would look like a quiet queue
-            # Not chained: what botocore says may hold the request with all its headers.
+        except Exception as exc:  # noqa: BLE001 - a task that ended looks like an idle queue
+            # Not chained: a botocore error may contain the request with all its headers.
             raise self.translate(exc) from None
         return answer
 
     async def url_of(self, queue: str, *, declare: bool = False) -> str:
-        """The queue's address; a queue that is not there is refused, or made."""
+        """URL of the queue. A queue that does not exist is refused, or created with `declare`."""
         if queue not in self._urls:
             try:
                 self._urls[queue] = (await self.call("get_queue_url", QueueName=queue))["QueueUrl"]
@@ -197,20 +197,20 @@ class SqsClient:
         return self._urls[queue]
 
     def translate(self, exc: BaseException) -> BrokerUnavailable:
-        """The port's error for one of botocore's, with nothing secret in it."""
+        """Convert a botocore error. The result contains no secrets."""
         where = f"SQS at {self.settings.address}"
         if isinstance(exc, ClientError):
-            said = exc.response.get("Error", {})
+            error = exc.response.get("Error", {})
             status = exc.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-            code = str(said.get("Code", ""))
-            text = f"{where}: {code}: {self._blotted(str(said.get('Message', '')))}"
+            code = str(error.get("Code", ""))
+            text = f"{where}: {code}: {self._mask(str(error.get('Message', '')))}"
             later = status >= 500 or status == 429 or any(word in code for word in _LATER)
             return BrokerUnavailable(text) if later else BrokerRefused(text)
-        text = f"{where}: {self._blotted(str(exc)) or type(exc).__name__}"
+        text = f"{where}: {self._mask(str(exc)) or type(exc).__name__}"
         refused = (NoCredentialsError, PartialCredentialsError, SSLError, ValueError)
         return BrokerRefused(text) if isinstance(exc, refused) else BrokerUnavailable(text)
 
-    def _blotted(self, text: str) -> str:
+    def _mask(self, text: str) -> str:
         for secret in self.settings.secrets():
             text = text.replace(secret, MASK)
         return redact(text)
@@ -218,7 +218,7 @@ class SqsClient:
 
 @cache
 def _session() -> Any:
-    """One for the process: it keeps the descriptions of AWS's services, which are long to read."""
+    """One session per process: it caches the service descriptions of AWS, which are slow to load."""
     return get_session()
 
 
@@ -227,12 +227,12 @@ def is_fifo(queue: str) -> bool:
 
 
 def default_dlq_name(queue: str) -> str:
-    """`orders-dlq` for `orders`, `orders-dlq.fifo` for `orders.fifo`: SQS allows no other dot in a name."""
+    """`orders-dlq` for `orders`, `orders-dlq.fifo` for `orders.fifo`. SQS allows no other dot in a name."""
     stem = queue.removesuffix(_FIFO)
     return f"{stem}-dlq{queue[len(stem) :]}"
 
 
-def _open(secret: SecretStr | None) -> str | None:
+def _reveal(secret: SecretStr | None) -> str | None:
     return secret.get_secret_value() if secret is not None else None
 
 
@@ -241,22 +241,22 @@ _ENCODING: Final = "x-body-encoding"
 _PACKED: Final = "x-headers"
 _RESERVED: Final = (KEY, _ENCODING, _PACKED)
 _MAX_ATTRIBUTES: Final = 10
-#: Reason and history of a dead letter are cut to this.
+#: Limit of reason and history entries of a dead letter.
 _DEAD_TEXT_CHARS: Final = 4_000
 
 _FORBIDDEN: Final = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _NAME: Final = re.compile(r"(?!(?i:aws\.|amazon\.))[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*")
 _GROUP: Final = re.compile(r"[!-~]{1,128}")
-#: Groups of messages without a key, and of keys that a group cannot be named by.
+#: Prefixes of group ids for messages without a key, and for keys that are not valid group ids.
 _UNKEYED: Final = "holdfast-unkeyed-"
 _DIGEST: Final = "holdfast-digest-"
 
 
 def encode(message: OutgoingMessage, *, fifo: bool) -> dict[str, Any]:
-    """An entry for `SendMessageBatch`, without its `Id`; `BrokerRefused` for what SQS cannot carry."""
+    """Encode an entry for `SendMessageBatch`, without its `Id`. Raises `BrokerRefused` for a tombstone."""
     if message.body is None:
         raise tombstone_refused("SQS")
-    body, encoding = _encoded_body(message.body)
+    body, encoding = _encode_body(message.body)
     own = {_ENCODING: encoding} if encoding else {}
     entry: dict[str, Any] = {"MessageBody": body}
     if fifo:
@@ -280,7 +280,7 @@ def encode(message: OutgoingMessage, *, fifo: bool) -> dict[str, Any]:
 
 
 def size_of(entry: Mapping[str, Any]) -> int:
-    """As SQS counts it: body and attributes with their names and types."""
+    """Size in bytes as SQS counts it: body and attributes with their names and types."""
     attributes = entry.get("MessageAttributes", {}).items()
     return len(entry["MessageBody"].encode()) + sum(
         len(name.encode()) + len("String") + len(value["StringValue"].encode()) for name, value in attributes
@@ -288,40 +288,42 @@ def size_of(entry: Mapping[str, Any]) -> int:
 
 
 def check_size(entry: Mapping[str, Any], limit: int) -> None:
-    """`BrokerRefused` for what SQS will never take."""
+    """Raise `BrokerRefused` if the entry exceeds the limit."""
     if size_of(entry) > limit:
         raise BrokerRefused(
-            f"a message of {size_of(entry)} bytes, as SQS counts them, is over its limit of {limit}: "
+            f"a message of {size_of(entry)} bytes (as SQS counts) exceeds the limit of {limit}; "
             "store the payload elsewhere and send its address"
         )
 
 
 def decode(received: Mapping[str, Any], queue: str) -> RawMessage:
-    """Total: whatever odd things a writer puts into a message, it can be handed over."""
+    """Convert a received message. Never fails, whatever the writer put into it."""
     attributes: Mapping[str, Any] = received.get("MessageAttributes") or {}
     texts = {name.lower(): _text(value) for name, value in attributes.items()}
     system: Mapping[str, str] = received.get("Attributes") or {}
     group = system.get("MessageGroupId", "")
-    headers = {name: value for name, value in texts.items() if name not in _RESERVED} | _unpacked(texts.get(_PACKED))
+    headers = {name: value for name, value in texts.items() if name not in _RESERVED} | _unpack_headers(
+        texts.get(_PACKED)
+    )
     sent = system.get("SentTimestamp", "")
     return RawMessage(
         received["MessageId"],
-        _decoded_body(received.get("Body", ""), texts.get(_ENCODING, "")),
+        _decode_body(received.get("Body", ""), texts.get(_ENCODING, "")),
         headers,
         timestamp_from_ms(int(sent)) if sent.isdigit() else datetime.now(UTC),
         {"queue": queue, "receipt_handle": received["ReceiptHandle"], **system},
-        _unpacked_key(texts.get(KEY)) or ("" if group.startswith(_UNKEYED) else group),
+        _unpack_key(texts.get(KEY)) or ("" if group.startswith(_UNKEYED) else group),
         int(system.get("ApproximateReceiveCount", "1")),
     )
 
 
 def dead_letter(message: RawMessage, name: str, source: str, reason: str, history: Sequence[str]) -> OutgoingMessage:
-    """The message as it was, with what there is to say about it."""
+    """The message unchanged, plus reason and history."""
     headers = dead_letter_headers(message, source, reason, history, limit=_DEAD_TEXT_CHARS)
     return OutgoingMessage(name, message.body, headers, message.key, f"dead-{message.message_id}")
 
 
-def _encoded_body(body: bytes) -> tuple[str, str]:
+def _encode_body(body: bytes) -> tuple[str, str]:
     if not body:
         return "empty", "empty"
     try:
@@ -333,14 +335,14 @@ def _encoded_body(body: bytes) -> tuple[str, str]:
     return b64encode(body).decode(), "base64"
 
 
-def _decoded_body(text: str, encoding: str) -> bytes:
+def _decode_body(text: str, encoding: str) -> bytes:
     if encoding == "empty":
         return b""
     if encoding == "base64":
         try:
             return b64decode(text, validate=True)
         except NotBase64:
-            # Somebody else's header of the same name.
+            # A foreign header with the same name.
             return text.encode()
     return text.encode(errors="replace")
 
@@ -352,8 +354,8 @@ def _fits(attributes: Mapping[str, str]) -> bool:
     )
 
 
-def _unpacked(packed: str | None) -> dict[str, str]:
-    """Headers that were written as JSON; none, if it is somebody else's header of the same name."""
+def _unpack_headers(packed: str | None) -> dict[str, str]:
+    """Headers from the JSON attribute. A foreign header with the same name is kept as it is."""
     try:
         found = json.loads(packed) if packed else {}
     except ValueError:
@@ -363,7 +365,7 @@ def _unpacked(packed: str | None) -> dict[str, str]:
     return {str(name).lower(): value if isinstance(value, str) else json.dumps(value) for name, value in found.items()}
 
 
-def _unpacked_key(key: str | None) -> str:
+def _unpack_key(key: str | None) -> str:
     if key and key.startswith('"'):
         try:
             found = json.loads(key)

@@ -1,4 +1,4 @@
-"""The publishing end of SQS."""
+"""SQS publisher."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from holdfast.errors import BrokerRefused, BrokerUnavailable
 _log: Final = logging.getLogger("holdfast.brokers.sqs")
 
 _HEALTH_S: Final = 3.0
-#: Batches under way at the same time.
+#: Concurrent batches.
 _WRITERS: Final = 4
 
 
 class SqsPublisher(Publisher):
-    """Writes batches of ten, a few at a time. The topic is the queue's name.
+    """Publishes in batches of ten, a few at a time. The topic is the name of the queue.
 
-    Of one topic and key one message is under way at a time: SQS takes or refuses each message of a batch by itself.
+    One message per topic and key is in flight at a time, because SQS accepts or refuses each message of a batch.
     """
 
     def __init__(self, connection: SqsConfig) -> None:
@@ -33,7 +33,7 @@ class SqsPublisher(Publisher):
         if not self._client.is_open:
             await self._client.open()
         try:
-            await self._ask()
+            await self._probe()
         except BaseException:
             await self.close()
             raise
@@ -41,9 +41,9 @@ class SqsPublisher(Publisher):
     async def publish(self, messages: Sequence[OutgoingMessage]) -> list[BrokerUnavailable | None]:
         answers: list[BrokerUnavailable | None] = [BrokerUnavailable("SQS did not confirm in time") for _ in messages]
         lanes: dict[tuple[str, ...], deque[int]] = {}
-        for place, message in enumerate(messages):
-            lane = (message.topic, message.key) if message.key else (str(place),)
-            lanes.setdefault(lane, deque()).append(place)
+        for index, message in enumerate(messages):
+            lane = (message.topic, message.key) if message.key else (str(index),)
+            lanes.setdefault(lane, deque()).append(index)
         try:
             async with asyncio.timeout(self._settings.timeout_s * 2):
                 while lanes:
@@ -56,7 +56,7 @@ class SqsPublisher(Publisher):
     async def health_check(self) -> bool:
         try:
             async with asyncio.timeout(_HEALTH_S):
-                await self._ask()
+                await self._probe()
         except (BrokerUnavailable, TimeoutError):
             return False
         return True
@@ -64,7 +64,7 @@ class SqsPublisher(Publisher):
     async def close(self) -> None:
         await self._client.close()
 
-    async def _ask(self) -> None:
+    async def _probe(self) -> None:
         try:
             async with asyncio.timeout(self._settings.timeout_s):
                 await self._client.call("list_queues", MaxResults=1)
@@ -75,23 +75,23 @@ class SqsPublisher(Publisher):
     def _next(
         lanes: dict[tuple[str, ...], deque[int]], answers: list[BrokerUnavailable | None]
     ) -> dict[tuple[str, ...], deque[int]]:
-        """What is left after the heads of all lanes: nothing of a lane whose head failed."""
+        """Remaining messages after the heads of all lanes. A lane whose head failed is dropped and fails too."""
         left = {}
         for name, lane in lanes.items():
             failed = answers[lane.popleft()]
             if failed is not None:
-                for place in lane:
-                    answers[place] = failed
+                for index in lane:
+                    answers[index] = failed
             elif lane:
                 left[name] = lane
         return left
 
     async def _publish_heads(
-        self, messages: Sequence[OutgoingMessage], places: Iterable[int], answers: list[BrokerUnavailable | None]
+        self, messages: Sequence[OutgoingMessage], indices: Iterable[int], answers: list[BrokerUnavailable | None]
     ) -> None:
         by_topic: dict[str, list[int]] = {}
-        for place in places:
-            by_topic.setdefault(messages[place].topic, []).append(place)
+        for index in indices:
+            by_topic.setdefault(messages[index].topic, []).append(index)
         gate = asyncio.Semaphore(_WRITERS)
 
         async def send(topic: str, batch: dict[int, dict[str, Any]]) -> None:
@@ -107,40 +107,40 @@ class SqsPublisher(Publisher):
         )
 
     def _batches(
-        self, messages: Sequence[OutgoingMessage], places: Iterable[int], answers: list[BrokerUnavailable | None]
+        self, messages: Sequence[OutgoingMessage], indices: Iterable[int], answers: list[BrokerUnavailable | None]
     ) -> list[dict[int, dict[str, Any]]]:
-        """At most ten, and no more bytes than one message may have."""
+        """Batches of at most ten entries that together do not exceed the size limit of a message."""
         batches: list[dict[int, dict[str, Any]]] = []
         room = 0
-        for place in places:
+        for index in indices:
             try:
-                entry = encode(messages[place], fifo=is_fifo(messages[place].topic))
+                entry = encode(messages[index], fifo=is_fifo(messages[index].topic))
                 check_size(entry, self._settings.max_message_bytes)
             except BrokerRefused as exc:
-                answers[place] = exc
+                answers[index] = exc
                 continue
             if not batches or len(batches[-1]) == BATCH or size_of(entry) > room:
                 batches.append({})
                 room = self._settings.max_message_bytes
-            batches[-1][place] = entry
+            batches[-1][index] = entry
             room -= size_of(entry)
         return batches
 
     async def _send(
         self, topic: str, batch: dict[int, dict[str, Any]], answers: list[BrokerUnavailable | None]
     ) -> None:
-        entries = [{"Id": str(place), **entry} for place, entry in batch.items()]
+        entries = [{"Id": str(index), **entry} for index, entry in batch.items()]
         try:
             url = await self._client.url_of(topic, declare=self._settings.declare)
             answer = await self._client.call("send_message_batch", QueueUrl=url, Entries=entries)
         except BrokerUnavailable as exc:
             if isinstance(exc, BrokerRefused) and len(batch) > 1:
-                # One that SQS cannot take makes it refuse all: ask for each.
-                for place, entry in batch.items():
-                    await self._send(topic, {place: entry}, answers)
+                # One invalid entry makes SQS refuse the whole batch: send each alone.
+                for index, entry in batch.items():
+                    await self._send(topic, {index: entry}, answers)
                 return
-            for place in batch:
-                answers[place] = exc
+            for index in batch:
+                answers[index] = exc
             return
         for sent in answer.get("Successful", []):
             answers[int(sent["Id"])] = None

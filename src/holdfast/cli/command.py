@@ -43,7 +43,7 @@ from holdfast.observe.redact import redact
 
 
 class ExitCode(IntEnum):
-    """What the shell gets."""
+    """Exit codes of all commands."""
 
     meaning: str
 
@@ -54,19 +54,19 @@ class ExitCode(IntEnum):
         return code
 
     OK = 0, "done"
-    FAILED = 1, "what was asked for failed: the job ended without a result, or `doctor` found a danger"
+    FAILED = 1, "the command failed: the job did not succeed, or `doctor` found a problem"
     USAGE = (
         2,
-        "wrong call: unknown option, app, task, job or id, misfit arguments, a bad setting, another release's ledger",
+        "invalid call: unknown option, app, task, job or id, invalid arguments or settings, ledger of another release",
     )
-    UNAVAILABLE = 3, "the engine or a broker does not answer, or the queue takes no new jobs; safe to try again"
-    ILLEGAL = 4, "no legal move (`WF_STATE_TRANSITION_INVALID`), or decided already (`CONFLICT`); nothing was changed"
-    TIMEOUT = 5, "not finished within the time given; the job goes on"
-    REFUSED = 6, "not allowed: no valid token, a role that may not, two people are needed, or a guard says no"
+    UNAVAILABLE = 3, "the engine or a broker is unreachable, or the queue accepts no new jobs; safe to retry"
+    ILLEGAL = 4, "illegal move (`WF_STATE_TRANSITION_INVALID`), or already decided (`CONFLICT`); nothing was changed"
+    TIMEOUT = 5, "not finished within the timeout; the job continues"
+    REFUSED = 6, "not allowed: no valid token, insufficient role, a second principal is required, or a guard denied it"
 
 
 def exit_code(error: HoldfastError) -> ExitCode:
-    """The code for an error."""
+    """Map an error to its exit code."""
     match error:
         case UsageError() | SchemaMismatch() | NotFound() | LedgerRefused():
             return ExitCode.USAGE
@@ -83,7 +83,7 @@ def exit_code(error: HoldfastError) -> ExitCode:
 
 
 def print_error(error: HoldfastError, *, debug: bool) -> ExitCode:
-    """Tell the person, on stderr: one line, or with `debug` the whole traceback before it."""
+    """Print an error as one line on stderr, with `debug` after its traceback. Returns the exit code."""
     if debug:
         print(visible(redact("".join(traceback.format_exception(error)))), file=sys.stderr, end="")
     message = visible(" ".join(redact(str(error)).split()))
@@ -97,8 +97,8 @@ Url = Annotated[
     str | None,
     typer.Option(
         metavar="URL",
-        help="Where the engine is: sqlite:///file.db or redis://host:port/0. Default: the URL that the APP was made "
-        "with, HOLDFAST_URL, holdfast.toml, then sqlite:///holdfast.db.",
+        help="Engine: sqlite:///file.db or redis://host:port/0. Default: the URL set in the APP's code, "
+        "HOLDFAST_URL, holdfast.toml, then sqlite:///holdfast.db.",
         rich_help_panel=_SHARED,
         show_default=False,
     ),
@@ -112,18 +112,18 @@ Namespace = Annotated[
         show_default=False,
     ),
 ]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.", rich_help_panel=_SHARED)]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Print tracebacks of errors.", rich_help_panel=_SHARED)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 OneQueue = Annotated[
     str | None,
     typer.Option(
-        "--queue", "-q", metavar="NAME", help="The job's queue; without it all are asked.", show_default=False
+        "--queue", "-q", metavar="NAME", help="Queue of the job. Default: search all queues.", show_default=False
     ),
 ]
 Queues = Annotated[
     list[str] | None,
     typer.Option(
-        "--queue", "-q", metavar="NAME", help="Only this queue; may be repeated. Default: all.", show_default=False
+        "--queue", "-q", metavar="NAME", help="Only this queue; repeatable. Default: all.", show_default=False
     ),
 ]
 
@@ -131,7 +131,7 @@ Queues = Annotated[
 def command(
     group: typer.Typer, name: str, *, examples: tuple[str, ...]
 ) -> Callable[[Callable[..., Coroutine[Any, Any, None]]], Callable[..., None]]:
-    """Register an async function as a command. Its docstring is the help text."""
+    """Register an async function as a command; its docstring is the help text."""
 
     def register(function: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
         def run(url: str | None, namespace: str | None, debug: bool, **arguments: Any) -> None:
@@ -143,7 +143,7 @@ def command(
 
         run.__doc__ = function.__doc__
         run.__name__ = function.__name__
-        # Typer reads the parameters from here; `run` itself takes whatever they are.
+        # Typer reads the parameters from here; `run` itself accepts any.
         run.__signature__ = _signature(function)  # type: ignore[attr-defined]
         run.__annotations__ = {}
         return group.command(name, epilog=_epilog(examples))(run)
@@ -152,11 +152,11 @@ def command(
 
 
 def _check_text(arguments: dict[str, Any]) -> None:
-    """Raise `InvalidOption` for bytes that are not UTF-8: Python makes surrogates of them, which no store takes."""
+    """Raise `InvalidOption` for bytes that are not UTF-8: Python decodes them to surrogates, which no store accepts."""
     for name, value in arguments.items():
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str) and not text.isascii() and text != text.encode("utf-8", "ignore").decode():
-                raise InvalidOption(f"{name} {text!r} is not UTF-8 text; check what passes it on")
+                raise InvalidOption(f"{name} {text!r} is not UTF-8 text; check the encoding of the calling program")
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature:

@@ -1,4 +1,4 @@
-"""Before many things change at once: how many, a question, and a bar; then what became of each."""
+"""Bulk operations: dry run, confirmation prompt, progress bar and report."""
 
 from __future__ import annotations
 
@@ -16,18 +16,16 @@ from holdfast.cli.command import ExitCode
 from holdfast.cli.output import emit_json, emit_rows, note, number_of
 from holdfast.errors import InvalidOption
 from holdfast.operations.bulk import BulkReport, BulkResult
-from holdfast.operations.bulk import Progress as Tell
+from holdfast.operations.bulk import Progress as BulkProgress
 
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Say how many it would be, and change nothing.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
-All = Annotated[bool, typer.Option("--all", help="All of them, where no id and no filter is given.")]
-Rate = Annotated[
-    str, typer.Option(metavar="N/s", help="At most so many a second, so that they do not crowd out others.")
-]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only count; change nothing.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not prompt.")]
+All = Annotated[bool, typer.Option("--all", help="All, if no id and no filter is given.")]
+Rate = Annotated[str, typer.Option(metavar="N/s", help="Maximum rate, to leave room for other jobs.")]
 
 
 def parse_rate(text: str) -> float:
-    """`50/s`, `50`, `600/m`."""
+    """Parse `50/s`, `50` or `600/m` into a rate per second."""
     number, _, unit = text.partition("/")
     per_s = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3_600.0}.get(unit)
     try:
@@ -35,64 +33,64 @@ def parse_rate(text: str) -> float:
     except ValueError:
         value = 0.0
     if per_s is None or not 0 < value <= 1_000_000:
-        raise InvalidOption(f"--rate={text!r} is no rate; write such as 50/s or 600/m")
+        raise InvalidOption(f"--rate={text!r} is not a rate; use a value like 50/s or 600/m")
     return value / per_s
 
 
 def selects_ids(ids: list[str], *, filtered: bool, everything: bool) -> bool:
-    """Whether single ones are meant, rather than a filter or all. Raises `InvalidOption` if nobody can tell."""
+    """Whether ids are given, rather than a filter or --all. Raises `InvalidOption` for both or neither."""
     if not all(ids):
         raise InvalidOption("an id must not be empty")
     if ids and (filtered or everything):
-        raise InvalidOption("give ids, or a filter (or --all), not both")
+        raise InvalidOption("ids exclude a filter and --all; pass one of them")
     if not ids and not filtered and not everything:
-        raise InvalidOption("say which: ids, a filter, or --all")
+        raise InvalidOption("nothing is selected; pass ids, a filter or --all")
     return bool(ids)
 
 
 def confirm(question: str, *, yes: bool) -> None:
-    """Go on, or end here. Where nobody can answer, `--yes` has to be said."""
+    """Prompt; exit with code 0 unless the answer is yes. Raises `InvalidOption` if stdin is closed."""
     if yes:
         return
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
     answer = sys.stdin.readline()
     if not answer:
-        raise InvalidOption("nobody is there to answer: say --yes, or look first with --dry-run")
+        raise InvalidOption("cannot prompt: stdin is closed; pass --yes, or check with --dry-run")
     if answer.strip().lower() not in ("y", "yes"):
         note("nothing was changed")
         raise typer.Exit(ExitCode.OK)
 
 
-async def with_progress(what: str, matched: int, do: Callable[[Tell], Awaitable[BulkReport]]) -> BulkReport:
-    """Do it, with a bar for a person who looks. Ctrl-C leaves everything in order, and the rest for another call."""
+async def with_progress(what: str, matched: int, do: Callable[[BulkProgress], Awaitable[BulkReport]]) -> BulkReport:
+    """Run `do` with a progress bar. After Ctrl-C the rest is unchanged, and the same command continues with it."""
     done = 0
     with _bar(what, matched) as advance:
 
-        def tell(_: BulkResult) -> None:
+        def on_result(_: BulkResult) -> None:
             nonlocal done
             done += 1
             advance()
 
         try:
-            return await do(tell)
+            return await do(on_result)
         except asyncio.CancelledError:
-            note(f"stopped after {done} of {matched}; the same command goes on with the rest")
+            note(f"stopped after {done} of {matched}; repeat the command to continue with the rest")
             raise
 
 
 async def confirm_count(
     do: Callable[..., Awaitable[BulkReport]], question: str, thing: str, what: str, *, dry_run: bool, yes: bool
 ) -> BulkReport:
-    """How many it would be, and a question with that number; then all of them."""
+    """Count with a dry run, prompt with that number, then run. Returns the dry run's report if nothing matches."""
     report = await do(dry_run=True)
     if dry_run or not report.matched:
         return report
     confirm(question.format(number_of(report.matched, thing)), yes=yes)
-    return await with_progress(what, report.matched, lambda tell: do(progress=tell))
+    return await with_progress(what, report.matched, lambda on_result: do(progress=on_result))
 
 
 def print_report(report: BulkReport, thing: str, *, as_json: bool) -> None:
-    """A table or a document; exit code 1 if something could not be done, 3 if a store or a queue refused."""
+    """Print a table or a document. Exits with 1 if an item failed, with 3 if a store or a queue refused."""
     if as_json:
         emit_json(report_document(report))
     elif report.dry_run:
@@ -102,17 +100,17 @@ def print_report(report: BulkReport, thing: str, *, as_json: bool) -> None:
             (r.id, "done" if r.done else r.code, r.job_id if r.job_id != r.id else "", r.message)
             for r in report.results
         ]
-        emit_rows((thing, "result", "new job", "why not"), rows, empty="nothing to do")
-        note(f"{report.done} done, {report.failed} not")
+        emit_rows((thing, "result", "new job", "error"), rows, empty="nothing to do")
+        note(f"{report.done} done, {report.failed} failed")
     if report.stopped:
-        note(f"stopped: {report.stopped}; the same command goes on with the rest")
+        note(f"stopped: {report.stopped}; repeat the command to continue with the rest")
         raise typer.Exit(ExitCode.UNAVAILABLE)
     if report.failed:
         raise typer.Exit(ExitCode.FAILED)
 
 
 def report_document(report: BulkReport) -> dict[str, Any]:
-    """A report for programs."""
+    """Build a report's document for `--json`."""
     return {
         "matched": report.matched,
         "dry_run": report.dry_run,

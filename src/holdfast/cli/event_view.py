@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 _SIMPLE: Final = {
     "task.created": "created",
-    "approval.requested": "waits for approval",
+    "approval.requested": "waiting for approval",
     "approval.approved": "approved",
-    "task.released": "given back",
+    "task.released": "released",
     "task.resumed": "resumed",
     "task.dlq": "dead letter written",
-    "task.restored": "put back",
-    "ledger.forked": "engine forgot",
+    "task.restored": "restored",
+    "ledger.forked": "feed forked",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class JobHistoryView:
-    """Everything that the ledger has about one job."""
+    """Everything that the ledger has about a job."""
 
     events: list[EventRow]
     dead_letter: JobDeadLetter | None
@@ -40,7 +40,7 @@ class JobHistoryView:
 
 
 def event_rows(events: Sequence[EventRow]) -> list[tuple[str, str, str, str]]:
-    """When, how long after the submission, what, detail; heartbeats in a row are one line."""
+    """Format events for a table: time, time since submission, event, detail. Consecutive heartbeats are one row."""
     rows: list[tuple[str, str, str, str]] = []
     beats: list[EventRow] = []
     for event in events:
@@ -49,12 +49,12 @@ def event_rows(events: Sequence[EventRow]) -> list[tuple[str, str, str, str]]:
             continue
         rows += _beats(beats, events)
         beats = []
-        rows += [_line(event, events, what, detail) for what, detail in _told(event)]
+        rows += [_line(event, events, what, detail) for what, detail in _describe(event)]
     return rows + _beats(beats, events)
 
 
 def stacks(events: Sequence[EventRow]) -> Iterator[str]:
-    """The stack of every attempt that left one."""
+    """Return the recorded stack of every failed attempt."""
     for event in events:
         data = _data(event)
         if data.get("stack"):
@@ -62,7 +62,7 @@ def stacks(events: Sequence[EventRow]) -> Iterator[str]:
 
 
 def error(event: EventRow) -> str:
-    """`ValueError: boom`, if the event tells of one."""
+    """Format the event's error, for example `ValueError: boom`; empty if it has none."""
     data = _data(event)
     return joined(str(data.get("type") or data.get("code") or ""), str(data.get("message") or ""))
 
@@ -78,7 +78,7 @@ def _beats(beats: list[EventRow], events: Sequence[EventRow]) -> list[tuple[str,
     return [_line(beats[-1], events, "alive", joined(count, beats[-1].worker or ""))]
 
 
-def _told(event: EventRow) -> Iterator[tuple[str, str]]:
+def _describe(event: EventRow) -> Iterator[tuple[str, str]]:
     data, worker = _data(event), event.worker or ""
     match event.type:
         case "task.claimed":
@@ -118,7 +118,7 @@ def _submission(event: EventRow, data: dict[str, Any]) -> str:
 
 
 def row_document(job: JobRow) -> dict[str, Any]:
-    """A line of a list, under the names that `jobs show` uses."""
+    """Build a list entry's document, with the keys that `jobs show` uses."""
     failure = {"code": job.error_code, "message": job.last_error} if job.error_code or job.last_error else None
     return {
         "job_id": job.job_id,
@@ -140,24 +140,24 @@ def row_document(job: JobRow) -> dict[str, Any]:
     }
 
 
-def history_document(story: JobHistoryView) -> dict[str, Any]:
-    """What the ledger adds to a job."""
+def history_document(history: JobHistoryView) -> dict[str, Any]:
+    """Build the part of a job's document that comes from the ledger."""
     return {
-        "events": [event_document(event) for event in story.events],
-        "dead_letter": None if story.dead_letter is None else _letter_document(story.dead_letter),
+        "events": [event_document(event) for event in history.events],
+        "dead_letter": None if history.dead_letter is None else _job_dead_letter_document(history.dead_letter),
         "steps": [
             {"position": step.position, "name": step.name, "result": _raw(step.result), "at": iso(step.at)}
-            for step in story.steps
+            for step in history.steps
         ],
         "effects": [
             {"key": effect.key, "state": effect.state, "function": effect.function, "result": _raw(effect.value)}
-            for effect in story.effects
+            for effect in history.effects
         ],
     }
 
 
 def counts_document(counts: StateCounts) -> dict[str, Any]:
-    """Counts by state, and which are estimates."""
+    """Build a document of counts by state and of the states whose counts are estimates."""
     return {
         "states": {state.value: counts.states[state] for state in State},
         "estimated": sorted(state.value for state in counts.estimated),
@@ -165,7 +165,7 @@ def counts_document(counts: StateCounts) -> dict[str, Any]:
 
 
 def event_document(event: EventRow) -> dict[str, Any]:
-    """A line of a job's story."""
+    """Build an event's document."""
     return {
         "seq": event.seq,
         "type": event.type,
@@ -180,20 +180,20 @@ def event_document(event: EventRow) -> dict[str, Any]:
     }
 
 
-def _letter_document(letter: JobDeadLetter) -> dict[str, Any]:
+def _job_dead_letter_document(dead_letter: JobDeadLetter) -> dict[str, Any]:
     return {
-        "dlq_id": letter.dlq_id,
-        "status": letter.status,
-        "error_code": letter.error_code,
-        "error": letter.error,
-        "stack": letter.stack,
-        "failed_at": iso(letter.failed_at),
-        "replayed_as": letter.replayed_as,
+        "dlq_id": dead_letter.dlq_id,
+        "status": dead_letter.status,
+        "error_code": dead_letter.error_code,
+        "error": dead_letter.error,
+        "stack": dead_letter.stack,
+        "failed_at": iso(dead_letter.failed_at),
+        "replayed_as": dead_letter.replayed_as,
     }
 
 
 def iso(at: datetime | None) -> str | None:
-    """ISO 8601 in UTC with milliseconds."""
+    """Format an instant in ISO 8601, in UTC with milliseconds."""
     return None if at is None else at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
@@ -210,21 +210,21 @@ def _ms(at: datetime) -> int:
     return round(at.timestamp() * 1000)
 
 
-def dead_letter_row(letter: DeadLetterRow, now_ms: int) -> tuple[str, ...]:
-    """A row of a list."""
+def dead_letter_row(dead_letter: DeadLetterRow, now_ms: int) -> tuple[str, ...]:
+    """Format a row of a list."""
     return (
-        letter.dlq_id,
-        letter.job_type,
-        letter.queue,
-        letter.tenant_id,
-        f"{_ago(letter.failed_at, now_ms)} ago",
-        letter.status,
-        joined(letter.error_code, shorten(letter.error)),
+        dead_letter.dlq_id,
+        dead_letter.job_type,
+        dead_letter.queue,
+        dead_letter.tenant_id,
+        f"{_ago(dead_letter.failed_at, now_ms)} ago",
+        dead_letter.status,
+        joined(dead_letter.error_code, shorten(dead_letter.error)),
     )
 
 
 def group_row(group: DeadLetterGroup, now_ms: int) -> tuple[str, ...]:
-    """A kind of error."""
+    """Format a row of `dlq groups`."""
     return (
         group.fingerprint,
         group.job_type,
@@ -235,34 +235,34 @@ def group_row(group: DeadLetterGroup, now_ms: int) -> tuple[str, ...]:
     )
 
 
-def dead_letter_facts(letter: DeadLetterRow) -> Iterator[tuple[str, str]]:
-    """What is known of one, a line each."""
+def dead_letter_facts(dead_letter: DeadLetterRow) -> Iterator[tuple[str, str]]:
+    """Yield name and value of each non-empty field."""
     facts = {
-        "letter": letter.dlq_id,
-        "status": letter.status,
-        "job": letter.job_id,
-        "task": letter.job_type,
-        "queue": letter.queue,
-        "tenant": letter.tenant_id,
-        "trace": letter.trace_id,
-        "failed": iso(letter.failed_at),
-        "error": joined(letter.error_code, letter.error),
-        "fingerprint": letter.fingerprint,
-        "retries": str(letter.retry_count),
-        "payload": shorten(letter.payload.text, 2_000),
-        "asked by": letter.requested_by,
-        "confirmed by": letter.confirmed_by,
-        "reason": letter.reason,
-        "replays": str(letter.replay_count) if letter.replay_count else "",
-        "replayed as": letter.replayed_as,
+        "dead letter": dead_letter.dlq_id,
+        "status": dead_letter.status,
+        "job": dead_letter.job_id,
+        "task": dead_letter.job_type,
+        "queue": dead_letter.queue,
+        "tenant": dead_letter.tenant_id,
+        "trace": dead_letter.trace_id,
+        "failed": iso(dead_letter.failed_at),
+        "error": joined(dead_letter.error_code, dead_letter.error),
+        "fingerprint": dead_letter.fingerprint,
+        "retries": str(dead_letter.retry_count),
+        "payload": shorten(dead_letter.payload.text, 2_000),
+        "requested by": dead_letter.requested_by,
+        "confirmed by": dead_letter.confirmed_by,
+        "reason": dead_letter.reason,
+        "replays": str(dead_letter.replay_count) if dead_letter.replay_count else "",
+        "replayed as": dead_letter.replayed_as,
     }
     return ((name, value) for name, value in facts.items() if value)
 
 
 def changes_text(changes: Sequence[PayloadChange]) -> str:
-    """What an edit changes, a line for each place: - what was, + what will be."""
+    """Format the changes of a payload, one line per path: - before, + after."""
     if not changes:
-        return "the payload is as it was"
+        return "the payload is unchanged"
     lines = []
     for change in changes:
         for sign, value in (("-", change.before), ("+", change.after)):
@@ -271,41 +271,41 @@ def changes_text(changes: Sequence[PayloadChange]) -> str:
     return "\n".join(lines)
 
 
-def dead_letter_document(letter: DeadLetterRow) -> dict[str, Any]:
-    """A letter for programs."""
+def dead_letter_document(dead_letter: DeadLetterRow) -> dict[str, Any]:
+    """Build a dead letter's document for `--json`."""
     return {
-        "dlq_id": letter.dlq_id,
-        "status": letter.status,
-        "job_id": letter.job_id,
-        "task": letter.job_type,
-        "queue": letter.queue,
-        "tenant_id": letter.tenant_id,
-        "trace_id": letter.trace_id,
-        "error_code": letter.error_code,
-        "error": letter.error,
-        "fingerprint": letter.fingerprint,
-        "retry_count": letter.retry_count,
-        "failed_at": iso(letter.failed_at),
-        "requested_by": letter.requested_by,
-        "confirmed_by": letter.confirmed_by,
-        "reason": letter.reason,
-        "replay_count": letter.replay_count,
-        "replayed_as": letter.replayed_as,
+        "dlq_id": dead_letter.dlq_id,
+        "status": dead_letter.status,
+        "job_id": dead_letter.job_id,
+        "task": dead_letter.job_type,
+        "queue": dead_letter.queue,
+        "tenant_id": dead_letter.tenant_id,
+        "trace_id": dead_letter.trace_id,
+        "error_code": dead_letter.error_code,
+        "error": dead_letter.error,
+        "fingerprint": dead_letter.fingerprint,
+        "retry_count": dead_letter.retry_count,
+        "failed_at": iso(dead_letter.failed_at),
+        "requested_by": dead_letter.requested_by,
+        "confirmed_by": dead_letter.confirmed_by,
+        "reason": dead_letter.reason,
+        "replay_count": dead_letter.replay_count,
+        "replayed_as": dead_letter.replayed_as,
     }
 
 
-def dead_letter_detail_document(letter: DeadLetterDetail) -> dict[str, Any]:
-    """A letter with all that is known of it."""
-    return dead_letter_document(letter) | {
-        "payload": as_json(letter.payload.text.encode()),
-        "stack": letter.stack,
-        "history": as_json(letter.history.text.encode()),
-        "events": [event_document(event) for event in letter.events],
+def dead_letter_detail_document(dead_letter: DeadLetterDetail) -> dict[str, Any]:
+    """Build a dead letter's document with payload, stack, history and events."""
+    return dead_letter_document(dead_letter) | {
+        "payload": as_json(dead_letter.payload.text.encode()),
+        "stack": dead_letter.stack,
+        "history": as_json(dead_letter.history.text.encode()),
+        "events": [event_document(event) for event in dead_letter.events],
     }
 
 
 def group_document(group: DeadLetterGroup) -> dict[str, Any]:
-    """A kind of error for programs."""
+    """Build the document of a group of dead letters for `--json`."""
     return {
         "fingerprint": group.fingerprint,
         "task": group.job_type,

@@ -34,25 +34,25 @@ if TYPE_CHECKING:
     from holdfast.ledger.queries.records import JobRow
 
 
-def print_beside(story: JobHistoryView) -> None:
-    """Its dead letter, steps and effects, if it has any."""
-    if story.dead_letter is not None:
-        letter = story.dead_letter
+def print_beside(history: JobHistoryView) -> None:
+    """Print the job's dead letter, steps and effects, if any."""
+    if history.dead_letter is not None:
+        dead_letter = history.dead_letter
         print()
-        error = joined(letter.error_code, shorten(letter.error, 120))
-        print(visible(f"dead letter {letter.dlq_id} ({letter.status}): {error}"))
-    if story.steps:
+        error = joined(dead_letter.error_code, shorten(dead_letter.error, 120))
+        print(visible(f"dead letter {dead_letter.dlq_id} ({dead_letter.status}): {error}"))
+    if history.steps:
         print()
-        steps = [(str(step.position), step.name, shorten(step.result.text)) for step in story.steps]
+        steps = [(str(step.position), step.name, shorten(step.result.text)) for step in history.steps]
         emit_rows(("step", "name", "result"), steps, empty="")
-    if story.effects:
+    if history.effects:
         print()
-        effects = [(effect.key, effect.state, effect.function, effect.reason or "") for effect in story.effects]
+        effects = [(effect.key, effect.state, effect.function, effect.reason or "") for effect in history.effects]
         emit_rows(("effect", "state", "function", "note"), effects, empty="")
 
 
 def ledger_row(job: JobRow, now_ms: int) -> tuple[str | Text, ...]:
-    """A row of a list, from the ledger."""
+    """Format a row of a list, from the ledger."""
     age_ms = now_ms - round(job.created_at.timestamp() * 1000)
     return (
         job.job_id,
@@ -75,7 +75,7 @@ def _ledger_remark(job: JobRow, now_ms: int) -> str:
 
 
 def engine_row(view: JobInfo, now_ms: int) -> tuple[str | Text, ...]:
-    """A row of a list, from the engine."""
+    """Format a row of a list, from the engine."""
     return (
         view.job_id,
         view.task,
@@ -96,7 +96,7 @@ def _remark(view: JobInfo, now_ms: int) -> str:
 
 
 def print_job(view: JobInfo) -> None:
-    """What is known of one job, a line each."""
+    """Print one job, one line per field."""
     facts = {
         "job": view.job_id,
         "task": view.task,
@@ -124,7 +124,7 @@ def _text(encoded: bytes | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TimelineEntry:
-    """One line. `at_ms` is 0 where nobody knows when it was."""
+    """One line of a timeline. `at_ms` is 0 if the time is unknown."""
 
     at_ms: int
     what: str
@@ -132,27 +132,27 @@ class TimelineEntry:
 
 
 def timeline(view: JobInfo) -> list[TimelineEntry]:
-    """The lines, in order."""
-    moments = [TimelineEntry(view.created_at_ms, "created", _submission(view))]
+    """Build a job's timeline, oldest entry first."""
+    entries = [TimelineEntry(view.created_at_ms, "created", _submission(view))]
     if view.meta.run_at_ms > view.created_at_ms:
-        moments.append(
+        entries.append(
             TimelineEntry(view.meta.run_at_ms, "due", f"{span(view.meta.run_at_ms - view.created_at_ms)} later")
         )
-    moments += _attempts(view)
-    moments += _present(view)
-    return moments
+    entries += _attempts(view)
+    entries += _present(view)
+    return entries
 
 
 def timeline_rows(view: JobInfo) -> list[tuple[str, str, str, str]]:
-    """The timeline for a table: when, how long after the submission, what, detail."""
+    """Format the timeline for a table: time, time since submission, event, detail."""
     return [
         (
-            instant(moment.at_ms),
-            f"+{span(moment.at_ms - view.created_at_ms)}" if moment.at_ms else "",
-            moment.what,
-            moment.detail,
+            instant(entry.at_ms),
+            f"+{span(entry.at_ms - view.created_at_ms)}" if entry.at_ms else "",
+            entry.what,
+            entry.detail,
         )
-        for moment in timeline(view)
+        for entry in timeline(view)
     ]
 
 
@@ -174,15 +174,15 @@ def _attempts(view: JobInfo) -> Iterator[TimelineEntry]:
 
 
 def _gap(view: JobInfo, first: int, end: int) -> Iterator[TimelineEntry]:
-    """Attempts `first` up to, not including, `end` are not in the history: say why."""
+    """Explain why the attempts from `first` up to, not including, `end` are not in the history."""
     if first >= end:
         return
     which = f"attempt {first}" if end - first == 1 else f"attempts {first} to {end - 1}"
     if view.state in FINAL and not view.meta.history:
-        # Redis keeps no history of a job that succeeded at the first go: its record is its result.
+        # Redis keeps no history of a job that succeeded at its first attempt: its record is its result.
         return
-    cut = len(view.meta.history) >= HISTORY_FIRST + HISTORY_LATEST
-    yield TimelineEntry(0, which, "no longer kept" if cut else "lease lost: its worker died or was cut off")
+    truncated = len(view.meta.history) >= HISTORY_FIRST + HISTORY_LATEST
+    yield TimelineEntry(0, which, "no longer kept" if truncated else "lease lost: its worker died or was cut off")
 
 
 def _attempt(attempt: Attempt) -> TimelineEntry:

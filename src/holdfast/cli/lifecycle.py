@@ -33,54 +33,54 @@ from holdfast.observe.redact import redact
 
 _worker_log: Final = logging.getLogger("holdfast.supervisor")
 
-#: A process that lived this long was healthy: its next crash is a first one again.
+#: A process that lived this long was healthy: the backoff is reset.
 _HEALTHY_S: Final = 30.0
-#: One that ended sooner did no work, even if it ended well: at once would be a hot loop.
+#: A process that ended sooner is restarted with a pause, even after exit code 0, to avoid a hot loop.
 _SHORT_S: Final = 5.0
-#: What a drained process may take beyond its grace time before it is killed.
+#: How long a draining process may exceed its grace time before it is killed.
 _EXTRA_S: Final = 15.0
 
 
 class Supervisor:
-    """Keeps `processes` copies of a command running. `run` returns when it was stopped and all have ended."""
+    """Keeps `processes` copies of a command running. `run` returns after `stop`, when all have ended."""
 
     def __init__(
         self, command: Sequence[str] | Callable[[int], Sequence[str]], processes: int, drain_grace_s: float
     ) -> None:
-        """`command` is the same for all, or made for the number of each process."""
+        """`command` is the same for all processes, or a function of the process number."""
         if processes < 1:
             raise InvalidOption(f"processes must be 1 or more, got {processes!r}")
         self._command = command if callable(command) else lambda _: command
         self._processes = processes
-        self._patience_s = drain_grace_s + _EXTRA_S
+        self._stop_timeout_s = drain_grace_s + _EXTRA_S
         self._alive: set[Process] = set()
         self._stopping = asyncio.Event()
         self.restarts = 0
 
     @property
     def pids(self) -> list[int]:
-        """Processes that run now."""
+        """Process ids of the running processes."""
         return [process.pid for process in self._alive]
 
     def stop(self) -> None:
-        """Ask every process to drain; called again, to hurry."""
+        """Make every process drain; a second call makes them stop now."""
         self._stopping.set()
         for process in self._alive:
             _signal(process, signal.SIGTERM)
 
     async def run(self) -> None:
-        """Start them and keep them running until `stop`."""
-        seats = [asyncio.create_task(self._keep(number)) for number in range(self._processes)]
+        """Start the processes and keep them running until `stop`."""
+        tasks = [asyncio.create_task(self._keep(number)) for number in range(self._processes)]
         try:
             await self._stopping.wait()
-            _, late = await asyncio.wait(seats, timeout=self._patience_s)
+            _, late = await asyncio.wait(tasks, timeout=self._stop_timeout_s)
             if late:
-                _worker_log.error("%d worker processes do not end, they are killed: %s", len(late), self.pids)
+                _worker_log.error("killing %d worker processes that did not end in time: %s", len(late), self.pids)
         finally:
             self._stopping.set()
             for process in self._alive:
                 _signal(process, signal.SIGKILL)
-            await asyncio.gather(*seats)
+            await asyncio.gather(*tasks)
 
     async def _keep(self, number: int) -> None:
         backoff = Backoff(base_s=0.5, cap_s=30.0)
@@ -94,26 +94,26 @@ class Supervisor:
             if lived_s > _HEALTHY_S:
                 backoff.reset()
             if exit_code == 0 and lived_s >= _SHORT_S:
-                _worker_log.info("worker process %d has ended to be started again", number)
+                _worker_log.info("worker process %d ended with 0, restarting", number)
                 continue
             pause_s = backoff.next_s()
             if exit_code is not None:
                 _worker_log.error("worker process %d ended with %s after %.1f s", number, exit_code, lived_s)
-            _worker_log.info("a new worker process %d in %.1f s", number, pause_s)
+            _worker_log.info("restarting worker process %d in %.1f s", number, pause_s)
             await self._pause(pause_s)
 
     async def _run_one(self, number: int) -> int | None:
-        """Its exit code; None if it could not be started."""
-        # A session of its own: Ctrl-C reaches a whole process group, and with ours as the second signal it would hurry.
+        """Run one process. Returns its exit code; None if it could not be started."""
+        # A separate session: Ctrl-C reaches the whole process group, and our SIGTERM would be its second signal.
         try:
             process = await asyncio.create_subprocess_exec(*self._command(number), start_new_session=True)
         except OSError as exc:
-            _worker_log.error("worker process %d cannot be started: %s", number, exc)
+            _worker_log.error("cannot start worker process %d: %s", number, exc)
             return None
         self._alive.add(process)
-        _worker_log.info("worker process %d is %d", number, process.pid)
+        _worker_log.info("worker process %d started with pid %d", number, process.pid)
         if self._stopping.is_set():
-            # Told to stop while it was being started.
+            # `stop` was called during the start.
             _signal(process, signal.SIGTERM)
         try:
             return await process.wait()
@@ -132,63 +132,63 @@ def _signal(process: Process, number: signal.Signals) -> None:
     try:
         process.send_signal(number)
     except ProcessLookupError:
-        _worker_log.debug("process %d has ended by itself", process.pid)
+        _worker_log.debug("process %d has already ended", process.pid)
 
 
 R = TypeVar("R")
 
 
 def run_async(work: Coroutine[Any, Any, R]) -> R:
-    """The coroutine's result; Ctrl-C cancels it and comes out as `KeyboardInterrupt`."""
+    """Run a coroutine and return its result. Ctrl-C cancels it and raises `KeyboardInterrupt`."""
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(work)
 
 
-_ENDINGS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @contextmanager
 def on_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Call `stop` at every such signal that comes while the block runs."""
+    """Call `stop` on every SIGTERM, SIGINT and SIGHUP while the block runs."""
     loop = asyncio.get_running_loop()
-    # What is ignored stays so: that is what nohup and a shell's background jobs ask for.
-    heard = [number for number in _ENDINGS if signal.getsignal(number) is not signal.SIG_IGN]
-    for number in heard:
+    # Ignored signals stay ignored: nohup and background jobs of a shell rely on that.
+    handled = [number for number in _STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    for number in handled:
         loop.add_signal_handler(number, stop)
     try:
         yield
     finally:
-        for number in heard:
+        for number in handled:
             loop.remove_signal_handler(number)
 
 
 @contextmanager
 def run_until_signal(stop: Callable[[], None]) -> Iterator[None]:
-    """As `on_signals`, for a command that works until it is told to end."""
+    """Like `on_signals`, for a command that runs until a signal stops it; also calls `freeze_gc`."""
     freeze_gc()
     with on_signals(stop):
         yield
 
 
 def freeze_gc() -> None:
-    """Code stays until the end: the garbage collector need not look at it again in the middle of the work.
+    """Exclude loaded code from garbage collection.
 
-    It is most of what a process has, and each full collection is a pause of some 40 ms that finds none of it.
+    Code is most of a process's objects and is never freed, yet each full collection pauses about 40 ms to scan it.
     """
     gc.freeze()
 
 
 _log: Final = logging.getLogger("holdfast.cli")
 
-#: Where metrics are served unless told otherwise.
+#: Default address for metrics.
 LOOPBACK: Final = "127.0.0.1"
 
-_LOOK_S: Final = 1.0
+_POLL_INTERVAL_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerCommand:
-    """What a person asked of `holdfast worker`, beside how many."""
+    """Arguments of `holdfast worker`, except the number of processes."""
 
     at: EngineTarget
     app: str
@@ -202,7 +202,7 @@ class WorkerCommand:
     metrics_host: str = LOOPBACK
 
     def argv(self, number: int = 0) -> list[str]:
-        """The call for one process; each serves its metrics on a port of its own."""
+        """Build the command line of one process; each serves its metrics on its own port."""
         port = self.metrics_port + number if self.metrics_port else self.metrics_port
         given = {
             "--metrics-port": port,
@@ -221,7 +221,7 @@ class WorkerCommand:
 
 
 async def supervise(app: Holdfast, call: WorkerCommand, processes: int) -> None:
-    """Run them until told to stop. An app, an engine or an extra that is not there is reported here, once."""
+    """Run the worker processes until a signal. A missing app, engine or extra is reported once, here."""
     if call.upkeep and app.settings.delivers:
         require("sending webhooks", "httpcore")
     async with app:
@@ -230,12 +230,12 @@ async def supervise(app: Holdfast, call: WorkerCommand, processes: int) -> None:
     with on_signals(supervisor.stop):
         _log.info("supervisor started: %d worker processes on %s", processes, redact(app.settings.url))
         await supervisor.run()
-    _log.info("all worker processes have ended")
+    _log.info("supervisor ended: all worker processes have ended")
 
 
 @asynccontextmanager
 async def watch_parent(supervisor: int | None, drain: Callable[[], None]) -> AsyncIterator[None]:
-    """While the block runs: drain if the supervisor dies, since nobody could end this process any more."""
+    """Drain if the supervisor dies while the block runs, because nothing else would stop this process."""
     if supervisor is None:
         yield
         return
@@ -247,7 +247,7 @@ async def watch_parent(supervisor: int | None, drain: Callable[[], None]) -> Asy
 
 
 async def _drain_when_orphaned(supervisor: int, drain: Callable[[], None]) -> None:
-    while os.getppid() == supervisor:  # noqa: ASYNC110 - nothing tells a process that its parent has died
-        await asyncio.sleep(_LOOK_S)
-    _log.error("the supervisor (process %d) is gone; draining", supervisor)
+    while os.getppid() == supervisor:  # noqa: ASYNC110 - there is no notification of a parent's death
+        await asyncio.sleep(_POLL_INTERVAL_S)
+    _log.error("supervisor (pid %d) has died, draining", supervisor)
     drain()

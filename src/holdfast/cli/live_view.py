@@ -49,12 +49,12 @@ if TYPE_CHECKING:
 
 
 _PAGE: Final = 200
-#: Getting to the end of a long feed may take a while; longer than this no screen should stand still.
-_PATIENCE_S: Final = 2.0
+#: Reading to the end of a long feed takes time; the screen must not freeze for longer.
+_READ_TIMEOUT_S: Final = 2.0
 
 
 class FeedFollower:
-    """The events of one queue that happened after `skip`."""
+    """Reads the events of one queue that are appended after `skip`."""
 
     def __init__(self, engine: Engine, queue: str) -> None:
         self._engine = engine
@@ -62,17 +62,17 @@ class FeedFollower:
         self._position = ""
 
     async def skip(self) -> None:
-        """Go to the end of the feed as it is now."""
+        """Move to the current end of the feed."""
         await self._read(keep=False)
 
     async def read(self) -> list[Event]:
-        """What was appended since the last call."""
+        """Return the events appended since the last call."""
         return await self._read(keep=True)
 
     async def _read(self, *, keep: bool) -> list[Event]:
         events: list[Event] = []
-        give_up_at = time.monotonic() + _PATIENCE_S
-        while time.monotonic() < give_up_at:
+        deadline = time.monotonic() + _READ_TIMEOUT_S
+        while time.monotonic() < deadline:
             entries = await self._engine.read_feed(self._queue, self._position, _PAGE)
             new = [entry for entry in entries if entry.position != self._position]
             if not new:
@@ -85,11 +85,11 @@ class FeedFollower:
         return events
 
 
-#: States that a job leaves by itself; a queue without them is empty, whatever is parked in it.
+#: States that a job leaves without an operator; a queue without such jobs counts as empty, parked jobs or not.
 _MOVING: Final = (State.QUEUED, State.RUNNING, State.RETRYING, State.DLQ_PENDING, State.DLQ_RECORDED)
-#: Between two counts of the ledger passes this many times what one takes.
+#: The pause between two counts of the ledger, in multiples of the time that one takes.
 _COUNT_SHARE: Final = 9
-#: Column → the event that is counted for it.
+#: Column → event type that is counted for it.
 _RATES: Final = {
     "created": event_for(None, State.QUEUED),
     "succeeded": event_for(State.RUNNING, State.SUCCEEDED),
@@ -101,15 +101,15 @@ _RATES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class QueueSample:
-    """One queue at one look."""
+    """One queue at one instant."""
 
     stats: QueueStats
     rates: dict[str, float]
-    #: Jobs that have ended; None where no ledger counts them.
+    #: Jobs in final states; None without a ledger.
     ended: StateCounts | None
 
     def count(self, state: State) -> int | None:
-        """Jobs in this state; None if that is not known."""
+        """Number of jobs in this state; None if unknown."""
         if state not in FINAL:
             return self.stats.states.get(state, 0)
         return None if self.ended is None else self.ended.states[state]
@@ -117,43 +117,43 @@ class QueueSample:
 
 @dataclass(frozen=True, slots=True)
 class WatchSample:
-    """All queues at one look."""
+    """All queues at one instant."""
 
     samples: list[QueueSample]
-    #: Those that did not answer, while others did.
+    #: Queues that did not answer, while others did.
     unreachable: list[str]
 
     @property
     def is_empty(self) -> bool:
-        """Nothing is left to do, as far as one can know: in a queue that does not answer there may be."""
+        """Whether no job is left to run. False while a queue is unreachable."""
         counts = (sample.stats.states.get(state, 0) for sample in self.samples for state in _MOVING)
         return not self.unreachable and not any(counts)
 
 
 @dataclass(slots=True)
 class Sampler:
-    """Looks at all queues; remembers where it was in each feed."""
+    """Samples all queues; keeps a position in each feed."""
 
     engine: Engine
     queues: list[str] | None
     queries: Queries | None = None
     _followers: dict[str, FeedFollower] = field(default_factory=dict)
-    _looked_at: float = 0.0
+    _sampled_at: float = 0.0
     _ended: dict[str, StateCounts] = field(default_factory=dict)
     _count_at: float = 0.0
 
     async def sample(self) -> WatchSample:
         names = await queues_or_all(self.engine, self.queues)
-        elapsed = time.monotonic() - self._looked_at
-        self._looked_at = time.monotonic()
+        elapsed = time.monotonic() - self._sampled_at
+        self._sampled_at = time.monotonic()
 
         await self._count_ended(names)
 
         async def sample(name: str) -> QueueSample:
             return QueueSample(await self.engine.stats(name), await self._rates(name, elapsed), self._ended.get(name))
 
-        found, away = await self.engine.for_each_queue(names, sample)
-        return WatchSample(list(found.values()), sorted(away))
+        found, unreachable = await self.engine.for_each_queue(names, sample)
+        return WatchSample(list(found.values()), sorted(unreachable))
 
     async def _count_ended(self, queues: list[str]) -> None:
         if self.queries is None or time.monotonic() < self._count_at:
@@ -164,7 +164,7 @@ class Sampler:
                 self._ended[queue] = await self.queries.counts(queue=queue)
         except LedgerUnavailable:
             self._ended.clear()
-        # A large ledger takes long to count: it is kept busy a tenth of the time at most.
+        # A large ledger is slow to count: counting may take a tenth of the time at most.
         self._count_at = time.monotonic() + _COUNT_SHARE * (time.monotonic() - began)
 
     async def _rates(self, queue: str, elapsed: float) -> dict[str, float]:
@@ -187,22 +187,22 @@ async def watch(
     timeout_s: float | None,
     as_json: bool,
 ) -> ExitCode:
-    """Look until interrupted (which is a good end), empty, or out of time."""
+    """Show samples until interrupted (exit code 0), empty or timed out."""
     sampler = Sampler(engine, queues, queries)
-    give_up_at = None if timeout_s is None else time.monotonic() + timeout_s
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
     try:
         with _WatchScreen(as_json) as screen:
             while True:
-                look = await sampler.sample()
-                screen.show(look)
-                if until_empty and look.is_empty:
+                watch_sample = await sampler.sample()
+                screen.show(watch_sample)
+                if until_empty and watch_sample.is_empty:
                     return ExitCode.OK
-                if give_up_at is not None and time.monotonic() >= give_up_at:
+                if deadline is not None and time.monotonic() >= deadline:
                     break
                 await asyncio.sleep(interval_s)
     except asyncio.CancelledError:
         return ExitCode.OK
-    note(f"holdfast: not empty after {timeout_s:g} s" if until_empty else f"holdfast: {timeout_s:g} s are over")
+    note(f"holdfast: not empty after {timeout_s:g} s" if until_empty else f"holdfast: stopped after {timeout_s:g} s")
     return ExitCode.TIMEOUT
 
 
@@ -223,17 +223,17 @@ class _WatchScreen:
         if self._live is not None:
             self._live.stop()
 
-    def show(self, look: WatchSample) -> None:
+    def show(self, watch_sample: WatchSample) -> None:
         if self._as_json:
-            queues = [_document(sample) for sample in look.samples]
-            emit_json_line({"at": iso(now_ms()), "queues": queues, "away": look.unreachable})
+            queues = [_document(sample) for sample in watch_sample.samples]
+            emit_json_line({"at": iso(now_ms()), "queues": queues, "unreachable": watch_sample.unreachable})
         elif self._live is not None:
-            self._live.update(_render(look, self._console.width), refresh=True)
+            self._live.update(_render(watch_sample, self._console.width), refresh=True)
         else:
-            for sample in look.samples:
+            for sample in watch_sample.samples:
                 print(_sample_text(sample), flush=True)
-            for queue in look.unreachable:
-                print(f"{instant(now_ms())} queue={queue} away", flush=True)
+            for queue in watch_sample.unreachable:
+                print(f"{instant(now_ms())} queue={queue} unreachable", flush=True)
 
 
 def _document(sample: QueueSample) -> dict[str, Any]:
@@ -248,12 +248,12 @@ def _document(sample: QueueSample) -> dict[str, Any]:
     }
 
 
-def _render(look: WatchSample, width: int) -> Group:
-    """A row for each queue; if that is too wide, a column for each; if that is, too, an entry for each."""
+def _render(watch_sample: WatchSample, width: int) -> Group:
+    """Render one row per queue; if that is too wide, one column per queue; if that is too wide as well, cards."""
     columns = ("queue", *State, "workers", *(f"{name}/s" for name in _RATES))
-    rows = [_row(sample) for sample in look.samples]
-    rows += [(f"{queue} (away)", *("–" for _ in columns[1:])) for queue in look.unreachable]
-    title = f"{instant(now_ms())}   Ctrl-C ends"
+    rows = [_row(sample) for sample in watch_sample.samples]
+    rows += [(f"{queue} (unreachable)", *("–" for _ in columns[1:])) for queue in watch_sample.unreachable]
+    title = f"{instant(now_ms())}   Ctrl-C to stop"
     (corner, *queues), *facts = zip(columns, *rows, strict=True)
     table = as_table(columns, rows, width, texts=0) or as_table((corner, *queues), facts, width, texts=0)
     return Group(title, table or as_cards(columns, rows, width))
@@ -280,49 +280,49 @@ def _sample_text(sample: QueueSample) -> str:
     return " ".join((instant(now_ms()), f"queue={sample.stats.queue}", *counts, *rates))
 
 
-_LOOK_S: Final = 0.2
-#: More than a person can read in one look: counted instead of shown.
-_READABLE: Final = 40
+_POLL_INTERVAL_S: Final = 0.2
+#: More events per poll than this are counted instead of printed.
+_MAX_LINES: Final = 40
 
 
 class LiveEventView:
-    """Prints while the block runs; what happened up to its end is printed before it is left."""
+    """Prints events while the block runs; events up to its end are printed before it exits."""
 
     def __init__(self, engine: Engine, queues: Sequence[str]) -> None:
         self._engine = engine.clone()
         self._followers = [FeedFollower(self._engine, queue) for queue in queues]
-        #: Only the first event of a job tells the task's name.
+        #: Only the first event of a job carries the task's name.
         self._names: dict[str, str] = {}
-        self._showing: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> LiveEventView:
         await self._engine.open()
         for follower in self._followers:
             for event in await follower.read():
                 self._name(event)
-        self._showing = asyncio.create_task(self._show_on())
+        self._task = asyncio.create_task(self._show_loop())
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._showing is not None:
-            self._showing.cancel()
+        if self._task is not None:
+            self._task.cancel()
             with suppress(asyncio.CancelledError):
-                await self._showing
+                await self._task
         with suppress(EngineUnavailable):
             await self._show()
         await self._engine.close()
 
-    async def _show_on(self) -> None:
-        away = False
+    async def _show_loop(self) -> None:
+        unreachable = False
         while True:
             try:
                 await self._show()
-                away = False
+                unreachable = False
             except EngineUnavailable as exc:
-                if not away:
-                    note(f"the engine does not answer, the worker goes on trying: {exc}")
-                away = True
-            await asyncio.sleep(_LOOK_S)
+                if not unreachable:
+                    note(f"engine unreachable, the worker keeps retrying: {exc}")
+                unreachable = True
+            await asyncio.sleep(_POLL_INTERVAL_S)
 
     async def _show(self) -> None:
         events = [event for follower in self._followers for event in await follower.read()]
@@ -338,9 +338,9 @@ class LiveEventView:
 
 
 def show_events(events: Sequence[tuple[Event, str]]) -> None:
-    """A line for each event with its task's name, or their numbers if there are too many."""
+    """Print one line per event with its task's name, or counts by type if there are too many."""
     out = console()
-    if len(events) > _READABLE:
+    if len(events) > _MAX_LINES:
         counts = Counter(event.type for event, _ in events)
         last, _ = events[-1]
         out.print(instant(last.at_ms), ", ".join(f"{number:,} × {kind}" for kind, number in counts.items()))
@@ -350,10 +350,10 @@ def show_events(events: Sequence[tuple[Event, str]]) -> None:
 
 
 def _event_text(event: Event, name: str) -> Text:
-    happened = state_text(event.to_state) if event.to_state else Text()
-    happened.plain = f"{event.type:<16}"
+    label = state_text(event.to_state) if event.to_state else Text()
+    label.plain = f"{event.type:<16}"
     attempt = f"attempt {event.attempt}" if event.attempt else ""
-    cells = (Text(instant(event.at_ms), "dim"), event.job_id, f"{name:<12}", happened, f"{attempt:<10}")
+    cells = (Text(instant(event.at_ms), "dim"), event.job_id, f"{name:<12}", label, f"{attempt:<10}")
     return Text("  ").join(
         Text(visible(cell)) if isinstance(cell, str) else cell for cell in (*cells, shorten(event.message, 80))
     )

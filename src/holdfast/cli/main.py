@@ -1,4 +1,4 @@
-"""`holdfast`: the program's entry. What it needs is loaded here, where a Ctrl-C while that goes on is no error."""
+"""Entry point of `holdfast`. It imports the commands itself, so that Ctrl-C during the import is not an error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from holdfast._version import __version__
 
 
 def main() -> None:
-    """The entry point."""
     if sys.argv[1:] == ["--version"]:
         print(f"holdfast {__version__}")
         return
@@ -21,5 +20,5 @@ def main() -> None:
 
         program(sys.argv[1] if len(sys.argv) > 1 else "")(prog_name="holdfast")
     except KeyboardInterrupt:
-        # As a shell reports a program that SIGINT has ended.
+        # The exit code of a program that SIGINT ended.
         sys.exit(130)

@@ -25,43 +25,43 @@ from holdfast.observe.redact import redact
 
 Cell = str | Text
 
-#: Between two columns of a table.
+#: Blanks between two columns of a table.
 _GAP: Final = 2
-#: Narrower than this, text is not readable any more.
+#: Narrower text is unreadable.
 _TEXT_WIDTH: Final = 24
 _INDENT: Final = "  "
-#: All controls but tab and newline, and the characters that reorder text.
+#: All control characters but tab and newline, and the characters that reorder text.
 _CONTROL: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 def on_terminal() -> bool:
-    """Whether a person looks at stdout."""
+    """Whether stdout is a terminal."""
     return sys.stdout.isatty()
 
 
 def console(out: TextIO | None = None) -> Console:
-    """A console on today's stdout (tests and pipes exchange it), or on this stream."""
+    """Return a console on the current `sys.stdout` (tests replace it), or on this stream."""
     out = out or sys.stdout
     return Console(file=out, highlight=False, soft_wrap=not out.isatty())
 
 
 def visible(text: str) -> str:
-    """The text with control characters written out: text from outside must not steer the terminal."""
+    """Escape control characters, so that untrusted text cannot control the terminal."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def emit_json(document: Any) -> None:
-    """One JSON document, indented."""
+    """Print one JSON document, indented."""
     print(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
 
 
 def emit_json_line(document: Any) -> None:
-    """One JSON document on one line, at once."""
+    """Print one JSON document on one line and flush."""
     print(msgspec.json.encode(document).decode(), flush=True)
 
 
 def emit_facts(facts: Iterable[tuple[str, Cell | None]], width: int = 10) -> None:
-    """A line for each that is not empty: name, value. The terminal wraps long ones, so that they are copied whole."""
+    """Print name and value, one line per non-empty value. The terminal wraps long ones, so that they can be copied."""
     screen = console()
     for name, value in facts:
         if value:
@@ -72,9 +72,11 @@ def emit_facts(facts: Iterable[tuple[str, Cell | None]], width: int = 10) -> Non
 def emit_rows(
     columns: Sequence[str], rows: Sequence[Sequence[Cell]], *, empty: str, texts: int = 1, out: TextIO | None = None
 ) -> None:
-    """A table for a person (or, where it would have to break a word, an entry for each row); a header and
-    tab-separated lines for a pipe; a note if there is nothing. The last `texts` columns are sentences, which may be
-    broken between words."""
+    """Print rows: a table on a terminal, a header and tab-separated lines in a pipe, the note `empty` if none.
+
+    Where a table would break a word, the terminal gets one card per row. The last `texts` columns are sentences, which
+    may be broken between words.
+    """
     if not rows:
         note(empty)
         return
@@ -97,27 +99,27 @@ def as_table(
     *,
     texts: int = 1,
 ) -> Table | None:
-    """The rows as rich shows them; None if that would break a word, or leave too little room for a sentence."""
+    """Build a table; None if that would break a word, or leave too little width for a sentence."""
     widths = _widths(columns, rows, width, texts)
     if widths is None:
         return None
     table = Table(header_style="bold", box=None, pad_edge=False)
     for column, fitting in zip(columns, widths, strict=True):
-        # Not an ellipsis: rich counts a blank at the end of a line that has wide characters, and would cut the word.
+        # No ellipsis: rich counts a blank at the end of a line that has wide characters, and would cut the word.
         table.add_column(Text(column), width=fitting, overflow="fold")
     for row in rows:
-        # As text: rich would take brackets in a string for markup.
+        # As Text: rich would parse brackets in a string as markup.
         table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return table
 
 
 def as_cards(columns: Sequence[str], rows: Sequence[Sequence[Cell]], width: int) -> Group:
-    """Each row as an entry of its own: the first cell, and below it the others with their names."""
+    """Format each row as a card: the first cell, and below it the others with their names."""
     return Group(*(line for row in rows for line in _card(columns, row, width)))
 
 
 def note(message: str) -> None:
-    """A remark for the person, on stderr."""
+    """Print a note on stderr, with secrets redacted."""
     print(visible(redact(message)), file=sys.stderr)
 
 
@@ -125,7 +127,7 @@ def note(message: str) -> None:
 
 
 def _widths(columns: Sequence[str], rows: Sequence[Sequence[Cell]], width: int, texts: int) -> list[int] | None:
-    """How wide each column is to be; the sentences share what the others leave."""
+    """Width of each column; the sentences share what the others leave. None if the words do not fit."""
     cells = [[str(cell) for cell in column] for column in zip(columns, *rows, strict=True)]
     whole = [max(map(cell_len, column)) for column in cells]
     names = len(columns) - texts
@@ -152,13 +154,13 @@ def _card(columns: Sequence[str], row: Sequence[Cell], width: int) -> Iterator[T
     ]
     room = width - len(_INDENT)
     for line in _flow(items, " · ", room):
-        # Longer than the room only if it is one item alone.
+        # Longer than `room` only if it is a single item.
         for part in _flow(line.split(" "), " ", room) if line.cell_len > room else [line]:
             yield _unbroken(Text.assemble(_INDENT, part))
 
 
 def _flow(parts: Iterable[Text], joint: str, room: int) -> Iterator[Text]:
-    """Lines of whole parts. One that has no room stays whole, and the terminal breaks it."""
+    """Join parts into lines. A part longer than `room` stays whole, and the terminal wraps it."""
     line = Text()
     for part in parts:
         longer = Text(joint).join([line, part]) if line else part
@@ -196,19 +198,19 @@ _SPANS: Final = ((86_400_000, "d"), (3_600_000, "h"), (60_000, "min"))
 
 
 def state_text(state: State) -> Text:
-    """A state in its colour."""
+    """Format a state in its colour."""
     return Text(state.value, style=_STYLES[state])
 
 
 def instant(at_ms: int) -> str:
-    """UTC, to the millisecond; a dash for "never"."""
+    """Format an instant in UTC, to the millisecond; 0 is a dash."""
     if not at_ms:
         return "–"
     return to_datetime(at_ms).strftime("%Y-%m-%d %H:%M:%S.") + f"{at_ms % 1000:03d}Z"
 
 
 def span(duration_ms: int) -> str:
-    """A duration with two digits that matter: `35 ms`, `1.2 s`, `3.5 min`, `2.0 d`."""
+    """Format a duration: `35 ms`, `1.2 s`, `3.5 min`, `2.0 d`."""
     for size_ms, unit in _SPANS:
         if abs(duration_ms) >= size_ms:
             return f"{duration_ms / size_ms:.1f} {unit}"
@@ -216,28 +218,28 @@ def span(duration_ms: int) -> str:
 
 
 def shorten(text: str, width: int = 60) -> str:
-    """One line of at most `width` characters."""
+    """Shorten to one line of at most `width` characters."""
     line = " ".join(text.split())
     return line if len(line) <= width else line[: width - 1] + "…"
 
 
 def error_text(failure: Failure) -> str:
-    """`TASK_ERROR: ValueError: boom`."""
+    """Format a failure: `TASK_ERROR: ValueError: boom`."""
     return joined(failure.code, failure.type, failure.message)
 
 
 def joined(*parts: str) -> str:
-    """With colons between; an empty part leaves none."""
+    """Join the non-empty parts with colons."""
     return ": ".join(part for part in parts if part)
 
 
 def number_of(count: int, one: str, many: str = "") -> str:
-    """`1 worker`, `2 workers`; `many` where an s is not enough."""
+    """Format a count: `1 worker`, `2 workers`; `many` for an irregular plural."""
     return f"{count} {one if count == 1 else many or one + 's'}"
 
 
 def priority_name(priority: int) -> str:
-    """`high`, `normal`, `low`, or the number of a line that has no name."""
+    """Return `high`, `normal` or `low`, or the number of a priority without a name."""
     try:
         return Priority(priority).name.lower()
     except ValueError:
@@ -245,7 +247,7 @@ def priority_name(priority: int) -> str:
 
 
 def job_document(view: JobInfo) -> dict[str, Any]:
-    """A job for `--json`; the keys are those of the ledger wherever it has them."""
+    """Build a job's document for `--json`; the keys are the ledger's where it has them."""
     meta = view.meta
     return {
         "job_id": view.job_id,
@@ -275,7 +277,7 @@ def job_document(view: JobInfo) -> dict[str, Any]:
 
 
 def attempt_document(attempt: Attempt) -> dict[str, Any]:
-    """One line of a job's history."""
+    """Build the document of one attempt."""
     return {
         "attempt": attempt.number,
         "worker": attempt.worker,
@@ -288,14 +290,14 @@ def attempt_document(attempt: Attempt) -> dict[str, Any]:
 
 
 def failure_document(failure: Failure | None) -> dict[str, str] | None:
-    """Why an attempt failed."""
+    """Build the document of a failure."""
     if failure is None:
         return None
     return {"code": failure.code, "type": failure.type, "message": failure.message, "stack": failure.stack}
 
 
 def as_json(encoded: bytes) -> Any:
-    """JSON as it is; what is none (a foreign message may carry anything) as text."""
+    """Return JSON unchanged, anything else as text: a foreign message may carry any bytes."""
     try:
         msgspec.json.decode(encoded)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
@@ -304,5 +306,5 @@ def as_json(encoded: bytes) -> Any:
 
 
 def now_ms() -> int:
-    """This machine's clock, for ages on the screen only."""
+    """This machine's clock, for displayed ages only."""
     return round(datetime.now(UTC).timestamp() * 1000)

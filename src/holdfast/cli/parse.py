@@ -27,7 +27,7 @@ _PART: Final = re.compile(r"(\d+(?:\.\d+)?)(ms|min|s|m|h|d)")
 
 
 class PriorityName(StrEnum):
-    """Which line a job waits in."""
+    """Priority of a job."""
 
     HIGH = "high"
     NORMAL = "normal"
@@ -35,23 +35,23 @@ class PriorityName(StrEnum):
 
 
 def payload(document: str | None, pairs: list[str]) -> bytes:
-    """A task's arguments as JSON: a document (`-` reads stdin), or `name=value` pairs, or none at all."""
+    """Encode a task's arguments as JSON, from a document (`-` reads stdin) or from `name=value` pairs."""
     if document is not None and pairs:
-        raise InvalidPayload("give the arguments as one JSON document or as --arg, not both")
+        raise InvalidPayload("JSON and --arg exclude each other; pass the arguments one way")
     if document is None:
         return encode_json(dict(_pair(pair) for pair in pairs), "the arguments")
     encoded = (sys.stdin.read() if document == "-" else document).encode()
     value = decode_json(encoded, "the arguments")
     if not isinstance(value, dict | list):
         raise InvalidPayload("the arguments must be a JSON object (by name) or array (by position)")
-    # As it was written: decoding and encoding again could change large numbers.
+    # Unchanged: decoding and encoding could alter large numbers.
     return encoded.strip()
 
 
 def edit_payload(original: str, file: str | None, pairs: list[str]) -> bytes:
-    """A payload instead of another: from a file (`-` is stdin), or the original with some arguments changed."""
+    """Build a replacement payload: from a file (`-` is stdin), or from the original with some arguments changed."""
     if file is not None and pairs:
-        raise InvalidPayload("give --edit or --set, not both")
+        raise InvalidPayload("--edit and --set exclude each other; pass one of them")
     if file is not None:
         try:
             text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
@@ -60,12 +60,12 @@ def edit_payload(original: str, file: str | None, pairs: list[str]) -> bytes:
         return text.strip().encode()
     before = decode_json(original.encode(), "the payload")
     if not isinstance(before, dict):
-        raise InvalidPayload("--set changes arguments that have names, and this payload is no object; use --edit")
+        raise InvalidPayload("--set needs a payload that is a JSON object, and this one is not; use --edit")
     return encode_json(before | dict(_pair(pair, "--set") for pair in pairs), "the payload")
 
 
 def duration(text: str, name: str) -> timedelta:
-    """`90`, `90s`, `500ms`, `5m`, `1h30m`, `2d`; a bare number is seconds."""
+    """Parse `90`, `90s`, `500ms`, `5m`, `1h30m` or `2d`; a bare number is seconds."""
     if text.startswith("-"):
         raise InvalidOption(f"{name} must not be negative, got {text}")
     try:
@@ -74,7 +74,7 @@ def duration(text: str, name: str) -> timedelta:
         pass
     parts = _PART.findall(text)
     if not parts or "".join(number + unit for number, unit in parts) != text:
-        raise InvalidOption(f"{name}={text!r} is no duration; write seconds, or such as 500ms, 90s, 5m, 1h30m, 2d")
+        raise InvalidOption(f"{name}={text!r} is not a duration; use seconds or a value like 500ms, 90s, 5m, 1h30m, 2d")
     try:
         return timedelta(seconds=sum(float(number) * _UNITS[unit] for number, unit in parts))
     except OverflowError as exc:
@@ -82,22 +82,22 @@ def duration(text: str, name: str) -> timedelta:
 
 
 def parse_instant(text: str, name: str) -> datetime:
-    """An instant in ISO 8601 with its offset from UTC."""
+    """Parse an instant in ISO 8601 with a UTC offset."""
     try:
         value = datetime.fromisoformat(text)
     except ValueError as exc:
-        raise InvalidOption(f"{name}={text!r} is no instant; write such as 2030-01-31T08:00:00Z") from exc
+        raise InvalidOption(f"{name}={text!r} is not an instant; use a value like 2030-01-31T08:00:00Z") from exc
     if value.tzinfo is None:
         whole = text if len(text) > _DATE_CHARACTERS else f"{value:%Y-%m-%d}T08:00:00"
-        raise InvalidOption(f"{name}={text!r} has no time zone; write {whole}Z for UTC, or {whole}+02:00")
+        raise InvalidOption(f"{name}={text!r} has no time zone; use {whole}Z for UTC, or {whole}+02:00")
     try:
         return value.astimezone(UTC)
     except OverflowError as exc:
-        raise InvalidOption(f"{name}={text!r} is outside of the years 1 to 9999 in UTC") from exc
+        raise InvalidOption(f"{name}={text!r} is outside the years 1 to 9999 in UTC") from exc
 
 
 def parse_time_or_age(text: str, name: str, now_ms: int) -> datetime:
-    """An instant, or how long ago."""
+    """Parse an instant, or an age relative to `now_ms`."""
     try:
         ago = duration(text, name)
     except InvalidOption:
@@ -105,7 +105,7 @@ def parse_time_or_age(text: str, name: str, now_ms: int) -> datetime:
     try:
         return to_datetime(now_ms) - ago
     except OverflowError as exc:
-        raise InvalidOption(f"{name}={text} is longer ago than there are years") from exc
+        raise InvalidOption(f"{name}={text} is too long ago") from exc
 
 
 def _pair(text: str, option: str = "--arg") -> tuple[str, Any]:
@@ -119,58 +119,57 @@ def _pair(text: str, option: str = "--arg") -> tuple[str, Any]:
 
 
 DlqIds = Annotated[
-    list[str] | None, typer.Argument(metavar="LETTER...", help="Ids of dead letters.", show_default=False)
+    list[str] | None, typer.Argument(metavar="DLQ_ID...", help="Ids of dead letters.", show_default=False)
 ]
-DlqId = Annotated[str, typer.Argument(metavar="LETTER", help="The dead letter's id.")]
-Task = Annotated[
-    str | None, typer.Option("--task", "-t", metavar="TASK", help="Only of this task.", show_default=False)
-]
+DlqId = Annotated[str, typer.Argument(metavar="DLQ_ID", help="Id of the dead letter.")]
+Task = Annotated[str | None, typer.Option("--task", "-t", metavar="TASK", help="Only this task.", show_default=False)]
 OneOfQueues = Annotated[
     list[str] | None,
-    typer.Option("--queue", "-q", metavar="NAME", help="Only of this queue; repeatable.", show_default=False),
+    typer.Option("--queue", "-q", metavar="NAME", help="Only this queue; repeatable.", show_default=False),
 ]
-Tenant = Annotated[
-    str | None, typer.Option("--tenant", metavar="NAME", help="Only of this tenant.", show_default=False)
-]
+Tenant = Annotated[str | None, typer.Option("--tenant", metavar="NAME", help="Only this tenant.", show_default=False)]
 Code = Annotated[
     str | None, typer.Option("--code", metavar="CODE", help="Only with this error code.", show_default=False)
 ]
 Fingerprint = Annotated[
     str | None,
     typer.Option(
-        "--fingerprint", "-f", metavar="HEX", help="Only of this kind, as `dlq groups` shows it.", show_default=False
+        "--fingerprint", "-f", metavar="HEX", help="Only this fingerprint, from `dlq groups`.", show_default=False
     ),
 ]
 Since = Annotated[
     str | None,
-    typer.Option(metavar="WHEN", help="Failed at this instant or later, or so long ago (1h, 2d).", show_default=False),
+    typer.Option(metavar="WHEN", help="Only failures since this instant or age (1h, 2d).", show_default=False),
 ]
 Until = Annotated[
     str | None,
-    typer.Option(metavar="WHEN", help="Failed before this instant, or longer ago than this.", show_default=False),
+    typer.Option(metavar="WHEN", help="Only failures before this instant or age.", show_default=False),
 ]
 Words = Annotated[
-    str | None, typer.Option("--text", metavar="TEXT", help="Text in the error, in any case.", show_default=False)
+    str | None,
+    typer.Option(
+        "--text", metavar="TEXT", help="Only with this text in the error; case-insensitive.", show_default=False
+    ),
 ]
 Statuses = Annotated[
     list[DeadLetterStatus] | None,
     typer.Option("--status", "-s", help="Only in this status; repeatable. Default: all.", show_default=False),
 ]
-Reason = Annotated[str, typer.Option(help="Why; kept in the log.")]
-RequiredReason = Annotated[str, typer.Option(help="Why; needed, and kept in the log.")]
+Reason = Annotated[str, typer.Option(help="Reason for the audit log.")]
+RequiredReason = Annotated[str, typer.Option(help="Reason for the audit log. Required.")]
 AppName = Annotated[
     str | None,
     typer.Option(
         "--app",
         metavar="APP",
-        help="The app that has the tasks: payloads are checked, and its guards see the new jobs at once.",
+        help="App with the tasks: checks payloads, and applies its guards to the new jobs on submit.",
         show_default=False,
     ),
 ]
 
 
 async def dead_letter_filter(
-    offices: Operations,
+    operations: Operations,
     task: str | None,
     queue: list[str] | None,
     tenant: str | None,
@@ -181,10 +180,10 @@ async def dead_letter_filter(
     text: str | None,
     status: list[DeadLetterStatus] | None,
 ) -> DeadLetterFilter:
-    """What was given, as the ledger takes it."""
+    """Build the ledger's filter from the command's options."""
     from holdfast.ledger.queries.operator_filters import DeadLetterFilter
 
-    now_ms = await offices.engine.now_ms()
+    now_ms = await operations.engine.now_ms()
     return DeadLetterFilter(
         job_type=task,
         queues=frozenset(queue or ()),

@@ -1,7 +1,7 @@
-"""Ids as a person gives them: whole, or a prefix of at least twelve characters that one id alone begins with.
+"""Abbreviated ids: a full id, or a unique prefix of at least 12 characters.
 
-A whole id wins. A prefix is looked up in the ledger, among what the person may see; without a ledger there is no index
-to ask, and ids have to be whole. Commands that take several ids take whole ones: a list comes from a program.
+A full id wins. A prefix is resolved in the ledger, among what the principal may see. Without a ledger there is no
+index, and ids must be complete. Commands that take several ids require full ones: such lists come from programs.
 """
 
 from __future__ import annotations
@@ -23,88 +23,90 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: The millisecond in which holdfast made the id: with fewer characters nearly everything would match.
+#: These characters encode the millisecond of creation; shorter prefixes would match nearly everything.
 SHORTEST: Final = 12
-#: Characters of an id that holdfast makes.
+#: Length of an id that holdfast generates.
 _WHOLE: Final = 32
-#: Candidates that are listed.
+#: Maximum number of candidates that are printed.
 _LISTED: Final = 10
-#: What the instant of a candidate is.
+#: Column header for the instant of a candidate.
 _WHEN: Final = {"job": "created", "approval": "requested", "dead letter": "failed"}
 
 
 async def abbreviated(
     queries: Queries | None,
     noun: str,
-    person: Principal,
+    principal: Principal,
     text: str,
     act: Callable[[str], Awaitable[T]],
     *,
     queue: str | None = None,
     tenant: str | None = None,
 ) -> T:
-    """What `act` gives for this id or, if there is none, for the only id that begins so.
+    """Call `act` with this id or, if it does not exist, with the only id that starts with it.
 
-    `act` raises `UnknownJob` or `Unknown` for an id that is not there, and has changed nothing then; so does this.
-    Raises `AmbiguousId` after the candidates are listed on stderr.
+    `act` must raise `UnknownJob` or `NotFound` for an id that does not exist, without changing anything. Raises the
+    same errors, or `AmbiguousId` after printing the candidates on stderr.
     """
     try:
         return await act(text)
     except (UnknownJob, NotFound):
         found, advice = None, ""
         if queries is None:
-            advice = "there is no ledger to find a prefix in, so give the whole id" if len(text) < _WHOLE else ""
+            advice = "without a ledger a prefix cannot be resolved; pass the full id" if len(text) < _WHOLE else ""
         elif len(text) < SHORTEST:
-            advice = f"a prefix of an id needs at least {SHORTEST} characters"
+            advice = f"an id prefix needs at least {SHORTEST} characters"
         else:
-            found = await _only(queries, noun, person, text, queue, tenant)
+            found = await _only(queries, noun, principal, text, queue, tenant)
         if found is None:
             raise (UnknownJob(text, advice) if noun == "job" else NotFound(noun, text, advice)) from None
     return await act(found)
 
 
-async def whole_job_ids(offices: Operations, person: Principal, ids: list[str], queue: str | None = None) -> list[str]:
-    """These ids; one alone may be a prefix."""
+async def whole_job_ids(
+    operations: Operations, principal: Principal, ids: list[str], queue: str | None = None
+) -> list[str]:
+    """Return full job ids; a single id may be a prefix."""
     if len(ids) != 1:
         return ids
     view = await abbreviated(
-        queries_of(offices),
+        queries_of(operations),
         "job",
-        person,
+        principal,
         ids[0],
-        lambda job_id: offices.operating.find(person, job_id, queue),
+        lambda job_id: operations.operating.find(principal, job_id, queue),
         queue=queue,
     )
     return [view.job_id]
 
 
-async def whole_dead_letter_ids(offices: Operations, person: Principal, ids: list[str]) -> list[str]:
-    """The same for dead letters."""
+async def whole_dead_letter_ids(operations: Operations, principal: Principal, ids: list[str]) -> list[str]:
+    """Return full dead letter ids; a single id may be a prefix."""
     if len(ids) != 1:
         return ids
-    letters = offices.dead_letters
-    letter = await abbreviated(
-        queries_of(offices), "dead letter", person, ids[0], lambda dlq_id: letters.show(person, dlq_id)
+    dead_letters = operations.dead_letters
+    dead_letter = await abbreviated(
+        queries_of(operations), "dead letter", principal, ids[0], lambda dlq_id: dead_letters.show(principal, dlq_id)
     )
-    return [letter.dlq_id]
+    return [dead_letter.dlq_id]
 
 
-def queries_of(offices: Operations) -> Queries | None:
-    """The ledger's queries; None without a ledger."""
-    return None if offices.ledger is None else offices.ledger.queries
+def queries_of(operations: Operations) -> Queries | None:
+    """Return the ledger's queries; None without a ledger."""
+    return None if operations.ledger is None else operations.ledger.queries
 
 
 async def _only(
-    queries: Queries, noun: str, person: Principal, prefix: str, queue: str | None, tenant: str | None
+    queries: Queries, noun: str, principal: Principal, prefix: str, queue: str | None, tenant: str | None
 ) -> str | None:
-    """The only id that begins so; None if there is none. Raises `AmbiguousId`."""
-    tenants = visible_tenants(person)
+    """Return the only id with this prefix; None if there is none. Raises `AmbiguousId`."""
+    tenants = visible_tenants(principal)
     if tenant is not None:
-        tenants = (tenant,) if person.can_see(tenant) else ()
+        tenants = (tenant,) if principal.can_see(tenant) else ()
     found = await queries.by_prefix(noun, prefix, tenants, queue, _LISTED + 1)
     if len(found) <= 1:
         return found[0].id if found else None
-    listed = found[:_LISTED]
-    rows = [(one.id, one.task, one.state, iso(one.at) or "") for one in listed]
+    shown = found[:_LISTED]
+    rows = [(row.id, row.task, row.state, iso(row.at) or "") for row in shown]
     emit_rows((noun, "task", "state", _WHEN[noun]), rows, empty="", texts=0, out=sys.stderr)
-    raise AmbiguousId(noun, prefix, len(listed), more=len(found) > len(listed))
+    raise AmbiguousId(noun, prefix, len(shown), more=len(found) > len(shown))

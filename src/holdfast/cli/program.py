@@ -1,6 +1,6 @@
-"""All of `holdfast`'s commands, or the one that is wanted: what a command needs is loaded when it is asked for.
+"""Assembly of the `holdfast` program from the modules in `cli.commands`.
 
-Groups and commands are declared in the modules beside this one.
+Given a command name, only that command's module is imported.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import typer
 
 from holdfast._version import __version__
 
-#: Each command and group, in the order of the help, and the module that declares it: by a `register`, or, a group, as a
-#: `Typer` of that name.
-_HOMES: Final[Mapping[str, str]] = {
+#: Commands and groups in the order of the help → module that declares them, by a function `register` or, for a group,
+#: as a `Typer` of that name.
+_MODULES: Final[Mapping[str, str]] = {
     "demo": "demo",
     "dev": "run",
     "worker": "run",
@@ -42,13 +42,13 @@ _HOMES: Final[Mapping[str, str]] = {
 }
 
 
-def program(wanted: str = "") -> typer.Typer:
-    """The program with all of its commands, or with what is needed for this one."""
+def program(only: str = "") -> typer.Typer:
+    """Build the program with all commands, or with the module of one."""
     app = typer.Typer(
         name="holdfast",
         help="Durable background tasks: every task reaches exactly one recorded outcome.\n\n"
-        "An APP is module:app or file.py:app (the part after the colon can be left out if there is only one).",
-        epilog="Exit codes: 0 done · 1 failed · 2 wrong call · 3 unavailable · 4 illegal move · 5 timeout · "
+        "An APP is module:app or file.py:app; :app may be omitted if the module holds exactly one.",
+        epilog="Exit codes: 0 done · 1 failed · 2 invalid call · 3 unavailable · 4 illegal move · 5 timeout · "
         "6 not allowed",
         no_args_is_help=True,
         rich_markup_mode="rich",
@@ -56,26 +56,26 @@ def program(wanted: str = "") -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
-    homes = {wanted: _HOMES[wanted]} if wanted in _HOMES else _HOMES
-    for home in dict.fromkeys(homes.values()):
-        module = import_module(f"holdfast.cli.commands.{home}")
+    modules = {only: _MODULES[only]} if only in _MODULES else _MODULES
+    for module_name in dict.fromkeys(modules.values()):
+        module = import_module(f"holdfast.cli.commands.{module_name}")
         if hasattr(module, "register"):
             module.register(app)
         else:
-            name = next(name for name, place in homes.items() if place == home)
+            name = next(name for name, target in modules.items() if target == module_name)
             app.add_typer(getattr(module, name), name=name)
     return app
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(f"holdfast {__version__}")
         raise typer.Exit
 
 
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and end.", callback=_print_version, is_eager=True)
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """See `help` above; options that all commands share stand with the commands."""
+    """Root callback. The help text is in `program`; shared options are declared on each command."""

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 def load_app(reference: str) -> Holdfast:
-    """The app that a reference names. Imports the user's module, from the working directory or its file."""
+    """Load the app of a reference. Imports the user's module, from the working directory or its file."""
     source, _, attribute = reference.partition(":")
     if not source:
         raise _cannot(reference, "an app is module:app or file.py:app")
@@ -63,7 +63,7 @@ def load_app(reference: str) -> Holdfast:
 
 def _import_file(reference: str, path: Path) -> ModuleType:
     if not path.is_file():
-        raise _cannot(reference, f"there is no file {path} in {Path.cwd()}")
+        raise _cannot(reference, f"file {path} not found in {Path.cwd()}")
     path = path.resolve()
     root, name = path.parent, path.stem
     # A file inside a package is imported as the package's module, so that its relative imports work.
@@ -80,17 +80,17 @@ def _import_module(reference: str, name: str) -> ModuleType:
 
 
 def _import(reference: str, name: str, root: Path) -> ModuleType:
-    # By its real name and from its real place, so that child processes can import it again.
+    # By its real name and from its real directory, so that child processes can import it.
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))
     try:
         return importlib.import_module(name)
     except MissingExtra:
-        # Says already what to install.
+        # Its message says what to install.
         raise
     except ModuleNotFoundError as exc:
         if exc.name is not None and (name == exc.name or name.startswith(exc.name + ".")):
-            raise _cannot(reference, f"there is no module {exc.name!r} in {root} or on the Python path") from exc
+            raise _cannot(reference, f"module {exc.name!r} not found in {root} or on the Python path") from exc
         raise _cannot(reference, f"module {name!r} imports {exc.name!r}, which is not installed") from exc
     except Exception as exc:
         raise _cannot(
@@ -118,29 +118,29 @@ def _only_one(reference: str, module: ModuleType) -> Holdfast:
 def _offer(module: ModuleType) -> str:
     names = [name for name, value in vars(module).items() if isinstance(value, Holdfast)]
     if not names:
-        return "there is no Holdfast in it"
+        return "it has no Holdfast object"
     return "it has " + ", ".join(f"{module.__name__}:{name}" for name in names)
 
 
-def _cannot(reference: str, why: str) -> UsageError:
-    return UsageError(f"cannot load app {reference!r}: {why}")
+def _cannot(reference: str, reason: str) -> UsageError:
+    return UsageError(f"cannot load app {reference!r}: {reason}")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineTarget:
-    """Which engine the person means."""
+    """The engine that the shared options name."""
 
     url: str | None
     namespace: str | None
 
     def settings(self) -> Settings:
-        """Settings with what was given here on top. Raises `MissingExtra` for a store whose driver is not installed."""
+        """Load the settings, overridden by the options. Raises `MissingExtra` if a store's driver is not installed."""
         settings = Settings.load(url=self.url, namespace=self.namespace)
         require_drivers(settings.url, settings.ledger)
         return settings
 
     def app(self, reference: str) -> Holdfast:
-        """The user's app, on the engine that was named here, else on its own."""
+        """Load the user's app, on the engine of the options if given, else on the app's."""
         app = load_app(reference)
         given: dict[str, Any] = {"url": self.url, "namespace": self.namespace}
         given = {name: value for name, value in given.items() if value is not None}
@@ -149,12 +149,12 @@ class EngineTarget:
         return app
 
     def some_app(self, reference: str | None) -> Holdfast:
-        """The user's app if it was named, else one without tasks on the same engine."""
+        """Load the user's app if named, else build one without tasks on the same engine."""
         return Holdfast(settings=self.settings()) if reference is None else self.app(reference)
 
     @asynccontextmanager
     async def engine(self) -> AsyncIterator[Engine]:
-        """The engine, open. A look at a database that is not there must not make one."""
+        """Open the engine. Does not create a missing database."""
         settings = self.settings()
         must_exist(settings.url)
         engine = build_engine(settings, SystemClock())
@@ -166,39 +166,41 @@ class EngineTarget:
 
 
 def must_exist(url: str) -> None:
-    """Raise `UsageError` for a SQLite database that nobody has made yet."""
+    """Raise `UsageError` if the SQLite database does not exist."""
     if url.startswith("sqlite:") and (path := sqlite_path(url)) != ":memory:" and not Path(path).exists():
         raise UsageError(
-            f"there is no database {Path(path).absolute()}; nothing was submitted there yet, "
-            "or --url (HOLDFAST_URL) should name another one"
+            f"database {Path(path).absolute()} does not exist; submit a job first, or name another database "
+            "with --url (HOLDFAST_URL)"
         )
 
 
 def ledger_must_exist(settings: Settings) -> None:
-    """Raise `UsageError` for a ledger file that nobody has made yet."""
+    """Raise `UsageError` if the ledger's SQLite file does not exist."""
     url = settings.ledger or ""
     if url.startswith("sqlite:") and not Path(sqlite_path(url)).exists():
-        raise UsageError(f"there is no ledger {Path(sqlite_path(url)).absolute()} yet; no worker has written to it")
+        raise UsageError(
+            f"ledger {Path(sqlite_path(url)).absolute()} does not exist; start a worker, or check HOLDFAST_LEDGER"
+        )
 
 
 T = TypeVar("T")
 
 
-async def find_job(engine: Engine, job_id: str, queue: str | None, person: Principal) -> JobInfo:
-    """The job, in the queue that was named or in any. Raises `UnknownJob`, also for one of another tenant."""
+async def find_job(engine: Engine, job_id: str, queue: str | None, principal: Principal) -> JobInfo:
+    """Find the job in this queue or in any. Raises `UnknownJob`, also for a job of another tenant."""
     names = await queues_or_all(engine, [queue] if queue else None)
-    if (view := await find_in_queues(engine, names, job_id, person)) is None:
+    if (view := await find_in_queues(engine, names, job_id, principal)) is None:
         raise UnknownJob(job_id)
     return view
 
 
 async def queues_or_all(engine: Engine, queues: list[str] | None) -> list[str]:
-    """The queues that were named, or every queue that the engine knows."""
+    """Return the named queues, or every queue of the engine."""
     return list(dict.fromkeys(queues)) if queues else await engine.queues()
 
 
 async def partial_result(answer: Awaitable[list[T]]) -> tuple[list[T], PartialFailure | None]:
-    """A list, and what to raise once it is shown: some of it is missing, because a server does not answer."""
+    """Return a list and, if a server is unreachable and part of it is missing, the error to raise after printing it."""
     try:
         return await answer, None
     except PartialFailure as exc:
@@ -209,10 +211,10 @@ async def partial_result(answer: Awaitable[list[T]]) -> tuple[list[T], PartialFa
 async def open_operations(
     at: EngineTarget, reference: str | None = None, *, make: bool = False
 ) -> AsyncIterator[tuple[Operations, Principal]]:
-    """The offices of the engine and ledger that were named, open, and who came in.
+    """Open engine and ledger; yield the operations on them and the current principal.
 
-    With an app its tasks check payloads and its guards see what is submitted; without one the worker will judge.
-    A database that is not there is made if `make` says so, else it is an error.
+    With an app, its tasks check payloads and its guards review submissions; without one, the worker does both.
+    A missing database is created if `make` is set, else it is an error.
     """
     app = at.some_app(reference)
     if not make:
@@ -220,14 +222,14 @@ async def open_operations(
         ledger_must_exist(app.settings)
     await app.open()
     try:
-        offices = Operations.for_app(app)
-        yield offices, await current_principal(app.settings, app.ledger_backend)
+        operations = Operations.for_app(app)
+        yield operations, await current_principal(app.settings, app.ledger_backend)
     finally:
         await app.close()
 
 
 async def current_principal(settings: Settings, ledger: Ledger | None) -> Principal:
-    """The person of the token in the settings, else an unproven one of this machine. Raises `Unauthorized`."""
+    """Return the principal of the token in the settings, else the unverified local user. Raises `Unauthorized`."""
     if settings.token is None:
         return local_principal()
     if ledger is None:
@@ -238,7 +240,7 @@ async def current_principal(settings: Settings, ledger: Ledger | None) -> Princi
 
 
 def local_principal() -> Principal:
-    """Whoever is logged in here: may do what one person may do alone."""
+    """The local user: an unverified admin, who may do all that needs only one principal."""
     try:
         user = getpass.getuser()
     except (OSError, KeyError):
@@ -248,42 +250,42 @@ def local_principal() -> Principal:
 
 @dataclass(frozen=True, slots=True)
 class StoreSession:
-    """Both, open; `queries` is None if there is no ledger."""
+    """An open engine and ledger; `queries` is None without a ledger."""
 
     settings: Settings
     engine: Engine
     queries: Queries | None
-    #: Who looks: what is of other tenants is not there.
+    #: The caller; data of tenants that it may not see is treated as absent.
     principal: Principal
 
     def require_queries(self) -> Queries:
-        """The ledger's queries. Raises `InvalidOption` if there is no ledger."""
+        """Return the ledger's queries. Raises `InvalidOption` without a ledger."""
         if self.queries is None:
-            raise InvalidOption(
-                "there is no ledger: Redis keeps none; set HOLDFAST_LEDGER to postgresql://… or sqlite:///ledger.db"
-            )
+            raise InvalidOption("there is no ledger; set HOLDFAST_LEDGER to postgresql://… or sqlite:///ledger.db")
         return self.queries
 
     async def with_job(self, text: str, tenant: str | None, queue: str | None, act: Callable[[str], Awaitable[T]]) -> T:
-        """What `act` gives for the job of this id, or of the only id that begins so (see `cli.prefixes`)."""
+        """Call `act` with the full job id for an id or a prefix (see `cli.prefixes`)."""
         return await abbreviated(self.queries, "job", self.principal, text, act, queue=queue, tenant=tenant)
 
     async def find_live(self, job_id: str, queue: str | None) -> JobInfo | None:
-        """The job as the engine has it, if it does."""
+        """Return the job as the engine has it; None if it does not."""
         try:
             return await find_job(self.engine, job_id, queue, self.principal)
         except UnknownJob:
             return None
 
     def tenants(self, named: str | None) -> list[str | None]:
-        """Whom to ask the ledger about: the tenant that was named, if there is one for this person, or each of theirs;
-        None is all."""
+        """Tenants to query: the named one if the principal may see it, else all that the principal may see.
+
+        None stands for all tenants.
+        """
         if named is not None:
             return [named] if self.principal.can_see(named) else []
         return [None] if self.principal.sees_all_tenants else [*sorted(self.principal.tenants)]
 
     async def row(self, job_id: str, tenant: str | None, queue: str | None) -> JobDetail:
-        """The job as the ledger has it. Raises `UnknownJob`, also for one of another tenant."""
+        """Return the job as the ledger has it. Raises `UnknownJob`, also for a job of another tenant."""
         for one in self.tenants(tenant):
             try:
                 return await self.require_queries().job(job_id, one, queue)
@@ -292,7 +294,7 @@ class StoreSession:
         raise UnknownJob(job_id)
 
     async def counts(self, tenant: str | None, queue: str | None, *, exact: bool) -> StateCounts:
-        """Jobs by state, of whom this person sees."""
+        """Count jobs by state, of the tenants that the principal may see."""
         from holdfast.ledger.queries.records import StateCounts
 
         states: dict[State, int] = dict.fromkeys(State, 0)
@@ -307,7 +309,7 @@ class StoreSession:
 
 @asynccontextmanager
 async def ledger_queries(settings: Settings, engine: Engine) -> AsyncIterator[Queries | None]:
-    """The ledger's queries, or None: there is no ledger, or none that can be used now."""
+    """Yield the ledger's queries; None if there is no ledger or it cannot be used now."""
     ledger = build_ledger(settings, engine)
     if ledger is None:
         yield None
@@ -323,14 +325,14 @@ async def _is_usable(settings: Settings, ledger: Ledger) -> bool:
         ledger_must_exist(settings)
         await ledger.open()
     except (UsageError, SchemaMismatch, LedgerUnavailable) as exc:
-        note(f"ended jobs are not counted: {exc}")
+        note(f"finished jobs are not counted: {exc}")
         return False
     return True
 
 
 @asynccontextmanager
 async def open_stores(at: EngineTarget) -> AsyncIterator[StoreSession]:
-    """Engine and ledger of this command line, for who works at it. A look makes neither."""
+    """Open engine and ledger for the current principal. Creates neither."""
     settings = at.settings()
     async with at.engine() as engine:
         ledger = build_ledger(settings, engine)

@@ -1,4 +1,4 @@
-"""An app's settings and what was made from them, and how both are changed: for good, or for a block."""
+"""An app's settings and connections, and how they are changed: permanently, or for a block."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from holdfast.settings import OUTSIDE, Settings, is_in_memory
 
 
 class Setup(NamedTuple):
-    """What an app works with."""
+    """An app's settings, clock and connections."""
 
-    #: What code has named. The environment is not part of it: it is read again with every change.
+    #: Settings given in code. Without the environment, which is read again with every change.
     given: Mapping[str, Any]
     settings: Settings
     clock: Clock
@@ -27,7 +27,7 @@ class Setup(NamedTuple):
 
 
 class Configurable(ABC):
-    """The part of an app that knows its settings."""
+    """The part of an app that manages its settings."""
 
     def __init__(self, given: Mapping[str, Any], settings: Settings, clock: Clock) -> None:
         self._portal = BlockingPortal()
@@ -46,29 +46,29 @@ class Configurable(ABC):
     def _settings_changed(self) -> None: ...
 
     def configure(self, *, clock: Clock | None = None, **overrides: Any) -> Reconfigured[Self]:
-        """Change settings (the URL, say) or the clock, while the app is not open; None unsets.
+        """Change settings or the clock while the app is not open; None unsets a setting.
 
-        As a block (`with` or `async with`) the change ends with it. A URL in memory isolates the app: stores, brokers
-        and webhooks that were named before, in code or outside it, are dropped unless named in the same call.
+        Used as a block (`with` or `async with`), the change ends with it. A URL in memory isolates the app: stores,
+        brokers and webhooks named before, in code or outside it, are dropped unless named in the same call.
         """
         if self._connections.in_use:
-            raise InvalidOption("this app is open; settings are changed before that, or after `await app.close()`")
+            raise InvalidOption("this app is open; change settings before it is opened, or after `await app.close()`")
         if self.settings.isolated:
-            # Left by event loops that are closed.
+            # Connections of closed event loops.
             self._connections.discard()
         former = self._setup
         self._change(overrides, clock)
         return Reconfigured(self, lambda sound: self._undo(former, sound=sound))
 
     @contextmanager
-    def run_inline(self, desk: Submitter) -> Iterator[None]:
-        """In the block jobs go to this desk, and everything else that would reach a store, to one in memory.
+    def run_inline(self, submitter: Submitter) -> Iterator[None]:
+        """Send jobs to this submitter during the block, and use a store in memory for everything else.
 
-        The app may be open: its connections are left alone, and are there again after the block.
+        The app may be open: its connections are kept, and used again after the block.
         """
         former, before = self._setup, self._inline_submitter
         self._change({"url": "sqlite://"})
-        self._inline_submitter = desk
+        self._inline_submitter = submitter
         try:
             yield
         finally:
@@ -84,15 +84,15 @@ class Configurable(ABC):
         self._use(Setup(given, settings, clock or former.clock, self._make_connections(settings)))
 
     def _undo(self, former: Setup, *, sound: bool) -> None:
-        """Back to the former settings. `sound`: no other error is on its way that this one would hide."""
-        links = self._connections
+        """Restore the former settings. `sound`: no other exception is being raised that an error here would hide."""
+        connections = self._connections
         try:
-            self._portal.close(links.close)
+            self._portal.close(connections.close)
             if self.settings.isolated:
-                links.discard()
+                connections.discard()
         finally:
             self._use(former)
-        if links.in_use and sound:
+        if connections.in_use and sound:
             raise InvalidOption("this app is still open; use `async with app.configure(…)`, or close it in the block")
 
     def _use(self, setup: Setup) -> None:
@@ -143,7 +143,7 @@ def _check_extras(settings: Settings) -> None:
 
 
 def _changed(given: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """What code has named after a change. With a move into memory, stores that were named for another engine go."""
+    """The settings given in code after a change. A move into memory drops the stores named for another engine."""
     url = overrides.get("url")
     moved = isinstance(url, str) and is_in_memory(url)
     return {name: value for name, value in given.items() if not (moved and name in OUTSIDE)} | dict(overrides)

@@ -1,4 +1,4 @@
-"""A submitted job, as its submitter holds it."""
+"""The handle of a submitted job."""
 
 from __future__ import annotations
 
@@ -21,43 +21,43 @@ from holdfast.outbox.writer import original_job_id
 
 R = TypeVar("R")
 
-#: One wait on the engine; longer ones are made of several.
+#: Longest single wait on the engine; longer waits consist of several.
 _WAIT_MS: Final = 5_000
-#: How often to look whether a relay has handed a job in.
-_LOOK_S: Final = 0.05
+#: How often to check whether a relay has submitted a job.
+_POLL_S: Final = 0.05
 
 
 class SubmissionBackend(Protocol):
-    """How a handle reaches its engine."""
+    """The parts of an app that a handle uses."""
 
     _portal: BlockingPortal
 
     async def submitter(self) -> Submitter: ...
 
     async def enqueue_in_transaction(self, connection: Any, envelopes: Sequence[Envelope]) -> list[Receipt]:
-        """Make jobs part of a transaction of the user's."""
+        """Write jobs to the outbox in the user's transaction."""
         ...
 
     def enqueue_in_transaction_sync(self, connection: Any, envelopes: Sequence[Envelope]) -> list[Receipt]: ...
 
     async def transactional_event(self, tenant_id: str, job_id: str) -> OutboxEvent | None:
-        """The event of such a job, if the transaction is committed and a relay can see it."""
+        """The outbox event of such a job; None unless the transaction is committed and visible to the relay."""
         ...
 
 
 def decode_plain(result: bytes) -> Any:
-    """A result as plain values, where nobody knows the task's return type."""
+    """Decode a result to plain values, for an unknown return type."""
     return decode_json(result, "the result")
 
 
 class Job(Generic[R]):
-    """A handle: cheap, and nothing is asked until a method is called."""
+    """A job's handle. Cheap to create: the engine is called only by its methods."""
 
-    __slots__ = ("_decode", "_outbox_of", "_way", "duplicate", "id", "queue")
+    __slots__ = ("_backend", "_decode", "_outbox_of", "duplicate", "id", "queue")
 
     def __init__(
         self,
-        way: SubmissionBackend,
+        backend: SubmissionBackend,
         job_id: str,
         queue: str,
         duplicate: bool,
@@ -65,58 +65,58 @@ class Job(Generic[R]):
         *,
         outbox_of: str = "",
     ) -> None:
-        """`outbox_of`: the tenant of a job that a relay hands in."""
-        #: Of a job that was submitted in a transaction with an idempotency key: once `result` or `view` has found that
-        #: the key was known, the first job's id.
+        """`outbox_of`: the tenant of a job that a relay submits."""
+        #: For a job submitted in a transaction with an idempotency key: the first job's id, once `result` or `info`
+        #: has found that the key was known.
         self.id = job_id
         self.queue = queue
-        #: The idempotency key was known: this is the job that was there first.
+        #: Whether the idempotency key was known: this is the first job with that key.
         self.duplicate = duplicate
-        self._way = way
+        self._backend = backend
         self._decode = decode
         self._outbox_of = outbox_of
 
     async def info(self) -> JobInfo:
-        """Everything the engine knows about it; raises `UnknownJob` once its record has expired."""
-        desk = await self._way.submitter()
-        view = await desk.get(self.queue, self.id)
-        if view is None and self._outbox_of and await self._arrival():
-            view = await desk.get(self.queue, self.id)
-        return self._known(view)
+        """The engine's record of the job; raises `UnknownJob` once it has expired."""
+        submitter = await self._backend.submitter()
+        view = await submitter.get(self.queue, self.id)
+        if view is None and self._outbox_of and await self._is_submitted():
+            view = await submitter.get(self.queue, self.id)
+        return self._require(view)
 
     async def state(self) -> State:
-        """Where it is now."""
+        """Its current state."""
         return (await self.info()).state
 
     async def history(self) -> list[Attempt]:
-        """Its runs so far: when, by which worker, and why they failed (requirement Y6)."""
+        """Its attempts: when, by which worker, and why they failed (requirement Y6)."""
         return list((await self.info()).meta.history)
 
     async def cancel(self, reason: str = "", actor: str = "api") -> None:
-        """End it, whether it waits or runs. Raises `TransitionInvalid` if it has ended already."""
-        desk = await self._way.submitter()
-        await desk.cancel(self.queue, self.id, actor, reason)
+        """Cancel it, whether it waits or runs. Raises `TransitionInvalid` if it has already ended."""
+        submitter = await self._backend.submitter()
+        await submitter.cancel(self.queue, self.id, actor, reason)
 
     async def result(self, timeout: Duration | None = None) -> R:
-        """Wait for its end: the function's return value, `JobFailed` or `JobCancelled`.
+        """Wait for its end; returns the function's result, or raises `JobFailed` or `JobCancelled`.
 
-        Raises `WaitTimeout` after `timeout`; the job goes on. A suspended job is waited for: an operator
-        may resume it.
+        Raises `WaitTimeout` after `timeout`; the job continues. A suspended job is waited for, since an operator may
+        resume it.
         """
-        desk = await self._way.submitter()
+        submitter = await self._backend.submitter()
         timeout_ms = None if timeout is None else duration_ms(timeout, "timeout")
         began = time.monotonic()
         left_ms = _WAIT_MS
         while True:
             if timeout_ms is not None:
                 left_ms = max(0, timeout_ms - round((time.monotonic() - began) * 1000))
-            view = await desk.wait_final(self.queue, self.id, min(left_ms, _WAIT_MS))
-            if view is None and self._outbox_of and not await self._arrival():
+            view = await submitter.wait_final(self.queue, self.id, min(left_ms, _WAIT_MS))
+            if view is None and self._outbox_of and not await self._is_submitted():
                 if timeout_ms is not None and left_ms <= 0:
                     raise WaitTimeout(self.id, "in the outbox", timedelta(milliseconds=timeout_ms))
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(_POLL_S)
                 continue
-            view = self._known(view or await desk.get(self.queue, self.id))
+            view = self._require(view or await submitter.get(self.queue, self.id))
             match view.state:
                 case State.SUCCEEDED:
                     value: R = self._decode(view.result or b"null")
@@ -130,15 +130,15 @@ class Job(Generic[R]):
 
     def result_sync(self, timeout: Duration | None = None) -> R:
         """`result` for code without an event loop."""
-        return self._way._portal.call("result_sync", lambda: self.result(timeout), "await job.result(…)")
+        return self._backend._portal.call("result_sync", lambda: self.result(timeout), "await job.result(…)")
 
-    async def _arrival(self) -> bool:
-        """Whether the relay has handed it in; then `id` is the job's, whoever submitted it first.
+    async def _is_submitted(self) -> bool:
+        """Whether the relay has submitted it; sets `id` to the first job with its key.
 
         Raises `UnknownJob` if there is no event (the transaction was rolled back, or is still open), `JobFailed` if the
-        relay has given it up.
+        event is DEAD.
         """
-        event = await self._way.transactional_event(self._outbox_of, self.id)
+        event = await self._backend.transactional_event(self._outbox_of, self.id)
         if event is None:
             raise UnknownJob(self.id)
         if event.status is OutboxStatus.DEAD:
@@ -149,7 +149,7 @@ class Job(Generic[R]):
             self.id, self.duplicate = first, True
         return True
 
-    def _known(self, view: JobInfo | None) -> JobInfo:
+    def _require(self, view: JobInfo | None) -> JobInfo:
         if view is None:
             raise UnknownJob(self.id)
         return view

@@ -1,4 +1,4 @@
-"""What a caller may say about one submission, checked before anything is sent."""
+"""Options of a submission, checked before anything is sent."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LATEST_MS: Final = to_ms(datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC) - _EPOC
 
 
 class SubmitOptions(TypedDict, total=False):
-    """What a caller may write; None is the same as leaving it out."""
+    """Options as a caller gives them; None is the same as absent."""
 
     idempotency_key: str | None
     idempotency_window: Duration | None
@@ -44,7 +44,7 @@ class SubmitOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """One submission's policy, ready for an envelope."""
+    """Checked options of one submission."""
 
     queue: str = DEFAULT_QUEUE
     tenant_id: str = DEFAULT_TENANT
@@ -55,11 +55,11 @@ class Options:
     hold: bool = False
     durable: bool = False
     meta: Meta = EMPTY_META
-    #: A connection of the user's: the job is part of its transaction.
+    #: The user's connection: the job is part of its transaction.
     connection: Any = None
 
     def envelope(self, job_id: str, task: str, payload: bytes) -> Envelope:
-        """The submission itself."""
+        """The envelope of one job."""
         return Envelope(
             job_id=job_id,
             task=task,
@@ -77,9 +77,9 @@ class Options:
 
 
 def make_options(given: SubmitOptions, *, queue: str, priority: Priority, payload_limit: int) -> Options:
-    """What a caller gave, else the task's own; `InvalidOption` says what is wrong with it."""
+    """The caller's options, with the task's own as defaults. Raises `InvalidOption`."""
     if unknown := given.keys() - SubmitOptions.__annotations__.keys():
-        raise InvalidOption(f"there is no option {min(unknown)!r}")
+        raise InvalidOption(f"unknown option {min(unknown)!r}")
     delay, run_at, retry = given.get("delay"), given.get("run_at"), given.get("retry")
     if delay is not None and run_at is not None:
         raise InvalidOption("give delay or run_at, not both")
@@ -87,7 +87,7 @@ def make_options(given: SubmitOptions, *, queue: str, priority: Priority, payloa
         raise InvalidOption(f"retry must be a Retry(…), not {retry!r}")
     connection = given.get("connection")
     if connection is not None and given.get("durable"):
-        raise InvalidOption("give durable or connection, not both: with a connection your own commit makes it durable")
+        raise InvalidOption("give durable or connection, not both; with a connection, your own commit makes it durable")
     chosen = given.get("priority")
     meta = Meta(
         priority=priority if chosen is None else parse_priority(chosen),
@@ -111,19 +111,19 @@ def make_options(given: SubmitOptions, *, queue: str, priority: Priority, payloa
 
 
 def _window_ms(window: Duration | None, key: str | None) -> int:
-    """How long the key is known; 0: as long as the engine's others."""
+    """How long the key is known; 0 for the engine's default."""
     if window is None:
         return 0
     if key is None:
-        raise InvalidOption("idempotency_window says how long an idempotency_key is known; give both")
+        raise InvalidOption("idempotency_window needs an idempotency_key; give both")
     window_ms = duration_ms(window, "idempotency_window")
     if window_ms < 1:
-        raise InvalidOption("idempotency_window must be longer than nothing")
+        raise InvalidOption("idempotency_window must be more than 0")
     return window_ms
 
 
 def parse_priority(value: object) -> Priority:
-    """`Priority.HIGH`, "high" or 0."""
+    """Parse `Priority.HIGH`, "high" or 0."""
     if isinstance(value, str):
         found = Priority.__members__.get(value.upper())
     elif isinstance(value, int) and not isinstance(value, bool) and value in tuple(Priority):
@@ -143,8 +143,8 @@ def _webhook(url: object) -> str:
     if url is None:
         return ""
     if not isinstance(url, str) or not url or url == ANY_SUBSCRIBER:
-        raise InvalidOption("webhook must be an address such as https://example.org/hook")
-    # Where it may lead depends on the settings: the desk checks it.
+        raise InvalidOption("webhook must be an address like https://example.org/hook")
+    # Which addresses are allowed depends on the settings: the submitter checks it.
     return url
 
 
@@ -152,8 +152,8 @@ def _instant_ms(run_at: object) -> int:
     if not isinstance(run_at, datetime):
         raise InvalidOption(f"run_at must be a datetime, not {run_at!r}")
     if run_at.tzinfo is None or run_at.utcoffset() is None:
-        raise InvalidOption(f"run_at must be aware: {run_at!r} has no time zone, add tzinfo=UTC (or your own)")
-    # Zero would mean "now": an instant before 1970 is as good as any other in the past.
+        raise InvalidOption(f"run_at must be aware: {run_at!r} has no time zone; add tzinfo=UTC (or your own)")
+    # Zero would mean "now"; an instant before 1970 is in the past like any other.
     run_at_ms = max(1, to_ms(run_at - _EPOCH))
     if run_at_ms > _LATEST_MS:
         raise InvalidOption(f"run_at={run_at.isoformat()} is after the year 9999 in UTC")
@@ -164,7 +164,7 @@ def _context(context: object, limit: int) -> dict[str, Any] | None:
     if context is None:
         return None
     if not isinstance(context, Mapping) or not all(isinstance(key, str) for key in context):
-        raise InvalidOption(f"context must be a mapping with text keys, not {context!r}")
-    # As the task will see it: plain JSON values, whatever they are made of here.
+        raise InvalidOption(f"context must be a mapping with string keys, not {context!r}")
+    # Plain JSON values, as the task will get them.
     plain: dict[str, Any] = decode_json(encode_json(dict(context), "the context", limit), "the context")
     return plain or None

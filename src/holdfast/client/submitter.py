@@ -38,20 +38,20 @@ if TYPE_CHECKING:
 
 _log: Final = logging.getLogger("holdfast.submit")
 
-#: Shared calls on their way at a time: while they are, the next batch forms.
+#: Concurrent shared calls: the next batch forms while they run.
 _MAX_CALLS: Final = 2
-#: Calls on their way in `submit_many`, where the batches are full already.
+#: Concurrent calls of `submit_many`, whose batches are already full.
 _MAX_BULK_CALLS: Final = 4
 
-#: A store that is wiped again and again while we fill it: give up after so many refills for one call.
-_MAX_REFILLS: Final = 5
+#: Most restores of idempotency keys for one call, in case the store is wiped repeatedly.
+_MAX_RESTORES: Final = 5
 _DURABLE_TIMEOUT_S: Final = 30.0
 
 _Waiting = tuple[Envelope, "asyncio.Future[Receipt]"]
 
 
 class Submitter(Protocol):
-    """Where jobs are handed in and asked about; inline mode has its own."""
+    """Submission and lookup of jobs; inline mode has its own implementation."""
 
     async def submit(self, envelope: Envelope) -> Receipt: ...
     async def submit_many(self, envelopes: Iterable[Envelope]) -> list[Receipt]: ...
@@ -61,7 +61,7 @@ class Submitter(Protocol):
 
 
 class BatchingSubmitter(Submitter):
-    """The desk in front of an engine. One event loop."""
+    """Batched submission to an engine. Runs on one event loop."""
 
     def __init__(
         self,
@@ -70,18 +70,18 @@ class BatchingSubmitter(Submitter):
         *,
         durable_timeout_s: float = _DURABLE_TIMEOUT_S,
         gate: GuardRunner | None = None,
-        postmark: WebhookPolicy | None = None,
+        webhook_policy: WebhookPolicy | None = None,
     ) -> None:
-        """`gate`: guards that see every job before it is handed in. `postmark`: checks and marks for webhooks."""
-        self._webhooks = postmark
+        """`gate` reviews every job before it is sent; `webhook_policy` checks and sets its webhook."""
+        self._webhooks = webhook_policy
         self._engine = engine
         self._guards = gate
         self._ledger = ledger
         self._durable_timeout_s = durable_timeout_s
-        #: Told of every durable submission that the engine has taken and that now waits for the ledger.
+        #: Called with every durable submission that the engine has accepted and that waits for the ledger.
         self.on_accepted: Callable[[Receipt], None] = lambda _: None
-        #: Refills on their way, one per queue.
-        self._refills: dict[str, asyncio.Task[int]] = {}
+        #: Running restores of idempotency keys, by queue.
+        self._restores: dict[str, asyncio.Task[int]] = {}
         self._ledger_probe = LedgerProbe()
         self._waits: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
@@ -91,21 +91,21 @@ class BatchingSubmitter(Submitter):
         self._scheduled = False
 
     async def close(self) -> None:
-        """Whoever still waits is cancelled; what is on its way to the engine may be accepted all the same."""
-        for line in self._waiting.values():
-            for _, future in line:
+        """Cancel waiting callers; submissions being sent may be accepted all the same."""
+        for pending in self._waiting.values():
+            for _, future in pending:
                 future.cancel()
         self._waiting.clear()
-        tasks = [*self._calls, *self._bulk_calls, *self._waits, *self._refills.values()]
+        tasks = [*self._calls, *self._bulk_calls, *self._waits, *self._restores.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._ledger_probe.close()
 
     async def submit(self, envelope: Envelope) -> Receipt:
-        """Accepted once this returns. The submission goes through even if the caller is cancelled meanwhile.
+        """Submit one job; when this returns, it is accepted. It is sent even if the caller is cancelled meanwhile.
 
-        A durable one is in the ledger, too; `NotDurableYet` says that it is accepted all the same.
+        A durable job is then in the ledger as well. `NotDurableYet`: it is accepted, but not in the ledger yet.
         """
         if envelope.durable:
             self._check_durable()
@@ -114,17 +114,17 @@ class BatchingSubmitter(Submitter):
         if self._guards is not None and self._guards.applies_to(envelope):
             envelope = await self._guards.review(envelope)
         future: asyncio.Future[Receipt] = self._loop.create_future()
-        line = self._waiting.get(envelope.queue)
-        if line is None:
-            line = self._waiting[envelope.queue] = deque()
-        line.append((envelope, future))
+        pending = self._waiting.get(envelope.queue)
+        if pending is None:
+            pending = self._waiting[envelope.queue] = deque()
+        pending.append((envelope, future))
         self._call_soon()
         return await future
 
     async def submit_many(self, envelopes: Iterable[Envelope]) -> list[Receipt]:
-        """In batches, several on their way. If one fails the error is raised; the others may be accepted.
+        """Submit in concurrent batches. If one fails, its error is raised; the others may be accepted.
 
-        Guards see all of them first: if one is denied, none is accepted.
+        Guards review all jobs first: if one is denied, none is accepted.
         """
         if self._webhooks is not None:
             envelopes = map(self._webhooks.apply, envelopes)
@@ -140,7 +140,7 @@ class BatchingSubmitter(Submitter):
                 call.add_done_callback(self._bulk_calls.discard)
                 while len(calls) >= _MAX_BULK_CALLS:
                     receipts += await calls.popleft()
-                # Batches are made on this loop: let the calls out, and other work in.
+                # Batches are built on this loop: let the calls and other work run.
                 await asyncio.sleep(0)
             while calls:
                 receipts += await calls.popleft()
@@ -158,7 +158,7 @@ class BatchingSubmitter(Submitter):
         await self._engine.move(queue, job_id, State.CANCELLED, actor=actor, reason=reason)
 
     def _call_soon(self) -> None:
-        """Whoever comes until then goes along."""
+        """Schedule a call; submissions that arrive before it runs are included."""
         if self._waiting and not self._scheduled and len(self._calls) < _MAX_CALLS:
             self._scheduled = True
             call = self._loop.create_task(self._send_next())
@@ -171,12 +171,12 @@ class BatchingSubmitter(Submitter):
 
     async def _send_next(self) -> None:
         self._scheduled = False
-        queue, line = next(iter(self._waiting.items()))
-        batch = [line.popleft() for _ in range(min(len(line), MAX_BATCH))]
-        # To the end of the order if there is more, so that queues take turns.
+        queue, pending = next(iter(self._waiting.items()))
+        batch = [pending.popleft() for _ in range(min(len(pending), MAX_BATCH))]
+        # Move the queue to the end if it has more, so that all queues are served in rotation.
         del self._waiting[queue]
-        if line:
-            self._waiting[queue] = line
+        if pending:
+            self._waiting[queue] = pending
         self._call_soon()
         await self._send(batch)
 
@@ -199,7 +199,7 @@ class BatchingSubmitter(Submitter):
                 durable.append((envelope, receipt, future))
             elif not future.done():
                 future.set_result(receipt)
-        # A duplicate's first job may be anywhere; nobody else waits for it.
+        # The first job of a duplicate may be in any state; the others need not wait for it.
         for repeated in (False, True):
             group = [each for each in durable if each[1].duplicate is repeated]
             if group:
@@ -209,36 +209,36 @@ class BatchingSubmitter(Submitter):
 
     async def _call(self, envelopes: Sequence[Envelope]) -> list[Receipt]:
         try:
-            return await self._submit_admitted(envelopes)
+            return await self._submit_with_restore(envelopes)
         except EngineUnavailable as exc:
-            # One line for the call, however many wait for it (requirement Q11).
+            # One log line per call, however many callers wait for it (requirement Q11).
             _log.critical("%d jobs could not be submitted: %s", len(envelopes), exc)
             raise
         except FeedFull as exc:
-            # Nobody paused this on purpose: someone has to know (requirement Q15).
+            # Not an operator's pause: alert (requirement Q15).
             _log.critical("%d jobs were refused: %s", len(envelopes), exc)
             raise
 
-    async def _submit_admitted(self, envelopes: Sequence[Envelope]) -> list[Receipt]:
-        """Submit; where the engine has forgotten a queue, remind it first. What was taken is recognised."""
-        refills = _MAX_REFILLS + len({envelope.queue for envelope in envelopes})
+    async def _submit_with_restore(self, envelopes: Sequence[Envelope]) -> list[Receipt]:
+        """Submit; if the engine has lost a queue's data, restore its keys and repeat. Accepted jobs are recognised."""
+        restores = _MAX_RESTORES + len({envelope.queue for envelope in envelopes})
         while True:
             try:
                 return await self._engine.submit(envelopes)
             except FeedDetached as exc:
-                refills -= 1
-                if not refills:
+                restores -= 1
+                if not restores:
                     raise
                 await self._reopen_intake(exc.queue)
 
     async def _reopen_intake(self, queue: str) -> None:
-        refill = self._refills.get(queue)
-        if refill is None:
-            refill = self._loop.create_task(reopen_intake(self._engine, self._ledger, queue, self._ledger_probe))
-            self._refills[queue] = refill
-            refill.add_done_callback(lambda _: self._refills.pop(queue, None))
-        # Others wait for it, too: it goes on if this caller is cancelled.
-        await asyncio.shield(refill)
+        restore = self._restores.get(queue)
+        if restore is None:
+            restore = self._loop.create_task(reopen_intake(self._engine, self._ledger, queue, self._ledger_probe))
+            self._restores[queue] = restore
+            restore.add_done_callback(lambda _: self._restores.pop(queue, None))
+        # Other callers wait for it as well: it continues if this one is cancelled.
+        await asyncio.shield(restore)
 
     # Durable ---------------------------------------------------------------------------------------
 
@@ -251,7 +251,7 @@ class BatchingSubmitter(Submitter):
             pairs = zip(envelopes, receipts, strict=True)
             keys = [_key(envelope, receipt) for envelope, receipt in pairs if envelope.durable]
             began = time.monotonic()
-            missing = set(keys) - await self._present(keys)
+            missing = set(keys) - await self._find_recorded(keys)
             if missing:
                 raise self._not_durable(next(key for key in keys if key in missing), began)
         return receipts
@@ -259,9 +259,9 @@ class BatchingSubmitter(Submitter):
     async def _answer_durable(self, group: list[tuple[Envelope, Receipt, asyncio.Future[Receipt]]]) -> None:
         began = time.monotonic()
         try:
-            present = await self._present([_key(envelope, receipt) for envelope, receipt, _ in group])
+            present = await self._find_recorded([_key(envelope, receipt) for envelope, receipt, _ in group])
         except asyncio.CancelledError:
-            # Closed: they are accepted all the same.
+            # The submitter was closed; the jobs are accepted all the same.
             for envelope, receipt, future in group:
                 if not future.done():
                     future.set_exception(self._not_durable(_key(envelope, receipt), began))
@@ -280,8 +280,8 @@ class BatchingSubmitter(Submitter):
             else:
                 future.set_exception(self._not_durable(key, began))
 
-    async def _present(self, keys: Sequence[JobKey]) -> set[JobKey]:
-        """Those that the ledger has, within the time limit. It being down meanwhile is no error: they are accepted."""
+    async def _find_recorded(self, keys: Sequence[JobKey]) -> set[JobKey]:
+        """The jobs that the ledger has within the timeout. An outage of the ledger is not an error."""
         projection = self._projection()
         if projection is None:
             return set(keys)
@@ -298,14 +298,14 @@ class BatchingSubmitter(Submitter):
                 await asyncio.sleep(min(left_s, backoff.next_s()))
 
     def _projection(self) -> Projection | None:
-        """None where the engine's own commit is the ledger's."""
+        """None in embedded mode, where the engine's commit is the ledger's."""
         assert self._ledger is not None
         return self._ledger.projection
 
     def _check_durable(self) -> None:
         if self._ledger is None:
             raise InvalidOption(
-                "durable=True needs a ledger: set HOLDFAST_LEDGER (postgresql://… or sqlite:///…), or leave it out"
+                "durable=True needs a ledger; set HOLDFAST_LEDGER (postgresql://… or sqlite:///…), or omit it"
             )
 
     def _not_durable(self, key: JobKey, began: float) -> NotDurableYet:
@@ -313,20 +313,20 @@ class BatchingSubmitter(Submitter):
 
 
 def _key(envelope: Envelope, receipt: Receipt) -> JobKey:
-    """The job that was promised: for a duplicate, the one that was there first."""
+    """The accepted job: for a duplicate, the first one."""
     return JobKey(envelope.tenant_id, envelope.queue, receipt.job_id)
 
 
 class TracedSubmitter(Submitter):
-    """Submits through another desk, in a span."""
+    """Submits through another submitter, in a span."""
 
-    def __init__(self, desk: Submitter, tracer: Tracer) -> None:
-        self._desk = desk
+    def __init__(self, submitter: Submitter, tracer: Tracer) -> None:
+        self._submitter = submitter
         self._tracer = tracer
 
     async def submit(self, envelope: Envelope) -> Receipt:
         with self._tracer.submit_span([envelope]) as ((traced,), span):
-            receipt = await self._desk.submit(traced)
+            receipt = await self._submitter.submit(traced)
             if receipt.duplicate:
                 span.set_attributes({"holdfast.job_id": receipt.job_id, "holdfast.duplicate": True})
         return receipt
@@ -336,13 +336,13 @@ class TracedSubmitter(Submitter):
         if not batch:
             return []
         with self._tracer.submit_span(batch) as (traced, _):
-            return await self._desk.submit_many(traced)
+            return await self._submitter.submit_many(traced)
 
     async def get(self, queue: str, job_id: str) -> JobInfo | None:
-        return await self._desk.get(queue, job_id)
+        return await self._submitter.get(queue, job_id)
 
     async def wait_final(self, queue: str, job_id: str, wait_ms: int) -> JobInfo | None:
-        return await self._desk.wait_final(queue, job_id, wait_ms)
+        return await self._submitter.wait_final(queue, job_id, wait_ms)
 
     async def cancel(self, queue: str, job_id: str, actor: str, reason: str) -> None:
-        await self._desk.cancel(queue, job_id, actor, reason)
+        await self._submitter.cancel(queue, job_id, actor, reason)

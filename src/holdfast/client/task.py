@@ -1,4 +1,4 @@
-"""A registered function: submit it with its own arguments, typed like the function itself."""
+"""Registered tasks: submission of calls, typed like the function itself."""
 
 from __future__ import annotations
 
@@ -30,55 +30,55 @@ class BoundCall(Generic[R]):
 
 
 class BoundTask(Generic[P, R]):
-    """A task together with the options its jobs are submitted with."""
+    """A task with the options of its submissions."""
 
     def __init__(
         self,
-        way: SubmissionBackend,
+        backend: SubmissionBackend,
         plan: TaskSpec,
         make: Callable[[SubmitOptions], Options],
         given: SubmitOptions | None = None,
     ) -> None:
-        """`make` checks options, and adds the task's own."""
+        """`make` checks options and adds the task's own."""
         self.plan = plan
-        self._way = way
+        self._backend = backend
         self._make = make
         self._given = given or SubmitOptions()
         self._options = make(self._given)
 
     async def submit(self, *args: P.args, **kwargs: P.kwargs) -> Job[R]:
-        """Submit one call. Once this returns the job is accepted and will not be lost."""
+        """Submit one call. When this returns, the job is accepted and will not be lost."""
         options, plan = self._options, self.plan
         payload = plan.arguments.encode(args, kwargs, plan.payload_limit)
         envelope = options.envelope(new_job_ids(1)[0], plan.name, payload)
         if options.connection is not None:
             (job,) = await self._enlist([envelope])
             return job
-        desk = await self._way.submitter()
-        receipt = await desk.submit(envelope)
-        return Job(self._way, receipt.job_id, options.queue, receipt.duplicate, plan.arguments.decode_result)
+        submitter = await self._backend.submitter()
+        receipt = await submitter.submit(envelope)
+        return Job(self._backend, receipt.job_id, options.queue, receipt.duplicate, plan.arguments.decode_result)
 
     def bind(self, *args: P.args, **kwargs: P.kwargs) -> BoundCall[R]:
         """A call with these options, to be submitted with others by `submit_many`."""
         return BoundCall(self.plan, args, kwargs, self._given)
 
     async def submit_many(self, calls: Iterable[tuple[Any, ...] | BoundCall[R]]) -> list[Job[R]]:
-        """Submit many calls; a handle each, in order. `duplicate` says whose idempotency key was known.
+        """Submit many calls; returns their handles in order. `duplicate` is set where the idempotency key was known.
 
-        A call is a tuple of positional arguments, or `task.options(…).bind(…)` with options of its own, which go
-        before those of this submission. All of them are checked before the first job is sent. Sent in batches of 500:
-        if the engine fails half-way some are accepted and some are not.
+        A call is a tuple of positional arguments, or `task.options(…).bind(…)` with its own options, which override
+        those of this submission. All calls are checked before the first job is sent. They are sent in batches of 500:
+        if the engine fails in between, some are accepted and some are not.
         """
         if self._options.idempotency_key:
-            raise InvalidOption("one idempotency_key cannot serve many jobs; give each its own: options(…).bind(…)")
+            raise InvalidOption("one idempotency_key cannot serve many jobs; give each its own with options(…).bind(…)")
         payloads, own = await self._payloads(calls)
         if self._options.connection is not None:
             return await self._enlist(list(self._envelopes(payloads, own)))
-        desk = await self._way.submitter()
-        receipts = await desk.submit_many(self._envelopes(payloads, own))
+        submitter = await self._backend.submitter()
+        receipts = await submitter.submit_many(self._envelopes(payloads, own))
         decode = self.plan.arguments.decode_result
         return [
-            Job(self._way, receipt.job_id, own.get(number, self._options).queue, receipt.duplicate, decode)
+            Job(self._backend, receipt.job_id, own.get(number, self._options).queue, receipt.duplicate, decode)
             for number, receipt in enumerate(receipts)
         ]
 
@@ -86,29 +86,31 @@ class BoundTask(Generic[P, R]):
         """`submit` for code without an event loop: Django, scripts, threads."""
         if self._options.connection is not None:
             return self._enlist_sync(args, kwargs)
-        return self._way._portal.call("submit_sync", lambda: self.submit(*args, **kwargs), "await task.submit(…)")
+        return self._backend._portal.call("submit_sync", lambda: self.submit(*args, **kwargs), "await task.submit(…)")
 
     # In the user's own transaction ---------------------------------------------------------------------
 
     async def _enlist(self, envelopes: list[Envelope]) -> list[Job[R]]:
-        receipts = await self._way.enqueue_in_transaction(self._options.connection, envelopes)
+        receipts = await self._backend.enqueue_in_transaction(self._options.connection, envelopes)
         return [self._enlisted(envelope, receipt) for envelope, receipt in zip(envelopes, receipts, strict=True)]
 
     def _enlist_sync(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job[R]:
         plan = self.plan
         payload = plan.arguments.encode(args, kwargs, plan.payload_limit)
         envelope = self._options.envelope(new_job_ids(1)[0], plan.name, payload)
-        (receipt,) = self._way.enqueue_in_transaction_sync(self._options.connection, [envelope])
+        (receipt,) = self._backend.enqueue_in_transaction_sync(self._options.connection, [envelope])
         return self._enlisted(envelope, receipt)
 
     def _enlisted(self, envelope: Envelope, receipt: Receipt) -> Job[R]:
         decode = self.plan.arguments.decode_result
-        return Job(self._way, receipt.job_id, envelope.queue, receipt.duplicate, decode, outbox_of=envelope.tenant_id)
+        return Job(
+            self._backend, receipt.job_id, envelope.queue, receipt.duplicate, decode, outbox_of=envelope.tenant_id
+        )
 
     async def _payloads(
         self, calls: Iterable[tuple[Any, ...] | BoundCall[R]]
     ) -> tuple[list[bytes], dict[int, Options]]:
-        """What the calls are on the wire, and the options of those that have their own, by number."""
+        """The payloads of the calls, and the options of calls that have their own, by number."""
         encode, limit, payloads = self.plan.arguments.encode, self.plan.payload_limit, list[bytes]()
         own: dict[int, Options] = {}
         for number, call in enumerate(calls):
@@ -118,7 +120,7 @@ class BoundTask(Generic[P, R]):
             else:
                 payloads.append(encode(_tuple(call), {}, limit))
             if (number + 1) % MAX_BATCH == 0:
-                # A million calls take seconds to check: other work on this loop goes on meanwhile.
+                # A million calls take seconds to check: let other work on this loop run meanwhile.
                 await asyncio.sleep(0)
         return payloads, own
 
@@ -129,10 +131,10 @@ class BoundTask(Generic[P, R]):
             )
         if call.given.get("connection") is not None:
             raise InvalidOption(
-                "all jobs of a submission have one connection: task.options(connection=…).submit_many(…)"
+                "all jobs of a submission share one connection; use task.options(connection=…).submit_many(…)"
             )
         own: dict[str, Any] = {name: value for name, value in call.given.items() if value is not None}
-        # A time of its own is instead of the other's, however each is given.
+        # The call's own time replaces the shared one, whether given as delay or run_at.
         replaced = _TIMES if own.keys() & _TIMES else frozenset()
         shared = {name: value for name, value in self._given.items() if name not in replaced}
         merged: Any = {**shared, **own}
@@ -147,32 +149,32 @@ class BoundTask(Generic[P, R]):
 
 
 class Task(BoundTask[P, R]):
-    """What `@app.task` makes of a function."""
+    """A registered function, as `@app.task` returns it."""
 
-    def __init__(self, way: SubmissionBackend, plan: TaskSpec, queue: str, priority: Priority) -> None:
+    def __init__(self, backend: SubmissionBackend, plan: TaskSpec, queue: str, priority: Priority) -> None:
         self.queue = queue
         self.priority = priority
-        super().__init__(way, plan, self._make_options)
+        super().__init__(backend, plan, self._make_options)
         self.name = plan.name
         self.function: Callable[..., Any] = plan.function
         self.__doc__ = plan.function.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The plain function, called here and now: no job, no retry, no engine."""
+        """Call the plain function directly: no job, no retry, no engine."""
         return self.function(*args, **kwargs)
 
     def options(self, **given: Unpack[SubmitOptions]) -> BoundTask[P, R]:
-        """The same task with per-call policy.
+        """The same task with options for its submissions.
 
         `idempotency_key`: a second submission with it (same tenant and queue) returns the first job.
-        `delay` or `run_at` (aware): not before. `retry` replaces the task's policy for this job.
-        `context`: JSON values that the task reads as `ctx.context`. `hold`: a person must approve it first.
-        `durable`: submitting returns only once the ledger has the job; `NotDurableYet` if that takes too long.
-        `webhook`: an address that is told of the job's end, signed; see `holdfast.webhooks`.
-        `connection`: the job is part of the transaction that is open there, see `app.outbox`; it is handed in by a
-        relay once that is committed, and never was if it is rolled back.
+        `delay` or `run_at` (aware): earliest start. `retry` replaces the task's policy for this job.
+        `context`: JSON values that the task reads as `ctx.context`. `hold`: it must be approved first.
+        `durable`: submitting returns when the ledger has the job; `NotDurableYet` if that takes too long.
+        `webhook`: an address that is notified of the job's end, signed; see `holdfast.webhooks`.
+        `connection`: the job is part of the transaction open there, see `app.outbox`. A relay submits it after the
+        commit; after a rollback there is no job.
         """
-        return BoundTask(self._way, self.plan, self._make_options, given)
+        return BoundTask(self._backend, self.plan, self._make_options, given)
 
     def _make_options(self, given: SubmitOptions) -> Options:
         limit = self.plan.payload_limit

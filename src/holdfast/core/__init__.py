@@ -1,1 +1,1 @@
-"""What holdfast decides, without any I/O: states, jobs, retry policy, verdicts, codec."""
+"""Pure decisions, without any I/O: states, jobs, retry policy, verdicts, codec."""

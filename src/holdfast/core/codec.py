@@ -24,18 +24,18 @@ def _encode_other(value: Any) -> Any:
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json")
     raise TypeError(
-        f"{type(value).__name__} is no JSON; use plain types, a dataclass, a msgspec struct or a pydantic model"
+        f"{type(value).__name__} is not JSON; use plain types, a dataclass, a msgspec struct or a pydantic model"
     )
 
 
-def _decode_other(wanted: Any, value: Any) -> Any:
-    if isinstance(wanted, type) and issubclass(wanted, BaseModel):
-        # ValueError is what msgspec turns into its own error, with the path of the field.
-        return wanted.model_validate(value)
-    if wanted is object:
+def _decode_other(expected: Any, value: Any) -> Any:
+    if isinstance(expected, type) and issubclass(expected, BaseModel):
+        # msgspec turns a ValueError into its own error, with the path of the field.
+        return expected.model_validate(value)
+    if expected is object:
         return value
     raise TypeError(
-        f"{getattr(wanted, '__name__', wanted)} cannot be read from JSON; "
+        f"{getattr(expected, '__name__', expected)} cannot be read from JSON; "
         "annotate with plain types, a dataclass, a msgspec struct or a pydantic model"
     )
 
@@ -52,7 +52,7 @@ _sorting_encoder: Final = msgspec.json.Encoder(enc_hook=_name_other, order="sort
 
 
 def encode_json(value: Any, what: str, limit: int = PAYLOAD_LIMIT) -> bytes:
-    """JSON, or `InvalidPayload` / `PayloadTooLarge` that says what was wrong with `what`."""
+    """Encode `value`. Raises `InvalidPayload` or `PayloadTooLarge`, which name `what`."""
     try:
         encoded = _encoder.encode(value)
     except (TypeError, ValueError, RecursionError, OverflowError) as exc:
@@ -63,7 +63,7 @@ def encode_json(value: Any, what: str, limit: int = PAYLOAD_LIMIT) -> bytes:
 
 
 def decode_json(encoded: bytes, what: str) -> Any:
-    """Plain Python values from JSON."""
+    """Decode JSON to plain Python values. Raises `InvalidPayload`."""
     try:
         return _any_decoder.decode(encoded)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as exc:
@@ -71,21 +71,21 @@ def decode_json(encoded: bytes, what: str) -> Any:
 
 
 def canonical_json(value: Any) -> bytes:
-    """JSON that is the same for equal values: keys sorted, and whatever is no JSON told by its type's name alone."""
+    """JSON that is the same for equal values: keys sorted, values that are not JSON replaced by their type's name."""
     try:
         return _sorting_encoder.encode(value)
     except (TypeError, ValueError, RecursionError, OverflowError):
         if isinstance(value, list):
             return b"[" + b",".join(canonical_json(item) for item in value) + b"]"
         if isinstance(value, dict):
-            # Keys that are no text: by their `repr`, as JSON has none.
+            # JSON has text keys only: other keys are written as their `repr`.
             pairs = sorted((repr(key).encode(), canonical_json(item)) for key, item in value.items())
             return b"{" + b",".join(key + b":" + item for key, item in pairs) + b"}"
         return _sorting_encoder.encode(type(value).__qualname__)
 
 
 def result_decoder(function: Any) -> msgspec.json.Decoder[Any]:
-    """Reads what a function returned: as its return annotation has it, as plain values if that cannot be read."""
+    """A decoder for a function's results: typed by its return annotation, plain values if that is not decodable."""
     try:
         return msgspec.json.Decoder(
             typing.get_type_hints(function, include_extras=True).get("return", Any), dec_hook=_decode_other
@@ -95,7 +95,7 @@ def result_decoder(function: Any) -> msgspec.json.Decoder[Any]:
 
 
 class Arguments:
-    """The arguments of one function, both ways.
+    """Encoder and decoder for the arguments of one function.
 
     Parameters annotated with `injected` (the task's context) are not part of the payload.
     """
@@ -123,11 +123,11 @@ class Arguments:
 
     @property
     def struct(self) -> type[msgspec.Struct]:
-        """The structure that has the function's parameters: what a schema is made of."""
+        """A struct type with the function's parameters as fields; schemas are generated from it."""
         return self._type
 
     def encode(self, args: tuple[Any, ...], kwargs: dict[str, Any], limit: int = PAYLOAD_LIMIT) -> bytes:
-        """The payload of a call, checked as the worker will check it."""
+        """Encode a call as a payload, with the same checks that the worker makes."""
         if len(args) > len(self.names):
             raise InvalidPayload(f"task {self._task!r} takes {len(self.names)} arguments, got {len(args)}")
         bound = dict(zip(self.names, args, strict=False))
@@ -141,19 +141,18 @@ class Arguments:
         return payload
 
     def decode(self, payload: bytes) -> dict[str, Any]:
-        """Keyword arguments for the function, of the types it names."""
+        """Decode a payload to keyword arguments of the annotated types."""
         arguments = self._read(payload)
         return {name: getattr(arguments, name) for name in self.names}
 
     def decode_result(self, result: bytes) -> Any:
-        """A result as the function's return annotation has it; as plain values if it no longer fits."""
+        """Decode a result to the return annotation's type, or to plain values if it no longer fits."""
         try:
             return self._returns.decode(result)
         except (msgspec.DecodeError, ValueError, TypeError):
             return _any_decoder.decode(result)
 
     def _read(self, payload: bytes) -> Any:
-        """The payload as the structure that has the function's parameters."""
         try:
             if payload[:1] == b"[":
                 return self._read_positional(payload)
@@ -197,5 +196,5 @@ def to_json(value: Any) -> str:
     try:
         return _plain_encoder.encode(value).decode()
     except UnicodeEncodeError:
-        # A lone surrogate: plain JSON escapes it.
+        # A lone surrogate: the standard library escapes it.
         return json.dumps(msgspec.to_builtins(value))

@@ -1,14 +1,13 @@
-"""Is this a story that the state table allows? A checker over events, linear in their number.
+"""Checks events against the state table, in time linear in their number.
 
-It knows nothing about engines or ledgers: it reads what a feed or a ledger said and holds it against `core.states`.
-What it checks, for every job: the story begins at the beginning, each move starts where the last one ended and is
-legal, carries its own name, attempts rise by one at each claim (an attempt that was given back unstarted may be
-numbered again), retries are never forgotten, and nothing follows the one final event. Two moves are not in the table
-and are allowed under their own name only: a job that was put back (`task.restored`), and the place where the engine's
-story went on from an earlier point than the ledger's (`ledger.forked`, be it in the same state); neither leads out of a
-final state or into one.
+Independent of engines and ledgers: it compares the events of a feed or a ledger with `core.states`. Checks per job: the
+history starts with a creation; each move starts in the state the last one ended in, is legal and has the right event
+name; attempts rise by one at each claim (an attempt that was released before it started may be numbered again); retry
+counts never fall; nothing follows the final event. Two moves are not in the table and are allowed under their own event
+name only: a restored job (`task.restored`), and a fork, where the engine continued from an earlier point than the
+ledger's (`ledger.forked`, possibly in the same state). Neither leads out of a final state or into one.
 
-`Story` holds one job and is fed event by event, in constant memory; `read_history` follows many jobs at once.
+`JobHistory` checks one job event by event, in constant memory; `read_history` checks many jobs at once.
 """
 
 from __future__ import annotations
@@ -21,25 +20,25 @@ from typing import Final
 from holdfast.core.job import Event
 from holdfast.core.states import EVENT_CHOICES, FINAL, FORKED_EVENT, RESTORED_EVENT, State, event_for, is_legal
 
-#: An engine with one mistake makes it in every job.
+#: One engine bug shows up in every job, so a few faults are enough.
 SHOWN_FAULTS: Final = 10
-#: A job can wait out an outage for days: a story remembers its latest moves only.
+#: A job can wait out an outage for days, so only the latest moves are kept.
 REMEMBERED_MOVES: Final = 30
 
 
 @dataclass(slots=True)
 class JobHistory:
-    """What one job's events have said so far."""
+    """One job as its events so far describe it."""
 
     job_id: str
     state: State | None = None
     attempt: int = 0
     retry_count: int = 0
-    #: How many events were read, those beside the moves too: in a ledger, the number of the last one.
+    #: Events read, including those that are not moves; in a ledger, the number of the last one.
     events: int = 0
     forks: int = 0
     restores: int = 0
-    #: The last move gave the job back, so that its attempt may not have been used up.
+    #: The last move released the job, so its attempt may not have been used up.
     released: bool = False
     #: The last move was a fork: the engine's counts are those of an earlier point.
     forked: bool = False
@@ -50,82 +49,82 @@ class JobHistory:
         return self.state in FINAL
 
     def add(self, event: Event, seq: int | None = None) -> list[str]:
-        """Follow the next event and say what is wrong with it. With a number, it must be the next one."""
+        """Apply the next event and return its faults. `seq`, if given, must be the next number."""
         faults = []
         if seq is not None:
             if seq != self.events + 1:
                 faults.append(f"{event.type} has number {seq} after {self.events}")
             if event.to_state is None and self.state is None:
                 faults.append(f"{event.type} comes before the creation")
-            # From here on, so that one hole is one fault.
+            # Continue from this number, so that one gap is one fault.
             self.events = seq - 1
         self.events += 1
-        # Events beside the moves (a heartbeat, a second copy of a message) change no state.
+        # Events that are not moves (a heartbeat, a second copy of a message) change no state.
         if event.to_state is not None:
             faults += _faults(self, event, event.to_state)
-        # Told only when asked for: most stories are sound, and there are millions.
-        told = [f"{fault}; so far {self._told()}" for fault in faults]
+        # Formatted only for faults: there are millions of histories, and most have none.
+        described = [f"{fault}; so far {self._format_moves()}" for fault in faults]
         if event.to_state is not None:
-            _follow(self, event)
-        return told
+            _apply(self, event)
+        return described
 
-    def _told(self) -> str:
-        told = list(self.moves)
-        return f"… {told}" if len(told) == REMEMBERED_MOVES else str(told)
+    def _format_moves(self) -> str:
+        moves = list(self.moves)
+        return f"… {moves}" if len(moves) == REMEMBERED_MOVES else str(moves)
 
 
 @dataclass(frozen=True, slots=True)
 class HistoryReport:
-    """Every job's story, and everything that was wrong with them."""
+    """The histories of all jobs, and their faults."""
 
     histories: dict[str, JobHistory]
     faults: list[str]
 
     @property
     def open_jobs(self) -> list[str]:
-        return [job_id for job_id, story in self.histories.items() if not story.ended]
+        return [job_id for job_id, history in self.histories.items() if not history.ended]
 
 
 def read_history(events: Iterable[Event]) -> HistoryReport:
-    """Follow each job through the events, in the order in which the feed gave them."""
-    stories: dict[str, JobHistory] = {}
+    """Check each job's events, in feed order."""
+    histories: dict[str, JobHistory] = {}
     faults: list[str] = []
     for event in events:
-        if event.to_state is None and event.job_id not in stories:
+        if event.to_state is None and event.job_id not in histories:
             continue
-        story = stories.setdefault(event.job_id, JobHistory(event.job_id))
-        faults += [f"{event.job_id}: {fault}" for fault in story.add(event)]
-    return HistoryReport(stories, faults)
+        history = histories.setdefault(event.job_id, JobHistory(event.job_id))
+        faults += [f"{event.job_id}: {fault}" for fault in history.add(event)]
+    return HistoryReport(histories, faults)
 
 
 def check_history(events: Iterable[Event], *, ended: bool = False) -> HistoryReport:
-    """Raise `AssertionError` with every fault; with `ended`, a job that is still open is one too."""
-    history = read_history(events)
-    faults = history.faults
+    """Raise `AssertionError` that lists the first faults; with `ended`, an open job is a fault too."""
+    report = read_history(events)
+    faults = report.faults
     if ended:
-        faults = faults + [f"{job_id}: has no final event" for job_id in history.open_jobs]
+        faults = faults + [f"{job_id}: has no final event" for job_id in report.open_jobs]
     if faults:
         shown = "\n".join(faults[:SHOWN_FAULTS])
-        raise AssertionError(f"the events tell an illegal story, {len(faults)} faults:\n{shown}")
-    return history
+        raise AssertionError(f"the events are not a legal history, {len(faults)} faults:\n{shown}")
+    return report
 
 
-def _faults(story: JobHistory, event: Event, to_state: State) -> list[str]:
+def _faults(history: JobHistory, event: Event, to_state: State) -> list[str]:
     faults = []
-    if story.ended:
-        faults.append(f"{event.type} after it ended as {story.state}")
-    if event.from_state != story.state:
-        faults.append(f"{event.type} comes from {event.from_state}, but it was {story.state}")
-    return faults + _move_faults(event, to_state) + _count_faults(story, event)
+    if history.ended:
+        faults.append(f"{event.type} after it ended as {history.state}")
+    if event.from_state != history.state:
+        faults.append(f"{event.type} comes from {event.from_state}, but it was {history.state}")
+    return faults + _move_faults(event, to_state) + _count_faults(history, event)
 
 
 def _move_faults(event: Event, to_state: State) -> list[str]:
     move = f"{event.from_state} → {to_state}"
     if event.type == FORKED_EVENT:
         is_open = event.from_state is not None and not {event.from_state, to_state} & FINAL
-        return [] if is_open else [f"{move} is no fork"]
+        return [] if is_open else [f"{move} is not a fork"]
     if event.type == RESTORED_EVENT:
-        return [] if _is_restore(event.from_state, to_state) else [f"{move} restores nothing"]
+        return [] if _is_restore(event.from_state, to_state) else [f"{move} is not a restore"]
     faults = []
     reclaimed = event.from_state is State.RUNNING and to_state is State.RUNNING
     if not reclaimed and not is_legal(event.from_state, to_state):
@@ -137,38 +136,38 @@ def _move_faults(event: Event, to_state: State) -> list[str]:
 
 def _is_restore(from_state: State | None, to_state: State) -> bool:
     if from_state is State.RUNNING:
-        # Its lease is gone with the engine's memory.
+        # The engine lost its lease with the rest of its data.
         return to_state is State.QUEUED
     return from_state is to_state and to_state not in FINAL
 
 
-def _count_faults(story: JobHistory, event: Event) -> list[str]:
-    if story.forked or event.type == FORKED_EVENT:
+def _count_faults(history: JobHistory, event: Event) -> list[str]:
+    if history.forked or event.type == FORKED_EVENT:
         return []
     faults = []
-    used = {story.attempt, story.attempt - 1} if story.released else {story.attempt}
+    used = {history.attempt, history.attempt - 1} if history.released else {history.attempt}
     expected = {number + 1 for number in used} if event.to_state is State.RUNNING else used
     if event.attempt not in expected:
         faults.append(f"{event.type} is attempt {event.attempt}, expected {sorted(expected)}")
     resumed = event.from_state is State.SUSPENDED and event.to_state is State.QUEUED
-    if event.retry_count < story.retry_count and not resumed:
-        faults.append(f"{event.type} forgets retries: {story.retry_count} → {event.retry_count}")
-    if event.retry_count > story.retry_count + 1:
-        faults.append(f"{event.type} skips retries: {story.retry_count} → {event.retry_count}")
+    if event.retry_count < history.retry_count and not resumed:
+        faults.append(f"{event.type} loses retries: {history.retry_count} → {event.retry_count}")
+    if event.retry_count > history.retry_count + 1:
+        faults.append(f"{event.type} skips retries: {history.retry_count} → {event.retry_count}")
     return faults
 
 
-def _follow(story: JobHistory, event: Event) -> None:
+def _apply(history: JobHistory, event: Event) -> None:
     forked, restored = event.type == FORKED_EVENT, event.type == RESTORED_EVENT
     released = event.from_state is State.RUNNING and event.to_state is State.QUEUED and not forked and not restored
-    # A job that was given back and is moved again before it runs keeps the doubt about its last attempt; a fork says
-    # outright in which attempt the engine is.
-    story.released = released or (story.released and event.to_state is not State.RUNNING and not forked)
-    if not (story.released and not released):
-        story.attempt = event.attempt
-    story.forked = forked
-    story.forks += forked
-    story.restores += restored
-    story.state = event.to_state
-    story.retry_count = event.retry_count
-    story.moves.append(event.type)
+    # Until a released job runs again, it stays unknown whether its last attempt was used up. A fork states the engine's
+    # attempt number.
+    history.released = released or (history.released and event.to_state is not State.RUNNING and not forked)
+    if not (history.released and not released):
+        history.attempt = event.attempt
+    history.forked = forked
+    history.forks += forked
+    history.restores += restored
+    history.state = event.to_state
+    history.retry_count = event.retry_count
+    history.moves.append(event.type)

@@ -2,14 +2,16 @@
 
 `Envelope` is what a caller submits, `Receipt` the engine's answer, `Claim` what a worker gets, `JobInfo` what a reader
 gets, `Event` what the feed passes to the ledger. `JobKey` identifies one job in the ledger. `Meta` is the part that
-grows during a job's lifetime: counters, its own policy, history (requirement Y6). Instants are whole milliseconds of
+grows during a job's lifetime: counters, the job's policy, history (requirement Y6). Instants are whole milliseconds of
 the engine's clock.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import time
+from collections.abc import Mapping
 from enum import IntEnum
 from typing import Annotated, Any, Final
 
@@ -27,15 +29,15 @@ HISTORY_LATEST: Final = 20
 
 
 class Priority(IntEnum):
-    """Which line a job waits in. 0 is served first; `read_order` keeps the last from starving."""
+    """A job's priority. 0 is served first; `priority_order` keeps the lowest from starving."""
 
     HIGH = 0
     NORMAL = 1
     LOW = 2
 
 
-#: Claims take the lines in this order, turn by turn: out of eight turns one begins with the lowest
-#: line and two with the middle one, so that a flood of urgent jobs slows the rest but never stops it.
+#: The order of priorities for successive claims. Out of eight claims, one begins with the lowest priority and two with
+#: the middle one, so that a flood of urgent jobs slows the rest but never stops it.
 _ORDERS: Final = (
     (0, 1, 2),
     (0, 1, 2),
@@ -48,13 +50,13 @@ _ORDERS: Final = (
 )
 
 
-def priority_order(turn: int) -> tuple[int, ...]:
-    """The order of priorities for the `turn`-th claim of a worker."""
-    return _ORDERS[turn % len(_ORDERS)]
+def priority_order(count: int) -> tuple[int, ...]:
+    """The order of priorities for a worker's `count`-th claim."""
+    return _ORDERS[count % len(_ORDERS)]
 
 
 class Failure(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Why an attempt did not succeed. `code` is ours and stable, `type` is the exception's name."""
+    """Why an attempt did not succeed. `code` is holdfast's and stable, `type` is the exception's name."""
 
     code: str
     message: str
@@ -63,7 +65,7 @@ class Failure(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Attempt(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One run of a job that did not end it, or that ended it."""
+    """One run of a job, and how it ended."""
 
     number: int
     worker: str
@@ -73,58 +75,58 @@ class Attempt(msgspec.Struct, frozen=True, omit_defaults=True):
     failure: Failure | None = None
 
 
-#: Bounds are checked when a message is read: other programs can write to a line.
+#: Bounds are checked when a message is read: other programs can write to a stream.
 Count = Annotated[int, msgspec.Meta(ge=0, le=10**9)]
 InstantMs = Annotated[int, msgspec.Meta(ge=0, le=10**15)]
 PriorityLevel = Annotated[int, msgspec.Meta(ge=0, le=len(Priority) - 1)]
 
 
 class ApprovalRequest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A question to people that keeps a job from running until they answer (requirements A1–A3)."""
+    """A request for approval; the job does not run until it is decided (requirements A1–A3)."""
 
     approval_id: str
-    #: Of task, tenant and payload as they were shown; an approval is for these and no others.
+    #: Hash of task, tenant and payload as shown to the approvers; an approval covers exactly these.
     payload_hash: str
-    #: Empty: a guard asks whether the job may run at all; else the task's own question, by the name that it gave.
+    #: Empty: a guard's request, whether the job may run at all; otherwise the name that the task gave its request.
     name: str = ""
     reason: str = ""
-    #: Names of the guard's rules that want it.
+    #: Names of the guard's rules that require approval.
     policies: tuple[str, ...] = ()
-    #: How many different people have to approve.
+    #: How many different approvers are needed.
     quorum: Annotated[int, msgspec.Meta(ge=1, le=100)] = 1
-    #: Unanswered by then, the job is cancelled; 0: it waits for ever.
+    #: If undecided by then, the job is cancelled; 0: no deadline.
     deadline_at_ms: InstantMs = 0
-    #: Who wants the job, as far as is known: may not approve it.
+    #: Who submitted the job, if known; may not approve it.
     requested_by: str = ""
-    #: What the task shows to whoever decides: plain JSON.
+    #: What the task shows to the approvers: plain JSON.
     details: Any = None
 
 
 class Approval(msgspec.Struct, frozen=True, omit_defaults=True):
-    """People's yes to an `Ask`."""
+    """The decision "approved" on an `ApprovalRequest`."""
 
     approval_id: str
     by: tuple[str, ...]
     at_ms: InstantMs
     reason: str = ""
-    #: Of what was shown to them, as in the `Ask`.
+    #: As in the `ApprovalRequest`.
     payload_hash: str = ""
 
 
 class ReplayOrigin(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The dead letter that a job was made from (requirement D3)."""
+    """The dead letter that a job replays (requirement D3)."""
 
     dlq_id: str
     job_id: str
-    #: The first job's idempotency key: effects that are named by it are still the same effects.
+    #: The first job's idempotency key: effects whose keys derive from it stay the same effects.
     key: str
 
 
 class Meta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a job carries beside its arguments; empty for a fresh job with default policy."""
+    """What a job carries besides its arguments; empty for a new job with default policy."""
 
     retry_count: Count = 0
-    #: Below zero for a retry in the pending list, whose earlier deliveries were no lost leases.
+    #: Negative for a retry in the pending list: its earlier deliveries were not lost leases.
     lost_leases: Annotated[int, msgspec.Meta(ge=-(10**9), le=10**9)] = 0
     unavailable_count: Count = 0
     unavailable_since_ms: InstantMs = 0
@@ -135,24 +137,53 @@ class Meta(msgspec.Struct, frozen=True, omit_defaults=True):
     context: dict[str, Any] | None = None
     history: tuple[Attempt, ...] = ()
     dlq_id: str = ""
-    #: What people are asked at the moment; there while the job is in `waiting_approval`.
-    ask: ApprovalRequest | None = None
-    #: The payload hash that a guard has allowed, or people have approved; another payload has to be asked for again.
-    cleared: str = ""
-    #: Answers to the task's own questions, by name.
-    consents: dict[str, Approval] | None = None
+    #: The open approval request; set while the job is in `waiting_approval`.
+    approval_request: ApprovalRequest | None = None
+    #: The payload hash that a guard allowed or approvers approved; another payload needs a new approval.
+    approved_hash: str = ""
+    #: Approvals of the task's own requests, by name.
+    approvals: dict[str, Approval] | None = None
     replay: ReplayOrigin | None = None
-    #: Told of the job's end (requirement H7).
+    #: URL that is notified when the job ends (requirement H7).
     webhook: str = ""
-    #: W3C trace context of whoever submitted it (requirement M3).
+    #: W3C trace context of the submitter (requirement M3).
     traceparent: str = ""
-    #: Who submitted it over HTTP, by the name of their token.
+    #: Name of the token with which it was submitted over HTTP.
     submitted_by: str = ""
-    #: How long after its submission its idempotency key is known, if not for as long as the engine's others.
+    #: The job's own idempotency window, counted from its submission; 0: the engine's.
     key_window_ms: InstantMs = 0
 
 
 EMPTY_META: Final = Meta()
+
+#: Stores may hold what the version before has written: its keys of `Meta` and of events' data, and today's.
+_OLD_META_KEYS: Final = {"ask": "approval_request", "cleared": "approved_hash", "consents": "approvals"}
+_OLD_DATA_KEYS: Final = {"approval_request": "ask", "approval": "consent"}
+_OLD_META: Final = re.compile(rb'"(?:ask|cleared|consents)"')
+_META: Final = msgspec.json.Decoder(Meta)
+
+
+def decode_meta(text: bytes | str | None) -> Meta:
+    """`Meta` from stored JSON; the default one if there is none. Raises `msgspec.MsgspecError`."""
+    if not text:
+        return EMPTY_META
+    encoded = text.encode() if isinstance(text, str) else text
+    if _OLD_META.search(encoded) is None:
+        return _META.decode(encoded)
+    return convert_meta(msgspec.json.decode(encoded))
+
+
+def convert_meta(fields: Any) -> Meta:
+    """`Meta` from decoded JSON. Raises `msgspec.ValidationError`."""
+    if isinstance(fields, dict):
+        fields = {_OLD_META_KEYS.get(key, key): value for key, value in fields.items()}
+    return msgspec.convert(fields, Meta)
+
+
+def approval_data(data: Mapping[str, Any] | None, name: str) -> Any:
+    """The `approval_request` or `approval` in an event's data; None if it has none."""
+    data = data or {}
+    return data.get(name) or data.get(_OLD_DATA_KEYS[name])
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -171,9 +202,9 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     delay_ms: int = 0
     #: … or no earlier than this instant; 0 is "now".
     run_at_ms: int = 0
-    #: A guard wants a person to approve it first.
+    #: A guard requires approval first.
     hold: bool = False
-    #: Somebody waits until the ledger has it: its feed entry says `hurry`.
+    #: The caller waits until the ledger has it: the feed entry is marked as urgent.
     durable: bool = False
 
 
@@ -185,7 +216,7 @@ class Receipt(msgspec.Struct, frozen=True, gc=False):
 
 
 class Lease(msgspec.Struct, frozen=True, gc=False):
-    """The right to finish one attempt: this place, delivered this often, to this worker incarnation."""
+    """The right to finish one attempt: message position, delivery count and worker incarnation."""
 
     queue: str
     job_id: str
@@ -195,7 +226,7 @@ class Lease(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def token(self) -> str:
-        """Names one attempt for ever; a settle sent twice is recognised by it."""
+        """Unique to one attempt; identifies a settlement that was sent twice."""
         return f"{self.position}:{self.deliveries}:{self.worker}"
 
 
@@ -244,7 +275,7 @@ class JobInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One line of a job's story, as the feed hands it to the ledger (requirement S4)."""
+    """One event of a job's history, as the feed passes it to the ledger (requirement S4)."""
 
     type: str
     job_id: str
@@ -256,35 +287,35 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     retry_count: int = 0
     worker: str = ""
     message: str = ""
-    #: What only this kind of event has: the envelope at creation, the result, the failure, the old owner.
+    #: Data of this event type only: the envelope at creation, the result, the failure, the previous owner.
     data: dict[str, Any] | None = None
 
 
 def new_job_ids(count: int) -> list[str]:
-    """Fresh ids: UUID version 7 in 32 hexadecimal digits, so that neighbours in time are neighbours in an index."""
-    stamp = f"{time.time_ns() // 1_000_000:012x}7"
+    """New ids: UUID version 7 in 32 hexadecimal digits, so that ids of one time are adjacent in an index."""
+    prefix = f"{time.time_ns() // 1_000_000:012x}7"
     random = os.urandom(10 * count).hex()
     ids = []
     for start in range(0, 20 * count, 20):
         variant = "89ab"[int(random[start], 16) & 3]
-        ids.append(f"{stamp}{random[start + 1 : start + 4]}{variant}{random[start + 4 : start + 19]}")
+        ids.append(f"{prefix}{random[start + 1 : start + 4]}{variant}{random[start + 4 : start + 19]}")
     return ids
 
 
 def append_attempt(history: tuple[Attempt, ...], attempt: Attempt) -> tuple[Attempt, ...]:
-    """A history with one more attempt, bounded: a job that waits out an outage for days stays small."""
+    """Return the history plus one attempt, bounded, so that a job that waits out an outage for days stays small."""
     grown = (*history, attempt)
     if len(grown) > HISTORY_FIRST + HISTORY_LATEST:
         grown = grown[:HISTORY_FIRST] + grown[-HISTORY_LATEST:]
     return grown
 
 
-#: The most jobs that one atomic step handles; larger batches are cut. 500 take a Redis script 4–6 ms.
+#: The most jobs in one atomic step; larger batches are split. A Redis script takes 4–6 ms for 500.
 MAX_BATCH: Final = 500
 
 
 class JobKey(msgspec.Struct, frozen=True):
-    """Names one job in the ledger: ids are unique within a queue only, since other programs may choose them."""
+    """Identifies one job in the ledger: ids are unique within a queue only, since other programs may choose them."""
 
     tenant_id: str
     queue: str

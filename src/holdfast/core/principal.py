@@ -1,6 +1,6 @@
-"""A person, or a program, that asks holdfast to do something: who it is, and what it may (requirement H6).
+"""Principals, their roles and permissions, and audit entries (requirement H6).
 
-A `Person` comes from a token (`holdfast.operations.access`), from the command line of a user who has access to
+A `Principal` comes from a token (`holdfast.operations.access`), from the command line of a user who has access to
 the stores anyway, or from dev mode on loopback; never from an argument.
 """
 
@@ -14,12 +14,12 @@ import msgspec
 from holdfast.core.job import DEFAULT_TENANT
 from holdfast.errors import Forbidden
 
-#: In a token's tenants: all of them, those to come included.
+#: In a token's tenants: all of them, including those created later.
 ALL_TENANTS: Final = "*"
 
 
 class Role(StrEnum):
-    """What a token may do. Nobody but an admin has all rights."""
+    """What a token may do. Only an admin has all permissions."""
 
     VIEWER = "viewer"
     OPERATOR = "operator"
@@ -30,15 +30,15 @@ class Role(StrEnum):
 class Permission(StrEnum):
     """One thing that a role may or may not do."""
 
-    #: See jobs, queues, dead letters, approvals of one's tenants.
+    #: Read jobs, queues, dead letters and approvals of the token's tenants.
     READ = "read"
-    #: Hand in jobs.
+    #: Submit jobs.
     SUBMIT = "submit"
     #: Cancel, resume, retry, replay, discard; with all tenants also pause and limit queues.
     OPERATE = "operate"
-    #: Answer approvals.
+    #: Vote on approval requests.
     APPROVE = "approve"
-    #: Make and revoke tokens.
+    #: Create and revoke tokens.
     ADMINISTER = "administer"
 
 
@@ -51,36 +51,36 @@ PERMISSIONS: Final[dict[Role, frozenset[Permission]]] = {
 
 
 class Principal(msgspec.Struct, frozen=True, kw_only=True):
-    """Who asks."""
+    """The user or program that makes a request."""
 
     name: str
     role: Role
     #: Names of tenants, or `ALL_TENANTS`.
     tenants: frozenset[str]
-    #: A token says so. Without one (a local command line) nobody knows that two people are two.
+    #: Proved by a token. Without one (a local command line), different names may be one user.
     verified: bool = True
 
     @property
     def sees_all_tenants(self) -> bool:
-        """Whether this person is of every tenant."""
         return ALL_TENANTS in self.tenants
 
     def can_see(self, tenant_id: str) -> bool:
-        """Whether a tenant's things exist for this person."""
         return self.sees_all_tenants or tenant_id in self.tenants
 
-    def can(self, right: Permission) -> bool:
-        return right in PERMISSIONS[self.role]
+    def can(self, permission: Permission) -> bool:
+        return permission in PERMISSIONS[self.role]
 
-    def require(self, right: Permission) -> None:
-        """Raise `Forbidden` unless the role allows it."""
-        if not self.can(right):
-            raise Forbidden(f"{self.name} is {self.role}, which may not {right}; ask an admin for another token")
+    def require(self, permission: Permission) -> None:
+        """Raise `Forbidden` unless the role has the permission."""
+        if not self.can(permission):
+            raise Forbidden(
+                f"{self.name} has role {self.role}, which may not {permission}; ask an admin for another token"
+            )
 
     def require_all_tenants(self, what: str) -> None:
-        """Raise `Forbidden` unless this person is of every tenant: what touches all is not for one."""
+        """Raise `Forbidden` unless the principal has all tenants, for actions that affect every tenant."""
         if not self.sees_all_tenants:
-            raise Forbidden(f"{what} touches every tenant, and {self.name} is not of all of them")
+            raise Forbidden(f"{what} affects every tenant, but {self.name} does not have all tenants")
 
 
 class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,13 +19,15 @@ from holdfast.core.codec import to_json
 from holdfast.core.job import Event
 from holdfast.core.states import HEARTBEAT_EVENT, State
 
-#: Keys are spread over so many lanes by `lane_of`; a relay holds whole lanes, so that no two publish one key at a time.
+#: Number of lanes over which `lane_of` spreads keys. A relay leases whole lanes, so no two publish one key at a time.
 LANES: Final = 64
 
 
 def lane_of(destination: str, topic: str, key: str | None, event_id: str) -> int:
-    """The lane of a key; without a key any lane will do. Who writes in another language may use another function, as
-    long as it is the same for all events of a key."""
+    """The lane of a key; without a key any lane will do.
+
+    A program in another language may use another function, as long as all events of a key get the same lane.
+    """
     return crc32("\0".join((destination, topic, key or event_id)).encode()) % LANES
 
 
@@ -40,12 +42,12 @@ PUBLISHED_COLUMNS: Final = (
     "headers",
     "created_at",
 )
-#: What a file's writer tells those who wait for events of the outbox. No queue has such a name.
+#: The notice to waiters for outbox events, in place of a queue's name. No queue can have this name.
 OUTBOX_CHANGED: Final = "\0outbox"
 
-#: Longer texts (a payload, a result) are left out: brokers take no large messages, and the ledger has them.
+#: Longer texts (a payload, a result) are left out: brokers reject large messages, and the ledger has the texts.
 TEXT_LIMIT: Final = 64 * 1024
-#: The attempts so far; the dead letter has them.
+#: The attempts so far; left out, since the dead letter has them.
 _HISTORY: Final = "history"
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
@@ -55,7 +57,7 @@ PublishedRow = tuple[Any, ...]
 
 
 class PublishedEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """What is published: the same as event streams tell, with the event's number."""
+    """A published event: the same fields as in event streams, with the event's number."""
 
     type: str
     job_id: str
@@ -70,12 +72,12 @@ class PublishedEvent(msgspec.Struct, frozen=True, kw_only=True):
     worker: str
     message: str
     data: dict[str, Any] | None
-    #: Parts of `data` that were too long.
-    left_out: list[str] = []
+    #: Names in `data` whose values were too long.
+    omitted: list[str] = []
 
 
 class EventPublishing(msgspec.Struct, frozen=True):
-    """Which events are published, and where to."""
+    """Which events are published, and to which destination and topic."""
 
     destination: str
     topic: str
@@ -86,7 +88,7 @@ class EventPublishing(msgspec.Struct, frozen=True):
         return kind in self.types if self.types else kind != HEARTBEAT_EVENT
 
     def row(self, queue: str, seq: int, event: Event, instant: Callable[[int], Any]) -> PublishedRow:
-        """In the order of `PUBLISHED_COLUMNS`."""
+        """The outbox row of an event, in the order of `PUBLISHED_COLUMNS`."""
         key = event.job_id
         return (
             event.tenant_id,
@@ -102,10 +104,10 @@ class EventPublishing(msgspec.Struct, frozen=True):
 
 
 def _published_event(queue: str, seq: int, event: Event) -> PublishedEvent:
-    data, left_out = None, []
+    data, omitted = None, []
     if event.data:
-        left_out = [name for name, value in event.data.items() if type(value) is str and len(value) > TEXT_LIMIT]
-        data = {name: value for name, value in event.data.items() if name != _HISTORY and name not in left_out}
+        omitted = [name for name, value in event.data.items() if type(value) is str and len(value) > TEXT_LIMIT]
+        data = {name: value for name, value in event.data.items() if name != _HISTORY and name not in omitted}
     return PublishedEvent(
         type=event.type,
         job_id=event.job_id,
@@ -120,5 +122,5 @@ def _published_event(queue: str, seq: int, event: Event) -> PublishedEvent:
         worker=event.worker,
         message=event.message,
         data=data,
-        left_out=left_out,
+        omitted=omitted,
     )

@@ -1,13 +1,13 @@
-"""A job's events, folded back into the job. Pure.
+"""Rebuilds a job from its events. Pure.
 
-`fold` is what the engine would show if it had not forgotten: the reconciler restores lost jobs from it. It reads what
-events say outright (states, attempt numbers, retry counts, due times) and derives the rest as the engines do
-(`core.verdict.advance`, `answered`): lost leases, the clock of an outage, the history of attempts, what people were
-asked and have allowed.
+`rebuild_job` returns the job as the engine would have it; the reconciler restores lost jobs from this. It reads what
+events state (states, attempt numbers, retry counts, due times) and derives the rest as the engines do
+(`core.verdict.advance`, `with_approval`): lost leases, the start of an outage, the history of attempts, approval
+requests and approvals.
 
-Two things are approximate. An attempt's end is when the engine heard of it, not when the worker finished. And after
-`ledger.forked` (the engine woke up with an older memory) the fold goes back to the latest point at which the job was in
-that state and attempt; what really happened in between stays in the ledger.
+Two things are approximate. An attempt's end is when the engine recorded it, not when the worker finished. And after
+`ledger.forked` (the engine restarted with older data) the rebuild returns to the latest point at which the job was in
+that state and attempt; the events in between stay in the ledger.
 """
 
 from __future__ import annotations
@@ -28,44 +28,47 @@ from holdfast.core.job import (
     JobInfo,
     Meta,
     append_attempt,
+    approval_data,
+    convert_meta,
+    decode_meta,
 )
 from holdfast.core.states import EXPEDITED_EVENT, FINAL, FORKED_EVENT, RESTORED_EVENT, State
 from holdfast.core.verdict import POISON_PILL, with_approval, with_retries_reset
 
-#: Events of a verdict on a running job; an operator's have an actor.
+#: In the data of operators' events; events of a worker's verdict do not have it.
 _ACTOR: Final = "actor"
-#: No submission has these; a projector that never saw the creation writes `null`.
+#: No submission has these; a projector that did not get the creation writes `null`.
 _NO_PAYLOAD: Final = (None, "", "null")
 
 _P = TypeVar("_P", ApprovalRequest, Approval)
 
 
 class IncompleteHistory(ValueError):
-    """These events do not begin with a whole creation: nobody can tell what the job was."""
+    """The events do not begin with a complete creation, so the job cannot be rebuilt."""
 
 
 class _Point(msgspec.Struct, frozen=True):
-    """The job after one of its events, with what no reader sees."""
+    """The job after one of its events, with fields that `JobInfo` does not have."""
 
     view: JobInfo
-    #: When the present attempt began.
+    #: When the current attempt began.
     claimed_at_ms: int = 0
 
 
 def rebuild_job(queue: str, events: Sequence[Event]) -> JobInfo:
-    """The job after these events, which are all of its story, in order. Raises `BrokenStory`."""
+    """Rebuild a job from its complete history, in order. Raises `IncompleteHistory`."""
     moves = [event for event in events if event.to_state is not None or event.type == EXPEDITED_EVENT]
     if not moves or moves[0].from_state is not None:
-        raise IncompleteHistory(f"{len(events)} events, and the first is no creation")
+        raise IncompleteHistory(f"{len(events)} events, and the first is not a creation")
     if (moves[0].data or {}).get("payload") in _NO_PAYLOAD:
         raise IncompleteHistory("its creation was lost, and its arguments with it")
-    points = [_Point(_created(queue, moves[0]))]
+    points = [_Point(_create(queue, moves[0]))]
     for event in moves[1:]:
-        points.append(_rewound(points, event) if event.type == FORKED_EVENT else _next(points[-1], event))
+        points.append(_rewind(points, event) if event.type == FORKED_EVENT else _apply(points[-1], event))
     return points[-1].view
 
 
-def _created(queue: str, event: Event) -> JobInfo:
+def _create(queue: str, event: Event) -> JobInfo:
     data, state = event.data or {}, event.to_state
     assert state is not None
     run_at_ms = int(data.get("run_at_ms") or 0)
@@ -81,26 +84,26 @@ def _created(queue: str, event: Event) -> JobInfo:
         payload=_bytes(data.get("payload", "")),
         idempotency_key=data.get("idempotency_key") or event.job_id,
         trace_id=data.get("trace_id") or "",
-        # Kept while it waits for a person, too: approval does not make it run earlier.
+        # Also kept while it waits for approval, which does not make it run earlier.
         meta=msgspec.structs.replace(meta, run_at_ms=run_at_ms if run_at_ms > event.at_ms else 0),
         created_at_ms=event.at_ms,
         next_attempt_at_ms=run_at_ms if waits else 0,
     )
 
 
-def _next(point: _Point, event: Event) -> _Point:
+def _apply(point: _Point, event: Event) -> _Point:
     if event.type == EXPEDITED_EVENT:
-        return _expedited(point)
+        return _expedite(point)
     if event.type == RESTORED_EVENT:
-        return _restored(point, event)
+        return _restore(point, event)
     if event.to_state is State.RUNNING:
-        return _claimed(point, event)
+        return _claim(point, event)
     if event.from_state is State.RUNNING and _ACTOR not in (event.data or {}):
-        return _Point(_settled(point, event))
-    return _Point(_moved(point, event))
+        return _Point(_settle(point, event))
+    return _Point(_move(point, event))
 
 
-def _claimed(point: _Point, event: Event) -> _Point:
+def _claim(point: _Point, event: Event) -> _Point:
     view, meta = point.view, msgspec.structs.replace(point.view.meta, run_at_ms=0)
     if event.from_state is State.RUNNING:
         meta = msgspec.structs.replace(meta, lost_leases=meta.lost_leases + 1)
@@ -116,13 +119,13 @@ def _claimed(point: _Point, event: Event) -> _Point:
     return _Point(claimed, event.at_ms)
 
 
-def _settled(point: _Point, event: Event) -> JobInfo:
-    """A worker's verdict, or a poison pill: what `advance` does."""
+def _settle(point: _Point, event: Event) -> JobInfo:
+    """Apply a worker's verdict, or a poison pill, as `advance` does."""
     data, view, to = event.data or {}, point.view, event.to_state
     assert to is not None
     failure, meta, attempt = _failure(data), view.meta, event.attempt or view.attempt
     if to is State.QUEUED and not data.get("started"):
-        # Given back before it began: numbered again, and no run to remember.
+        # Released before it started: the attempt's number is used again, and the history does not grow.
         attempt -= 1
     else:
         meta = _after_attempt(point, event, failure)
@@ -131,7 +134,7 @@ def _settled(point: _Point, event: Event) -> JobInfo:
         state=to,
         attempt=attempt,
         worker="",
-        meta=_with_letter(meta, data),
+        meta=_with_dead_letter(meta, data),
         failure=failure,
         result=_bytes(data["result"]) if to is State.SUCCEEDED and data.get("result") is not None else None,
         next_attempt_at_ms=int(data.get("next_attempt_at_ms") or 0),
@@ -144,7 +147,7 @@ def _after_attempt(point: _Point, event: Event, failure: Failure | None) -> Meta
     assert to is not None
     unavailable_count, unavailable_since_ms = 0, 0
     if to is State.RETRYING and not (event.data or {}).get("counted", True):
-        # A dependency is down: no retry is used up (requirement Y8).
+        # An unavailable dependency uses up no retry (requirement Y8).
         unavailable_count = meta.unavailable_count + 1
         unavailable_since_ms = meta.unavailable_since_ms or point.claimed_at_ms
     worker = view.worker or event.worker
@@ -157,17 +160,19 @@ def _after_attempt(point: _Point, event: Event, failure: Failure | None) -> Meta
         unavailable_count=unavailable_count,
         unavailable_since_ms=unavailable_since_ms,
         history=append_attempt(meta.history, attempt),
-        ask=_part(event.data, "ask", ApprovalRequest) if to is State.WAITING_APPROVAL else None,
+        approval_request=_part(event.data, "approval_request", ApprovalRequest)
+        if to is State.WAITING_APPROVAL
+        else None,
     )
 
 
-def _moved(point: _Point, event: Event) -> JobInfo:
-    """An operator's move, a step on the way of a dead letter, or a foreign message that is none."""
+def _move(point: _Point, event: Event) -> JobInfo:
+    """Apply an operator's move, a dead letter's move, or the move of a malformed foreign message."""
     data, view, to = event.data or {}, point.view, event.to_state
     assert to is not None
     meta, due_at_ms = view.meta, 0
     if event.from_state is State.WAITING_APPROVAL:
-        meta = with_approval(meta, _part(data, "consent", Approval))
+        meta = with_approval(meta, _part(data, "approval", Approval))
     if to is State.QUEUED:
         if event.from_state is State.SUSPENDED:
             meta = with_retries_reset(meta)
@@ -176,54 +181,53 @@ def _moved(point: _Point, event: Event) -> JobInfo:
         view,
         state=to,
         worker="",
-        meta=_with_letter(meta, data),
+        meta=_with_dead_letter(meta, data),
         failure=_failure(data) or (None if to is State.QUEUED else view.failure),
         next_attempt_at_ms=due_at_ms,
         finished_at_ms=event.at_ms if to in FINAL else 0,
     )
 
 
-def _expedited(point: _Point) -> _Point:
-    """A person made it due at once."""
+def _expedite(point: _Point) -> _Point:
     meta = msgspec.structs.replace(point.view.meta, run_at_ms=0)
     return _Point(msgspec.structs.replace(point.view, meta=meta, next_attempt_at_ms=0), point.claimed_at_ms)
 
 
-def _restored(point: _Point, event: Event) -> _Point:
+def _restore(point: _Point, event: Event) -> _Point:
     state = event.to_state
     assert state is not None
     due_at_ms = int((event.data or {}).get("next_attempt_at_ms") or 0)
     return _Point(msgspec.structs.replace(point.view, state=state, worker="", next_attempt_at_ms=due_at_ms))
 
 
-def _rewound(points: Sequence[_Point], event: Event) -> _Point:
-    """The engine went on from an earlier point: the latest at which the job was in that state, and in that attempt."""
-    there = [point for point in points if point.view.state is event.to_state]
-    if there:
-        return ([point for point in there if point.view.attempt == event.attempt] or there)[-1]
+def _rewind(points: Sequence[_Point], event: Event) -> _Point:
+    """The latest point at which the job was in the fork's state, and if possible in its attempt."""
+    matching = [point for point in points if point.view.state is event.to_state]
+    if matching:
+        return ([point for point in matching if point.view.attempt == event.attempt] or matching)[-1]
     assert event.to_state is not None
     return _Point(msgspec.structs.replace(points[-1].view, state=event.to_state, worker=""))
 
 
 def _meta(data: dict[str, Any]) -> Meta:
-    """The policy as it was submitted: a whole `Meta`, with what the creation says beside it."""
+    """The submitted `Meta`, with the fields that the creation event states separately."""
     given = data.get("meta")
     if isinstance(given, str):
-        meta = msgspec.json.decode(given, type=Meta) if given else EMPTY_META
+        meta = decode_meta(given) if given else EMPTY_META
     else:
-        meta = msgspec.convert(given, Meta) if given else EMPTY_META
+        meta = convert_meta(given) if given else EMPTY_META
     changes = {name: data[name] for name in ("priority", "context") if data.get(name) is not None}
     return msgspec.structs.replace(meta, **changes)
 
 
-def _with_letter(meta: Meta, data: dict[str, Any]) -> Meta:
+def _with_dead_letter(meta: Meta, data: dict[str, Any]) -> Meta:
     dlq_id = data.get("dlq_id")
     return msgspec.structs.replace(meta, dlq_id=dlq_id) if dlq_id else meta
 
 
 def _part(data: dict[str, Any] | None, name: str, kind: type[_P]) -> _P | None:
-    """A part of an event's data that is a struct; what cannot be read is not there."""
-    given = (data or {}).get(name)
+    """A struct in an event's data; None if it is absent or cannot be decoded."""
+    given = approval_data(data, name)
     try:
         return msgspec.convert(given, kind) if given else None
     except msgspec.ValidationError:

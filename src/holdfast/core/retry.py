@@ -22,18 +22,18 @@ _MAX_RETRIES: Final = 3
 _CAP_MS: Final = 30_000
 #: No cap needs more doublings than this, and 2.0 ** 2000 overflows.
 _MAX_EXPONENT: Final = 64
-#: Longer than this nobody means, and some of it would end after the last year that can be shown.
+#: Longer durations are mistakes, and some would end after the last year that a datetime can represent.
 _LONGEST: Final = timedelta(days=365_000)
 
 
 def duration_ms(value: Duration, name: str) -> int:
-    """Whole milliseconds, or `InvalidOption` that names the option."""
+    """Convert to whole milliseconds. Raises `InvalidOption`, which names the option."""
     if isinstance(value, bool) or not isinstance(value, timedelta | float | int):
         raise InvalidOption(f"{name} must be a timedelta or a number of seconds, not {value!r}")
     try:
         span = value if isinstance(value, timedelta) else timedelta(seconds=value)
     except (OverflowError, ValueError) as exc:
-        raise InvalidOption(f"{name}={value!r} is no duration") from exc
+        raise InvalidOption(f"{name}={value!r} is not a duration") from exc
     if span < timedelta():
         raise InvalidOption(f"{name} must not be negative, got {span.total_seconds():g} s")
     if span > _LONGEST:
@@ -43,14 +43,15 @@ def duration_ms(value: Duration, name: str) -> int:
 
 @dataclass(frozen=True, slots=True, init=False)
 class Retry:
-    """How often and when. The defaults: three retries after about 1, 2 and 4 seconds, none later than 30 seconds
-    (or than `base`, if that is longer).
+    """How often and when a failed job is retried.
+
+    The defaults: three retries after about 1, 2 and 4 seconds; a delay is at most 30 seconds (or `base`, if longer).
 
     >>> Retry(max_retries=3, delays=[60, 300, 900])           # after 1, 5 and 15 minutes
     >>> Retry(max_attempts=10, base=1, cap=600, jitter=None)  # ten runs, 1 s doubling up to 10 min
 
-    `unavailable_deadline` bounds how long a job waits out an outage (errors that say a dependency is
-    down use up no retries); the default is: for ever.
+    `unavailable_deadline` bounds how long a job waits for an unavailable dependency, which uses up no retries.
+    Default: no bound.
     """
 
     max_retries: int
@@ -98,7 +99,7 @@ class Retry:
         )
 
     def delay_ms(self, retry_count: int, random: Random) -> int:
-        """How long to wait before the `retry_count`-th retry, counted from 1."""
+        """The wait before the `retry_count`-th retry, counted from 1."""
         jitter = random.randint(0, self.jitter_ms) if self.jitter_ms else 0
         if self.delays_ms:
             return self.delays_ms[min(retry_count, len(self.delays_ms)) - 1] + jitter
@@ -112,7 +113,7 @@ _MAX_BACKOFF_EXPONENT: Final = 16
 
 
 class Backoff:
-    """Doubles from 50 ms to 2 s, each wait spread by ± 50 %, so that many workers do not return in step."""
+    """Waits that double from 50 ms to 2 s, each spread by ± 50 %, so that workers do not retry at the same moment."""
 
     def __init__(self, random: Random | None = None, *, base_s: float = _BASE_S, cap_s: float = _CAP_S) -> None:
         self._random = random or Random()
@@ -121,11 +122,10 @@ class Backoff:
         self.failures = 0
 
     def next_s(self) -> float:
-        """One more failure: wait this long."""
+        """Count a failure and return how long to wait."""
         grown = min(self._cap_s, self._base_s * 2.0 ** min(self.failures, _MAX_BACKOFF_EXPONENT))
         self.failures += 1
         return grown * self._random.uniform(0.5, 1.5)
 
     def reset(self) -> None:
-        """It worked."""
         self.failures = 0

@@ -1,6 +1,6 @@
-"""The state machine: one table, the only truth (requirements S1, S2).
+"""The state machine: one table of legal moves (requirements S1, S2).
 
-Lua scripts, SQL checks, docs and diagram are generated from `MOVES`; nothing types a transition again.
+Lua scripts, SQL checks, docs and diagram are generated from `MOVES`; no transition is written down a second time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from holdfast.errors import InvalidOption, TransitionInvalid
 
 
 class State(StrEnum):
-    """Where a job is. `running` means: leased by one worker incarnation."""
+    """A job's state. `running` means: leased by one worker incarnation."""
 
     QUEUED = "queued"
     WAITING_APPROVAL = "waiting_approval"
@@ -30,7 +30,7 @@ class State(StrEnum):
 
 _S = State
 
-#: Every legal move; `None` is "not there yet". What is not here is illegal.
+#: Every legal move; `None` is a job that does not exist yet. All other moves are illegal.
 MOVES: Final[Mapping[State | None, frozenset[State]]] = MappingProxyType(
     {
         None: frozenset({_S.QUEUED, _S.WAITING_APPROVAL}),
@@ -60,13 +60,13 @@ MOVES: Final[Mapping[State | None, frozenset[State]]] = MappingProxyType(
 #: States that never change again.
 FINAL: Final = frozenset(state for state, targets in MOVES.items() if state is not None and not targets)
 
-#: States in which a job is kept aside with its whole envelope, not in the line.
+#: States in which a job is stored with its whole envelope, apart from the ready jobs.
 PARKED: Final = frozenset({_S.SUSPENDED, _S.WAITING_APPROVAL, _S.DLQ_PENDING})
 
-#: Where a person can send a job, if the table agrees. Only engine and workers can run, retry or succeed.
+#: States to which an operator can move a job, if the table allows it. The others are left to engine and workers.
 OPERATOR_TARGETS: Final = frozenset(State) - {_S.RUNNING, _S.RETRYING, _S.SUCCEEDED}
 
-#: The event each move leaves in the feed, by its target (requirement L2) …
+#: The event that each move adds to the feed, by its target (requirement L2) …
 EVENTS: Final[Mapping[State, str]] = MappingProxyType(
     {
         _S.QUEUED: "task.created",
@@ -82,7 +82,7 @@ EVENTS: Final[Mapping[State, str]] = MappingProxyType(
     }
 )
 
-#: … and the moves whose target alone does not tell what happened.
+#: … and the moves whose event depends on both states.
 EVENTS_BY_MOVE: Final[Mapping[tuple[State | None, State], str]] = MappingProxyType(
     {
         (_S.RUNNING, _S.QUEUED): "task.released",
@@ -92,36 +92,36 @@ EVENTS_BY_MOVE: Final[Mapping[tuple[State | None, State], str]] = MappingProxyTy
     }
 )
 
-#: Moves that several things can bring about: the first is the one that is meant unless the mover says otherwise.
+#: Moves with several possible events; the first is the default.
 EVENT_CHOICES: Final[Mapping[tuple[State | None, State], tuple[str, ...]]] = MappingProxyType(
     {
-        #: Withdrawn: the payload is not the one that was shown; the guard sees the job again.
+        #: Withdrawn: the payload is not the one that was shown, so the guard reviews the job again.
         (_S.WAITING_APPROVAL, _S.QUEUED): ("approval.approved", "approval.withdrawn"),
         (_S.WAITING_APPROVAL, _S.CANCELLED): ("task.cancelled", "approval.rejected", "approval.expired"),
     }
 )
 
-#: A person made a waiting job due at once; beside its moves.
+#: An operator made a waiting job due at once; not a move.
 EXPEDITED_EVENT: Final = "task.expedited"
 
-#: What a person did through the API or a tool begins with this; such events are the operators' log, not a job's story.
+#: Prefix of the audit log's events: what operators did by API or command line. They are not part of a job's history.
 OPERATOR_PREFIX: Final = "operator."
 
-#: A long job is alive; beside its moves, at most one per heartbeat interval.
+#: A long run still holds its lease; not a move. At most one per heartbeat interval.
 HEARTBEAT_EVENT: Final = "task.heartbeat"
 
-#: The reconciler put back a job that the engine had lost. It keeps its state; a running one, whose lease is gone
-#: with the engine's memory, goes back in line.
+#: The reconciler restored a job that the engine had lost. The job keeps its state, except that a running one is queued
+#: again, because its lease is lost with the engine's data.
 RESTORED_EVENT: Final = "task.restored"
 
-#: Written by the projector alone: the engine's story went on from an earlier point than the ledger's (a fail-over to a
-#: stale replica, a cut AOF). From the ledger's state to the one that the engine is in; never out of a final state.
+#: Written by the projector only: the engine continued from an earlier point than the ledger's (a fail-over to a stale
+#: replica, a truncated AOF). Leads from the ledger's state to the engine's; never out of a final state.
 FORKED_EVENT: Final = "ledger.forked"
 
-#: Adopted messages that turn out to be a second copy of a known job leave this beside the job's moves.
+#: An adopted message was a second copy of a known job; not a move.
 DUPLICATE_EVENT: Final = "task.duplicate"
 
-#: All that can be in a job's story.
+#: All events that a job's history can contain.
 ALL_EVENTS: Final = frozenset(
     {
         *EVENTS.values(),
@@ -133,29 +133,28 @@ ALL_EVENTS: Final = frozenset(
 
 
 def is_legal(from_state: State | None, to_state: State) -> bool:
-    """Whether the table knows this move."""
     return to_state in MOVES[from_state]
 
 
 def check_move(job_id: str, from_state: State | None, to_state: State) -> None:
-    """Raise `TransitionInvalid` unless the table knows this move."""
+    """Raise `TransitionInvalid` unless the move is legal."""
     if not is_legal(from_state, to_state):
         raise TransitionInvalid(job_id, from_state, to_state)
 
 
 def event_for(from_state: State | None, to_state: State) -> str:
-    """The name of the event that this move leaves."""
+    """The default event of a move."""
     return EVENTS_BY_MOVE.get((from_state, to_state)) or EVENTS[to_state]
 
 
-def resolve_event(from_state: State | None, to_state: State, wanted: str) -> str:
-    """The event of a move whose maker says what it means; `InvalidOption` if it can not mean that."""
-    usual = event_for(from_state, to_state)
-    if not wanted or wanted == usual:
-        return usual
-    if wanted not in EVENT_CHOICES.get((from_state, to_state), ()):
-        raise InvalidOption(f"a move {from_state} → {to_state} is no {wanted!r}")
-    return wanted
+def resolve_event(from_state: State | None, to_state: State, event: str) -> str:
+    """`event`, or the move's default event if that is empty. Raises `InvalidOption` if the move cannot have it."""
+    default = event_for(from_state, to_state)
+    if not event or event == default:
+        return default
+    if event not in EVENT_CHOICES.get((from_state, to_state), ()):
+        raise InvalidOption(f"the move {from_state} → {to_state} cannot have the event {event!r}")
+    return event
 
 
 def mermaid_diagram() -> str:

@@ -13,36 +13,36 @@ from typing import Final, overload
 from holdfast.core.job import DEFAULT_QUEUE, Failure
 from holdfast.errors import InvalidOption
 
-#: In bytes of UTF-8: all of a job's names together must fit a row of an index, which has 2,704 bytes on PostgreSQL.
+#: In bytes of UTF-8: all of a job's names together must fit a PostgreSQL index row, which has 2,704 bytes.
 NAME_LIMIT: Final = 200
 KEY_LIMIT: Final = 1_000
 
 
 def check_name(name: object, what: str) -> str:
-    """A name for a queue, a task or a tenant: it becomes part of keys, so it must be short and plain."""
+    """Check a name of a queue, a task or a tenant. It becomes part of keys, so it must be short and plain."""
     if not isinstance(name, str) or not name:
-        raise InvalidOption(f"{what} must be a name that is not empty, got {name!r}")
+        raise InvalidOption(f"{what} must be a non-empty name, got {name!r}")
     # Braces would move a queue's keys to another slot of a Redis Cluster.
     if not name.isprintable() or any(character in " {}" for character in name):
-        raise InvalidOption(f"{what} {name!r} must have no blanks, braces or control characters")
+        raise InvalidOption(f"{what} {name!r} must not contain spaces, braces or control characters")
     check_length(name, NAME_LIMIT, what)
     return name
 
 
 def check_text(text: object, what: str) -> str:
-    """A key or a trace id: any text, not empty, not too long. None given: empty."""
+    """Check a key or a trace id: any text, not empty, not too long. Returns '' for None."""
     if text is None:
         return ""
     if not isinstance(text, str) or not text:
-        raise InvalidOption(f"{what} must be a text that is not empty, got {text!r}")
+        raise InvalidOption(f"{what} must be a non-empty text, got {text!r}")
     if "\x00" in text or not _is_unicode(text):
-        raise InvalidOption(f"{what} {text!r} must have no zero bytes and no half characters (lone surrogates)")
+        raise InvalidOption(f"{what} {text!r} must not contain zero bytes or lone surrogates")
     check_length(text, KEY_LIMIT, what)
     return text
 
 
 def check_length(text: str, limit: int, what: str) -> None:
-    """Raises `InvalidOption` for a text of more bytes than a ledger can look up."""
+    """Raise `InvalidOption` for a text of more bytes than a ledger can index."""
     size = len(text.encode())
     if size > limit:
         raise InvalidOption(f"{what} has {size} bytes of UTF-8, the limit is {limit}")
@@ -57,18 +57,18 @@ def _is_unicode(text: str) -> bool:
 
 
 def queue_prefix(namespace: str, queue: str, *, tagged: bool = False) -> str:
-    """What goes before each of a queue's names: plain for the default queue, else (or if `tagged`) a hash tag."""
+    """The prefix of a queue's keys: plain for the default queue; otherwise, or if `tagged`, a hash tag."""
     if tagged or queue != DEFAULT_QUEUE:
         return f"{{{namespace}:{queue}}}:" if namespace else f"{{{queue}}}:"
     return f"{namespace}:" if namespace else ""
 
 
-#: What differs from one failure to the next of the same kind: quoted words, ids, numbers.
+#: Parts that differ between failures of the same kind: quoted words, ids, numbers.
 _VARYING: Final = re.compile(r"'[^']*'|\"[^\"]*\"|\b0x[0-9a-f]+\b|\b[0-9a-f]{8,}\b|\d+", re.IGNORECASE)
 
 
 def error_fingerprint(task: str, failure: Failure) -> str:
-    """Of task, code, exception type and the message without what varies; 16 hexadecimal digits."""
+    """A hash of task, code, exception type and the message without its varying parts; 16 hexadecimal digits."""
     kind = _VARYING.sub("*", failure.message.partition("\n")[0])[:500]
     text = f"{task}\x00{failure.code}\x00{failure.type}\x00{kind}"
     return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
@@ -79,13 +79,13 @@ def clean(text: str) -> str: ...
 @overload
 def clean(text: None) -> None: ...
 def clean(text: str | None) -> str | None:
-    """The text with what cannot be stored replaced by U+FFFD."""
+    """Replace characters that cannot be stored by U+FFFD."""
     if text is None or text.isascii():
-        # The usual case, without a copy.
+        # The common case, without a copy.
         return text if text is None or "\0" not in text else text.replace("\0", "\ufffd")
     return text.replace("\0", "\ufffd").encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def decode_text(raw: bytes) -> str:
-    """Bytes from the wire as text that can be stored."""
+    """Decode bytes from the wire to text that can be stored."""
     return raw.decode("utf-8", "replace").replace("\0", "\ufffd")

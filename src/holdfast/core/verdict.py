@@ -1,7 +1,7 @@
-"""From what the user's code did (outcome) to what holdfast makes of it (verdict). Pure.
+"""From an outcome (what the user's code did) to a verdict (what happens to the job). Pure.
 
-Both are closed unions, matched to the end. `judge` is the whole retry policy; `advance` is what a
-verdict does to the part of a job that travels on.
+Both are closed unions, matched exhaustively. `judge` is the whole retry policy; `advance` applies a verdict to the
+job's `Meta`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from holdfast.core.job import Approval, ApprovalRequest, Attempt, Claim, Failure
 from holdfast.core.retry import Retry
 from holdfast.core.states import State
 
-#: Failure codes that holdfast itself gives (`docs/reference/failure-codes.md`).
+#: Failure codes that holdfast itself assigns (`docs/reference/failure-codes.md`).
 TASK_ERROR: Final = "TASK_ERROR"
 TASK_TIMEOUT: Final = "TASK_TIMEOUT"
 TASK_FATAL: Final = "TASK_FATAL"
@@ -26,7 +26,7 @@ UNAVAILABLE_TOO_LONG: Final = "UNAVAILABLE_TOO_LONG"
 POISON_PILL: Final = "POISON_PILL"
 MESSAGE_MALFORMED: Final = "MESSAGE_MALFORMED"
 MESSAGE_GONE: Final = "MESSAGE_GONE"
-#: Of a job that was submitted in a transaction: its event was given up, and the engine never had it.
+#: Of a job that was submitted in a transaction: its outbox event is dead, and the engine never had the job.
 OUTBOX_DEAD: Final = "OUTBOX_DEAD"
 EFFECT_NOT_AWAITED: Final = "EFFECT_NOT_AWAITED"
 PROCESS_DIED: Final = "PROCESS_DIED"
@@ -38,22 +38,22 @@ DEAD_LETTERED_BY_OPERATOR: Final = "DEAD_LETTERED_BY_OPERATOR"
 
 
 class FailureKind(StrEnum):
-    """What sort of failure it was; decides whether a retry makes sense."""
+    """The kind of a failure; decides whether the job is retried."""
 
     RETRYABLE = "retryable"
     FATAL = "fatal"
-    #: A dependency is down: wait it out, no retry is used up (requirement Y8).
+    #: A dependency is down: the job waits and uses up no retry (requirement Y8).
     UNAVAILABLE = "unavailable"
     #: The payload does not fit the task: always a dead letter (requirement Y7).
     INVALID = "misfit"
-    #: Only a person can say how it goes on: always suspended (requirements E2, E4).
+    #: Only an operator can decide how to continue: always suspended (requirements E2, E4).
     IN_DOUBT = "undecided"
-    #: A guard says no: always a dead letter, never a retry (requirement A1).
+    #: Denied by a guard: always a dead letter, never a retry (requirement A1).
     DENIED = "denied"
 
 
 class OnExhausted(StrEnum):
-    """Where a job goes that is out of retries, or that failed for good (requirement Y7)."""
+    """What happens to a job that has used up its retries or failed permanently (requirement Y7)."""
 
     DEAD_LETTER = "dead_letter"
     SUSPEND = "suspend"
@@ -69,16 +69,16 @@ class Returned(msgspec.Struct, frozen=True, gc=False):
 
 
 class Raised(msgspec.Struct, frozen=True):
-    """The function raised, ran out of time, or could not be called."""
+    """The function raised, timed out, or could not be called."""
 
     kind: FailureKind
     failure: Failure
-    #: As it was raised, for logs; None where there is none in this process.
+    #: The exception, for logs; None if it was not raised in this process.
     error: BaseException | None = None
 
 
 class Deferred(msgspec.Struct, frozen=True):
-    """The attempt ended without an end: never started, or put to sleep until later."""
+    """The attempt ended without a result or a failure: not started, or sleeping until later."""
 
     message: str
     delay_ms: int = 0
@@ -87,7 +87,7 @@ class Deferred(msgspec.Struct, frozen=True):
 
 
 class ApprovalNeeded(msgspec.Struct, frozen=True):
-    """The task, or a guard, wants a person to decide first."""
+    """The task, or a guard, requires approval."""
 
     message: str
     request: ApprovalRequest | None = None
@@ -114,13 +114,13 @@ class RetryLater(msgspec.Struct, frozen=True):
 
 
 class DeadLetter(msgspec.Struct, frozen=True):
-    """running → dlq_pending (and on, once the dead letter is recorded)."""
+    """running → dlq_pending, then dlq_recorded and failed once the dead letter is recorded."""
 
     failure: Failure
 
 
 class Suspend(msgspec.Struct, frozen=True):
-    """running → suspended: an operator decides."""
+    """running → suspended, for an operator to resume or discard."""
 
     failure: Failure
 
@@ -133,7 +133,7 @@ class Hold(msgspec.Struct, frozen=True):
 
 
 class Release(msgspec.Struct, frozen=True):
-    """running → queued: given back."""
+    """running → queued: the claim is given back unfinished."""
 
     message: str
     delay_ms: int = 0
@@ -162,13 +162,12 @@ class Settlement(msgspec.Struct, frozen=True, gc=False):
 
 
 class SettleResult(StrEnum):
-    """What the engine says to a settlement."""
+    """The engine's answer to a settlement."""
 
-    #: It is so now.
     APPLIED = "applied"
-    #: It was so already: this is a second copy of a settlement that had been applied.
+    #: A second copy of a settlement that had already been applied.
     ALREADY = "already"
-    #: The lease is someone else's, or the job has ended; nothing was changed.
+    #: The lease belongs to another attempt, or the job has ended; nothing was changed.
     STALE = "stale"
 
 
@@ -180,14 +179,14 @@ def judge(
     random: Random,
     now_ms: Callable[[], int],
 ) -> Verdict:
-    """What becomes of the job now. The job's own policy goes before the task's."""
+    """The verdict for an outcome. The job's own policy takes precedence over the task's."""
     match outcome:
         case Returned(result=result):
             return Succeed(result)
         case Deferred(message=message, delay_ms=delay_ms, started=started):
             return Release(message, delay_ms, started)
-        case ApprovalNeeded(message=message, request=ask):
-            return Hold(message, ask)
+        case ApprovalNeeded(message=message, request=request):
+            return Hold(message, request)
         case Raised(kind=kind, failure=failure):
             return _judge_failure(claim, kind, failure, retry, on_exhausted, random, now_ms)
         case _:
@@ -230,7 +229,7 @@ def _judge_failure(
 def advance(claim: Claim, verdict: Verdict, finished_at_ms: int) -> Meta:
     """The job's `Meta` after this verdict: counters and history (requirement Y6)."""
     meta = claim.meta
-    # A new message starts at one delivery, so leases lost on this one are added up here.
+    # A new message starts at one delivery, so leases lost on this one are added here.
     lost = meta.lost_leases + claim.lease.deliveries - 1
     if isinstance(verdict, Release) and not verdict.started:
         return msgspec.structs.replace(meta, lost_leases=lost)
@@ -257,38 +256,40 @@ def advance(claim: Claim, verdict: Verdict, finished_at_ms: int) -> Meta:
         unavailable_count=unavailable_count,
         unavailable_since_ms=unavailable_since_ms,
         history=append_attempt(meta.history, attempt),
-        ask=verdict.request if isinstance(verdict, Hold) else None,
+        approval_request=verdict.request if isinstance(verdict, Hold) else None,
     )
 
 
 def waits_for(state: State, meta: Meta, approval_id: str) -> bool:
-    """Whether a job in this state waits for that approval; for '' it need not wait for any."""
+    """Whether a job in this state waits for that approval; always true for ''."""
     if not approval_id:
         return True
-    return state is State.WAITING_APPROVAL and meta.ask is not None and meta.ask.approval_id == approval_id
+    request = meta.approval_request
+    return state is State.WAITING_APPROVAL and request is not None and request.approval_id == approval_id
 
 
-def with_approval(meta: Meta, consent: Approval | None) -> Meta:
-    """A job that leaves `waiting_approval`: with people's yes, or without (its question is void)."""
-    ask = meta.ask
-    # A yes to another question (an older one, told twice) is none to this: it is asked again.
-    if ask is None or consent is None or consent.approval_id != ask.approval_id:
-        return msgspec.structs.replace(meta, ask=None)
-    if not ask.name:
-        return msgspec.structs.replace(meta, ask=None, cleared=ask.payload_hash)
-    return msgspec.structs.replace(meta, ask=None, consents={**(meta.consents or {}), ask.name: consent})
+def with_approval(meta: Meta, approval: Approval | None) -> Meta:
+    """The `Meta` of a job that leaves `waiting_approval`, approved or (None) with its request withdrawn."""
+    request = meta.approval_request
+    # An approval of another request (an older one, delivered twice) does not count: this one is requested again.
+    if request is None or approval is None or approval.approval_id != request.approval_id:
+        return msgspec.structs.replace(meta, approval_request=None)
+    if not request.name:
+        return msgspec.structs.replace(meta, approval_request=None, approved_hash=request.payload_hash)
+    approvals = {**(meta.approvals or {}), request.name: approval}
+    return msgspec.structs.replace(meta, approval_request=None, approvals=approvals)
 
 
 def with_retries_reset(meta: Meta) -> Meta:
-    """A suspended job that an operator sends back to work: counting starts again, history stays (requirement D6)."""
+    """The `Meta` of a suspended job that an operator resumes: counters are reset, history stays (requirement D6)."""
     return msgspec.structs.replace(meta, retry_count=0, lost_leases=0, unavailable_count=0, unavailable_since_ms=0)
 
 
-#: Why a job that waited for people is cancelled, where its event says more than that.
-_ANSWERS: Final = {"approval.rejected": APPROVAL_REJECTED, "approval.expired": APPROVAL_EXPIRED}
+#: Failure codes of jobs that were cancelled in `waiting_approval`, by event.
+_APPROVAL_CODES: Final = {"approval.rejected": APPROVAL_REJECTED, "approval.expired": APPROVAL_EXPIRED}
 
 
 def operator_failure(to: State, actor: str, reason: str, event: str = "") -> Failure:
-    """The failure of a job that a person ended; `event` is what the move means, if it can mean several things."""
-    code = _ANSWERS.get(event, CANCELLED) if to is State.CANCELLED else DEAD_LETTERED_BY_OPERATOR
+    """The failure of a job that an operator ended; `event` is the move's event, if it can have several."""
+    code = _APPROVAL_CODES.get(event, CANCELLED) if to is State.CANCELLED else DEAD_LETTERED_BY_OPERATOR
     return Failure(code, f"{reason or 'no reason given'} (by {actor})")

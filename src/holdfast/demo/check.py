@@ -1,4 +1,4 @@
-"""The reckoning: every job against what was expected of it, by its record and by its events in the feed."""
+"""Compare every job's record and its events in the feed with the expected outcome."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from holdfast.core.job import Event, JobInfo
 from holdfast.engine.port import Engine
 
 FINAL_EVENTS: Final = ("task.succeeded", "task.failed", "task.cancelled")
-#: A job begins with one of these: at work, or at a question to people.
+#: The first event of a job: queued, or waiting for approval.
 CREATIONS: Final = ("task.created", "approval.requested")
-#: A run begins with one of these.
+#: The first event of a run.
 BEGINNINGS: Final = ("task.claimed", "task.reclaimed")
 
 
 @dataclass(frozen=True)
 class Expected:
-    """One job and how it must end."""
+    """One job and its expected outcome."""
 
     group: str
     job_id: str
@@ -30,13 +30,13 @@ class Expected:
     state: State
     attempts: int = 1
     retries: int = 0
-    #: Its first run must not begin earlier.
+    #: Earliest start of the first run.
     not_before_ms: int = 0
 
 
 @dataclass
 class Result:
-    """One group of jobs, compared."""
+    """Expected and observed outcomes of one group of jobs."""
 
     group: str
     expected: str
@@ -45,7 +45,7 @@ class Result:
 
 
 async def check(engine: Engine, queues: Sequence[str], expected: Sequence[Expected]) -> list[Result]:
-    """One result per group, in the order of the groups."""
+    """Compare all jobs; one result per group, in the order of the groups."""
     events = await read_events(engine, queues)
     results: dict[str, Result] = {}
     for job in expected:
@@ -59,29 +59,29 @@ async def check(engine: Engine, queues: Sequence[str], expected: Sequence[Expect
 
 
 async def read_events(engine: Engine, queues: Sequence[str]) -> dict[str, list[Event]]:
-    """The whole feed, by job."""
+    """Read the whole feed and group its events by job."""
     events: dict[str, list[Event]] = defaultdict(list)
     for queue in queues:
         entries = await engine.read_feed(queue, "", 100)
         while entries:
             for event in (event for entry in entries for event in entry.events):
                 events[event.job_id].append(event)
-            # A read begins at the entry that was read last.
+            # A read starts with the last entry of the previous read.
             entries = (await engine.read_feed(queue, entries[-1].position, 100))[1:]
     return events
 
 
 def compare(job: Expected, view: JobInfo | None, events: list[Event]) -> tuple[str, list[str]]:
-    """What was seen, in words, and what is wrong with it."""
+    """Return the observed outcome as text, and the differences from the expected one."""
     if view is None:
-        return "gone", ["the engine does not know it"]
+        return "missing", ["the engine does not have it"]
     finals = _count(events, FINAL_EVENTS)
     seen = _words(view.state, view.attempt, view.meta.retry_count, finals)
     wanted = _words(job.state, job.attempts, job.retries, 1)
-    complaints = [] if seen == wanted else [f"expected {wanted}, saw {seen}"]
+    complaints = [] if seen == wanted else [f"expected {wanted}, observed {seen}"]
     begun = [event for event in events if event.type in BEGINNINGS]
     if len(begun) != job.attempts:
-        complaints.append(f"expected {job.attempts} runs in the feed, saw {len(begun)}")
+        complaints.append(f"expected {job.attempts} runs in the feed, observed {len(begun)}")
     if _count(events, CREATIONS) != 1:
         complaints.append("was not created exactly once")
     if begun and begun[0].at_ms < job.not_before_ms:
@@ -90,9 +90,9 @@ def compare(job: Expected, view: JobInfo | None, events: list[Event]) -> tuple[s
 
 
 def summary(results: Sequence[Result]) -> Table:
-    """Expected and seen, side by side."""
-    table = Table(title="expected and seen, with exactly one final event for each job", title_justify="left")
-    for column in ("group", "jobs", "expected of each", "seen", ""):
+    """Build a table of expected and observed outcomes."""
+    table = Table(title="expected and observed outcomes, with exactly one final event per job", title_justify="left")
+    for column in ("group", "jobs", "expected of each", "observed", ""):
         table.add_column(column)
     for result in results:
         seen = ", ".join(

@@ -1,7 +1,7 @@
-"""A small shop: what happens after a customer has ordered.
+"""The demo's app: tasks of a small shop.
 
-`holdfast demo` plays it. Run a worker of your own with `holdfast dev holdfast.demo.orders:app`, and submit with
-`holdfast submit` or from code. The engine comes from `HOLDFAST_URL`, else it is `./holdfast.db`.
+`holdfast demo` uses it. Run your own worker with `holdfast dev holdfast.demo.orders:app`, and submit with
+`holdfast submit` or from code. `HOLDFAST_URL` names the engine. Default: `./holdfast.db`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from holdfast import Context, Fatal, Holdfast, RequireApproval, Retry
 
 app = Holdfast()
 
-#: Fast retries, so that the demo is short; a real gateway deserves more patience.
-PATIENT = Retry(max_retries=3, base=0.2, cap=1, jitter=0.1)
+#: Fast retries, to keep the demo short; use longer backoff for a real gateway.
+FAST_RETRY = Retry(max_retries=3, base=0.2, cap=1, jitter=0.1)
 
 
-#: Nobody gives away more than 100.00 without a second look.
+#: Refunds of more than 100.00 need an approval.
 app.guard.rule(
     "large refunds", task="refund", when=lambda args: args["cents"] > 10_000, then=RequireApproval("more than 100.00")
 )
@@ -26,7 +26,7 @@ app.guard.rule(
 
 @dataclass(frozen=True)
 class Order:
-    """What a customer wants. Prices are in cents."""
+    """An order. Prices are in cents."""
 
     number: int
     customer: str
@@ -35,7 +35,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Confirmation:
-    """What the customer gets to read."""
+    """The message to the customer."""
 
     order: int
     total: int
@@ -43,38 +43,38 @@ class Confirmation:
 
 
 class GatewayBusy(Exception):
-    """The card gateway did not answer in time; it will, later."""
+    """The card gateway did not answer in time; worth a retry."""
 
 
 @app.task
 async def confirm(order: Order) -> Confirmation:
-    """Add up an order and write to the customer."""
+    """Add up an order and write the confirmation."""
     total = sum(order.prices)
     return Confirmation(order.number, total, f"Dear {order.customer}, that is {total / 100:.2f}.")
 
 
-@app.task(retry=PATIENT)
+@app.task(retry=FAST_RETRY)
 def charge(ctx: Context, order: int, cents: int, hiccups: int = 0) -> str:
-    """Charge a card. A plain function: it runs in a thread. The gateway fails the first `hiccups` times."""
+    """Charge a card. Runs in a thread, as a plain function. The gateway fails the first `hiccups` times."""
     time.sleep(0.01)
     if ctx.retry_count < hiccups:
         raise GatewayBusy(f"order {order}: no answer from the gateway")
-    # The run's own key: a gateway that knows it charges a retried run only once.
+    # The run key: a gateway that deduplicates by it charges a retried run only once.
     return f"charged {cents} for order {order} under {ctx.run_key}"
 
 
-@app.task(retry=PATIENT)
+@app.task(retry=FAST_RETRY)
 async def ship(order: int, country: str) -> str:
-    """Hand an order to the carrier. No retry makes an unknown country known."""
+    """Pass an order to the carrier. An invalid country is fatal: a retry would not help."""
     if len(country) != 2:
-        raise Fatal(f"order {order}: {country!r} is no country code")
+        raise Fatal(f"order {order}: {country!r} is not a country code")
     return f"order {order} is on its way to {country}"
 
 
 @app.task
 async def refund(order: int, cents: int) -> str:
-    """Give money back. Large amounts wait for a person's yes."""
-    return f"{cents / 100:.2f} given back for order {order}"
+    """Refund an order. Large amounts need an approval."""
+    return f"{cents / 100:.2f} refunded for order {order}"
 
 
 @app.task
@@ -85,7 +85,7 @@ async def remind(order: int) -> str:
 
 @app.task(queue="reports")
 async def report(month: str, pages: int) -> str:
-    """A long report, a page every tenth of a second."""
+    """Write a long report, one page every 0.1 s."""
     for _ in range(pages):
         await asyncio.sleep(0.1)
     return f"{month}: {pages} pages"

@@ -19,9 +19,9 @@ from typing import Any, Final, Self, TypeVar
 
 T = TypeVar("T")
 
-#: End the demo as Ctrl-C does: the workers must not outlive it.
+#: End the demo like Ctrl-C, so that no worker outlives it.
 _ENDINGS: Final = (signal.SIGTERM, signal.SIGHUP)
-#: Short leases, so that a killed worker's job comes back while you watch.
+#: Short leases, so that a killed worker's job is reclaimed within seconds.
 _SETTINGS: Final = {
     "HOLDFAST_VISIBILITY_TIMEOUT_S": "3",
     "HOLDFAST_HEARTBEAT_INTERVAL_S": "1",
@@ -31,7 +31,7 @@ _SETTINGS: Final = {
 
 @contextmanager
 def sandbox() -> Iterator[Path]:
-    """A temporary folder as working directory, and settings for a store in it instead of all others."""
+    """Use a temporary directory as working directory, and settings for a store in it."""
     before, variables = Path.cwd(), dict(os.environ)
     with TemporaryDirectory(prefix="holdfast-demo-") as name:
         for variable in [variable for variable in os.environ if variable.startswith("HOLDFAST_")]:
@@ -49,9 +49,10 @@ def sandbox() -> Iterator[Path]:
 
 
 async def until_signalled(work: Coroutine[Any, Any, int]) -> int:
-    """The result of `work`, or the exit code of an end by signal.
+    """Run `work`; return its result, or 128 plus the number of the signal that ended it.
 
-    The work is cancelled at its next `await`: in the middle of a worker's start it would leave that worker behind.
+    The work is cancelled at an `await`: an interruption in the middle of a worker's start would leave that worker
+    running.
     """
     task = asyncio.create_task(work)
     received: list[int] = []
@@ -61,7 +62,7 @@ async def until_signalled(work: Coroutine[Any, Any, int]) -> int:
         task.cancel()
 
     for number in _ENDINGS:
-        # An ignored signal stays ignored: nohup asks for that.
+        # An ignored signal stays ignored: nohup relies on that.
         if signal.getsignal(number) is not signal.SIG_IGN:
             asyncio.get_running_loop().add_signal_handler(number, end, number)
     try:
@@ -73,7 +74,7 @@ async def until_signalled(work: Coroutine[Any, Any, int]) -> int:
 
 
 async def run_holdfast(*words: str, **variables: str) -> int:
-    """Run a command of `holdfast` on this terminal; its exit code."""
+    """Run a `holdfast` command on this terminal. Returns its exit code."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "holdfast", *words, env=os.environ | variables, stdin=asyncio.subprocess.DEVNULL
     )
@@ -81,7 +82,7 @@ async def run_holdfast(*words: str, **variables: str) -> int:
 
 
 async def read_holdfast(*words: str) -> str:
-    """What a command of `holdfast` prints for programs."""
+    """Run a `holdfast` command. Returns its stdout."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "holdfast", *words, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
@@ -92,7 +93,7 @@ async def read_holdfast(*words: str) -> str:
 
 
 async def _wait(process: asyncio.subprocess.Process, end: Coroutine[Any, Any, T]) -> T:
-    """Wait for the end of a command; if the demo is ended meanwhile, so is the command."""
+    """Wait for a command to end; terminate it if the demo is cancelled."""
     try:
         return await end
     finally:
@@ -106,7 +107,7 @@ DRAINED_WITHIN_S: Final = 40
 
 
 class Workers:
-    """Starts them by name, kills one, ends them all when the block is left, however it is left."""
+    """The demo's worker processes. Leaving the block stops them all."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -125,7 +126,7 @@ class Workers:
             self._processes[name] = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     def kill(self, incarnation: str) -> str:
-        """kill -9 for the worker of this incarnation; returns its name."""
+        """Kill the worker of this incarnation with SIGKILL. Returns its name."""
         name = next(name for name in self._processes if name in incarnation)
         process = self._processes.pop(name)
         process.kill()
@@ -133,13 +134,13 @@ class Workers:
         return name
 
     def check(self) -> None:
-        """A worker that ended by itself is a bug: show its log."""
+        """End the demo with the log of any worker that ended on its own."""
         for name, process in self._processes.items():
             if process.poll() is not None:
                 raise SystemExit(f"worker {name} ended with {process.returncode}:\n{self._log(name)}")
 
     def stop(self) -> None:
-        """Drain them all: SIGTERM, and only if that does not help, kill."""
+        """Drain all workers with SIGTERM; kill those that do not end in time."""
         for process in self._processes.values():
             process.terminate()
         for name, process in self._processes.items():

@@ -27,7 +27,7 @@ console: Final = Console()
 
 
 class Person:
-    """Somebody with a token, at a terminal."""
+    """A principal that runs commands with its own token."""
 
     def __init__(self, name: str, token: str) -> None:
         self.name = name
@@ -35,11 +35,11 @@ class Person:
 
     @classmethod
     async def hire(cls, name: str) -> Person:
-        """Made by whoever holds the store."""
+        """Create the token as the local user."""
         return cls(name, await read_holdfast("token", "create", name, "--role", "admin", "--all-tenants"))
 
     async def types(self, *words: str, fails: bool = False) -> None:
-        """Show the command and what it says; the demo ends if it does not succeed, or fail, as it should."""
+        """Print and run a command; end the demo unless it succeeds, or with `fails` unless it fails."""
         console.print(f"\n[bold]{self.name} $[/bold] holdfast {_shown(words)}", highlight=False, soft_wrap=True)
         code = await run_holdfast(*words, HOLDFAST_TOKEN=self._token)
         if (code != 0) is not fails:
@@ -47,9 +47,11 @@ class Person:
 
 
 async def approve_a_refund(ada: Person) -> Job[str]:
-    """A large refund waits for a person; the worker is free meanwhile."""
+    """Submit a large refund, which waits for an approval without occupying a worker, and approve it."""
     job = await orders.refund.submit(7, cents=25_000)
-    console.print(f"\na refund of 250.00 is [bold]{(await job.info()).state}[/bold]: a rule of the app asks people")
+    console.print(
+        f"\na refund of 250.00 is [bold]{(await job.info()).state}[/bold]: a guard of the app requires an approval"
+    )
     await ada.types("approvals", "list")
     (waiting,) = json.loads(await read_holdfast("approvals", "list", "--json"))
     await ada.types("approvals", "approve", waiting["approval_id"], "--reason", "the customer is right")
@@ -57,9 +59,9 @@ async def approve_a_refund(ada: Person) -> Job[str]:
 
 
 async def discard_a_letter(ada: Person, ben: Person) -> None:
-    """One asks, another confirms; the same person is refused."""
-    letters: list[dict[str, Any]] = json.loads(await read_holdfast("dlq", "list", "--task", "ship", "--json"))
-    dlq_id = letters[0]["dlq_id"]
+    """Discard a dead letter: one principal requests it, another confirms; the requester cannot confirm."""
+    dead_letters: list[dict[str, Any]] = json.loads(await read_holdfast("dlq", "list", "--task", "ship", "--json"))
+    dlq_id = dead_letters[0]["dlq_id"]
     await ada.types("dlq", "discard", dlq_id, "--reason", "there is no Atlantis")
     await ada.types("dlq", "confirm", dlq_id, fails=True)
     await ben.types("dlq", "confirm", dlq_id)
@@ -70,53 +72,53 @@ def _shown(words: tuple[str, ...]) -> str:
     return " ".join(f"'{word}'" if " " in word else word for word in words)
 
 
-#: For slow machines; a stuck one must not hang for ever.
+#: Generous for slow machines, but a stuck demo must end.
 DEADLINE_S: Final = 120
-LOOK_S: Final = 0.1
+POLL_INTERVAL_S: Final = 0.1
 DELAY_S: Final = 3
 QUEUES: Final = ("default", "reports")
 T = TypeVar("T")
 
 
 async def play(folder: Path) -> int:
-    """The whole demo; returns its exit code."""
+    """Run the whole demo. Returns its exit code."""
     async with orders.app as app:
         for queue in QUEUES:
-            # A registered reader: from now on the feed keeps every event, for the reckoning at the end.
+            # With a reader attached the feed keeps every event, for the check at the end.
             await app.engine.attach_reader(queue)
         with Workers(folder) as workers:
             expected = await submit_orders()
-            console.print(f"submitted {len(expected)} jobs to {app.settings.url}; now two workers start")
+            console.print(f"submitted {len(expected)} jobs to {app.settings.url}; starting two workers")
             for name in ("red", "blue"):
                 workers.start(f"demo-{name}")
             await all_finished(workers, expected)
             report = await kill_in_the_middle(workers)
-            # Meanwhile its lease runs out, and the other worker begins again.
+            # Meanwhile the lease expires, and the other worker reclaims the job.
             expected += await ask_people(workers)
             await all_finished(workers, [report])
             expected.append(report)
         results = await check(app.engine, QUEUES, expected)
     console.print(summary(results))
     await show("the job whose worker was killed", "jobs", "show", report.job_id)
-    await show("the same in plain words", "explain", report.job_id)
-    await show("and the proof: every story in the ledger is gapless and legal", "verify", "--ledger")
+    await show("the same in sentences", "explain", report.job_id)
+    await show("verification: every history in the ledger is gapless and legal", "verify", "--ledger")
     complaints = [complaint for result in results for complaint in result.complaints] + workers.ended_badly
     for complaint in complaints:
         console.print(f"[bold red]wrong:[/bold red] {complaint}", highlight=False)
     if not complaints:
-        console.print("\n[bold green]every job ended exactly as it should[/bold green]")
+        console.print("\n[bold green]every job ended as expected[/bold green]")
     return 1 if complaints else 0
 
 
 async def show(what: str, *words: str) -> None:
-    """What the ledger says, as anybody would ask for it."""
+    """Print and run a command; end the demo if it fails."""
     console.print(f"\n{what}: [bold]holdfast {' '.join(words)}[/bold]\n", soft_wrap=True)
     if await run_holdfast(*words) != 0:
         raise SystemExit(f"holdfast {words[0]} failed")
 
 
 async def submit_orders() -> list[Expected]:
-    """One group after the other, each with how it must end; all but the long report."""
+    """Submit all groups but the long report. Returns the expected outcomes."""
     confirmed = await orders.confirm.submit_many(
         [(orders.Order(number, f"customer {number}", [995, number]),) for number in range(250)]
     )
@@ -124,8 +126,8 @@ async def submit_orders() -> list[Expected]:
     for hiccups, often in enumerate(("once", "twice", "three times"), start=1):
         charged = await orders.charge.submit_many([(number, 995, hiccups) for number in range(20)])
         expected += group(f"fail {often}, then succeed", charged, attempts=hiccups + 1, retries=hiccups)
-    hopeless = await orders.charge.submit(7, 995, hiccups=99)
-    expected += group("run out of retries", [hopeless], State.FAILED, attempts=4, retries=3)
+    exhausted = await orders.charge.submit(7, 995, hiccups=99)
+    expected += group("run out of retries", [exhausted], State.FAILED, attempts=4, retries=3)
     expected += group("fatal: no retry", [await orders.ship.submit(8, "Atlantis")], State.FAILED)
     expected += group("same key submitted twice", [await submit_twice()])
     later = await orders.remind.options(delay=DELAY_S).submit(9)
@@ -137,7 +139,7 @@ async def submit_orders() -> list[Expected]:
 
 
 async def submit_twice() -> Job[str]:
-    """The second submission must give back the first job."""
+    """Submit twice with one key; the second submission must return the first job."""
     once = orders.ship.options(idempotency_key="order-11")
     first, second = await once.submit(11, "NO"), await once.submit(11, "NO")
     if (second.id, first.duplicate, second.duplicate) != (first.id, False, True):
@@ -146,47 +148,47 @@ async def submit_twice() -> Job[str]:
 
 
 async def kill_in_the_middle(workers: Workers) -> Expected:
-    """A long job; the worker that runs it is killed, and the other one must finish it."""
+    """Submit a long job and kill the worker that runs it; the other worker must finish it."""
     job = await orders.report.submit("May", pages=40)
     running = await wait_until(workers, job.info, lambda view: view.state is State.RUNNING, "the report runs")
     name = workers.kill(running.worker)
     lease_s = orders.app.settings.visibility_timeout_s
-    console.print(f"[bold red]kill -9[/bold red] {name}, in the middle of the report; its lease lasts {lease_s:g} s")
+    console.print(f"[bold red]kill -9[/bold red] {name}, during the report; its lease expires after {lease_s:g} s")
     (only,) = group("worker killed with -9", [job], attempts=2)
     return only
 
 
 async def ask_people(workers: Workers) -> list[Expected]:
-    """What machines do not decide alone."""
+    """Run the steps that need operators: an approval, and a discard by two principals."""
     ada, ben = await asyncio.gather(Person.hire("ada"), Person.hire("ben"))
-    refund = group("approved by a person", [await approve_a_refund(ada)])
+    refund = group("approved by an operator", [await approve_a_refund(ada)])
     await all_finished(workers, refund)
     await discard_a_letter(ada, ben)
     return refund
 
 
 def group(name: str, jobs: Iterable[Job[Any]], state: State = State.SUCCEEDED, **more: int) -> list[Expected]:
-    """Jobs that must all end alike."""
+    """Expect the same outcome of all these jobs."""
     return [Expected(name, job.id, job.queue, state, **more) for job in jobs]
 
 
 async def all_finished(workers: Workers, expected: list[Expected]) -> None:
-    """Show the progress of each group until every job of it has ended."""
+    """Show the progress of each group until every job has ended."""
     with progress() as bars:
         sizes = Counter(job.group for job in expected)
         bar = {name: bars.add_task(name, total=size) for name, size in sizes.items()}
 
-        async def look() -> int:
+        async def read() -> int:
             ended = Counter(job.group for job, view in await views(expected) if view and view.state in FINAL)
             for name, task in bar.items():
                 bars.update(task, completed=ended[name])
             return ended.total()
 
-        await wait_until(workers, look, lambda ended: ended == len(expected), "all jobs have ended")
+        await wait_until(workers, read, lambda ended: ended == len(expected), "all jobs have ended")
 
 
 async def views(expected: list[Expected]) -> list[tuple[Expected, JobInfo | None]]:
-    """Each job as it is now."""
+    """Read the current state of each job."""
     pairs: list[tuple[Expected, JobInfo | None]] = []
     for queue in QUEUES:
         jobs = [job for job in expected if job.queue == queue]
@@ -194,15 +196,15 @@ async def views(expected: list[Expected]) -> list[tuple[Expected, JobInfo | None
     return pairs
 
 
-async def wait_until(workers: Workers, look: Callable[[], Awaitable[T]], good: Callable[[T], bool], what: str) -> T:
-    """What `look` sees once it is good; the demo fails if that takes too long or a worker falls over."""
-    give_up_at = time.monotonic() + DEADLINE_S
-    while not good(seen := await look()):
+async def wait_until(workers: Workers, read: Callable[[], Awaitable[T]], good: Callable[[T], bool], what: str) -> T:
+    """Poll `read` until `good` accepts its value. The demo fails on a timeout or if a worker ends."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not good(value := await read()):
         workers.check()
-        if time.monotonic() > give_up_at:
-            raise SystemExit(f"gave up after {DEADLINE_S} s: waited until {what}")
-        await asyncio.sleep(LOOK_S)
-    return seen
+        if time.monotonic() > deadline:
+            raise SystemExit(f"timed out after {DEADLINE_S} s: waited until {what}")
+        await asyncio.sleep(POLL_INTERVAL_S)
+    return value
 
 
 def progress() -> Progress:

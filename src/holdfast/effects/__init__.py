@@ -1,7 +1,7 @@
 """Once-only effects, steps and transactions, as tasks use them through their context.
 
-Public here: what a check for an effect in doubt answers (`Done`, `NotDone`), and the table of keys for a database of
-your own (`create_keys_table`).
+Public: the answers of a check for an effect in doubt (`Done`, `NotDone`), and the table of keys in your own database
+(`create_keys_table`).
 """
 
 from holdfast._platform import unsupported

@@ -36,14 +36,14 @@ from holdfast.errors import InvalidOption, StepMismatch, Unavailable, UsageError
 from holdfast.ledger.port.effects import Step
 
 _NAME_LIMIT: Final = 200
-#: The name of the step that a sleep is.
+#: Step name of a sleep.
 _SLEEP: Final = "holdfast.sleep"
-#: What is left of a sleep is simply waited for if it is shorter than this: giving the job back costs more.
+#: A remaining sleep shorter than this is waited for: releasing the job would cost more.
 _SHORT_MS: Final = 1_000
 
 
 class SleepInterrupt(BaseException):
-    """Ends the attempt until the job is due again. Not an `Exception`, so that a task's own handlers let it pass."""
+    """Ends the attempt until the job is due again. Not an `Exception`, so that a task's handlers do not catch it."""
 
     def __init__(self, delay_ms: int) -> None:
         super().__init__(f"asleep for {timedelta(milliseconds=delay_ms)}")
@@ -63,7 +63,7 @@ class Steps:
         self._loading: asyncio.Future[dict[int, Step]] | None = None
 
     async def step(self, name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The recorded result, or what the function returns now, recorded."""
+        """Return the recorded result, or call the function and record what it returns."""
         require_outside("ctx.step")
         position, recorded = await self._next(_checked(name))
         if recorded is not None:
@@ -74,7 +74,7 @@ class Steps:
         return decode_result(function, (await self.record(position, name, value)).result)
 
     async def sleep(self, duration: Duration) -> None:
-        """Returns once it is time. Until then the job is given back, and no worker is taken up by it."""
+        """Return when the sleep is over. Until then the job is released and occupies no worker."""
         require_outside("ctx.sleep")
         pause_ms = duration_ms(duration, "the time to sleep")
         position, step = await self._next(_SLEEP)
@@ -86,22 +86,22 @@ class Steps:
             await self.rest(left_ms)
 
     async def rest(self, left_ms: int) -> None:
-        """Wait for what is left of a sleep, or end the attempt until then."""
+        """Wait for the rest of a sleep, or end the attempt until then."""
         if left_ms >= _SHORT_MS:
             raise SleepInterrupt(left_ms)
         await asyncio.sleep(left_ms / 1000)
 
-    # Also for a thread, which runs the function itself --------------------------------------------------
+    # Also used by threads, which run the function themselves --------------------------------------------------
 
     async def find(self, name: str) -> tuple[int, Step | None]:
-        """The next position, and what is recorded there."""
+        """The next position, and the step recorded there."""
         return await self._next(_checked(name))
 
     async def record(self, position: int, name: str, value: Any) -> Step:
-        """The step as it is recorded now: the first one to record a position wins. `InvalidPayload` if no JSON."""
+        """Record a step unless its position is recorded; returns the recorded one. Raises `InvalidPayload`."""
         result = encode_json(value, f"the result of step {name!r}", self._tools.payload_limit)
-        desk = await self._tools.store()
-        step = await desk.record(
+        store = await self._tools.store()
+        step = await store.record(
             Step(key=self._job, position=position, name=name, result=result, attempt=self._attempt)
         )
         self._check(step, name)
@@ -109,7 +109,7 @@ class Steps:
 
     async def _next(self, name: str) -> tuple[int, Step | None]:
         self._scope.check(f"the step {name!r}")
-        # Counted before anything is awaited: the order of the calls is the order of the steps.
+        # Counted before the first await: the order of the calls is the order of the steps.
         self._taken += 1
         position = self._taken
         step = (await self._recorded()).get(position)
@@ -118,14 +118,14 @@ class Steps:
         return position, step
 
     async def _recorded(self) -> dict[int, Step]:
-        """Read once in a run, when the first step is taken."""
+        """The recorded steps, read once per run, at the first step."""
         if self._loading is None or (self._loading.done() and self._failed(self._loading)):
             self._loading = asyncio.ensure_future(self._load())
         return await asyncio.shield(self._loading)
 
     async def _load(self) -> dict[int, Step]:
-        desk = await self._tools.store()
-        return {step.position: step for step in await desk.steps(self._job)}
+        store = await self._tools.store()
+        return {step.position: step for step in await store.steps(self._job)}
 
     @staticmethod
     def _failed(loading: asyncio.Future[dict[int, Step]]) -> bool:
@@ -134,14 +134,14 @@ class Steps:
     def _check(self, step: Step, name: str) -> None:
         if step.name != clean(name):
             raise StepMismatch(
-                f"step {step.position} of job {self._job.job_id} was recorded as {step.name!r}, and the code now takes "
-                f"{name!r} there; bring the old order of steps back and resume the job, or cancel it and submit it anew"
+                f"step {step.position} of job {self._job.job_id} was recorded as {step.name!r}, but the code now takes "
+                f"{name!r}; restore the old order of steps and resume the job, or cancel it and submit it again"
             )
 
 
 def _checked(name: object) -> str:
     if not isinstance(name, str) or not name or len(name) > _NAME_LIMIT:
-        raise InvalidOption(f"a step's name must be a text of 1 to {_NAME_LIMIT} characters, got {name!r}")
+        raise InvalidOption(f"a step's name must be a string of 1 to {_NAME_LIMIT} characters, got {name!r}")
     return name
 
 
@@ -152,8 +152,8 @@ Begin = Callable[[str, Coroutine[Any, Any, Any]], Coroutine[Any, Any, Any]]
 ExceptionTypes = type[BaseException] | tuple[type[BaseException], ...]
 
 _DEFAULTS: Final = EffectOptions()
-#: How often a thread that waits looks whether the worker's loop is still there.
-_LOOK_S: Final = 1.0
+#: How often a waiting thread checks whether the worker's loop is still open.
+_POLL_S: Final = 1.0
 
 
 class EffectCall:
@@ -176,19 +176,19 @@ class EffectCall:
         self, key: str, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
     ) -> Coroutine[Any, Any, R]: ...
     def __call__(self, key: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run the function once for this key of the tenant, whoever calls, and however often; its recorded result."""
+        """Run the function once for this key of the tenant, across all callers; returns its recorded result."""
         effect = Effect(self._scope, self._options, key, function, args, kwargs)
         return self._begin(f"ctx.effect({key!r})", effect.run())
 
     def options(
         self, *, in_doubt: InDoubt = "suspend", not_done: ExceptionTypes = (), ttl: Duration | None = None
     ) -> EffectCall:
-        """The same with a policy.
+        """The same call with a policy.
 
-        `in_doubt`: what to do if nobody knows whether it happened: `"suspend"` the job for a person, `"run_again"`
-        (at least once, then), or an async function of the key that answers `Done(value)` or `NotDone()`.
+        `in_doubt`: what to do if it is unknown whether the effect happened: `"suspend"` the job for an operator,
+        `"run_again"` (then at least once), or an async function of the key that returns `Done(value)` or `NotDone()`.
         `not_done`: exceptions that prove that nothing happened; the key is free again.
-        `ttl`: the key may be used again so long after the effect; without it, never.
+        `ttl`: how long after the effect the key may be used again; without it, never.
         """
         return EffectCall(self._scope, make_options(in_doubt, not_done, ttl), begin=self._begin)
 
@@ -203,7 +203,7 @@ class BlockingEffectCall:
         self._options = options
 
     def __call__(self, key: str, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run the function once for this key of the tenant, here in this thread; its recorded result."""
+        """Run the function once for this key of the tenant, in this thread; returns its recorded result."""
         tools = self._scope.tools
         effect = Effect(self._scope, self._options, key, function, args, kwargs)
         ticket = run_on_loop(tools, effect.reserve)
@@ -216,7 +216,7 @@ class BlockingEffectCall:
             with inside_step("effect"):
                 value = function(*args, **kwargs)
         except BaseException as exc:
-            # Bound now: the name is gone once this block is left.
+            # Bound now: the name is deleted at the end of this block.
             error = exc
             run_on_loop(tools, lambda: effect.failed(ticket, error))
             raise
@@ -226,20 +226,22 @@ class BlockingEffectCall:
     def options(
         self, *, in_doubt: InDoubt = "suspend", not_done: ExceptionTypes = (), ttl: Duration | None = None
     ) -> BlockingEffectCall:
-        """The same with a policy, as in `ctx.effect.options`. A check is `async` here, too."""
+        """The same call with a policy, as in `ctx.effect.options`. A check is `async` here as well."""
         return BlockingEffectCall(self._scope, make_options(in_doubt, not_done, ttl))
 
 
 class BlockingContext:
     """Effects, steps, sleep and approvals for plain functions, which the worker runs in a thread."""
 
-    __slots__ = ("_ask", "_find_scope", "_find_steps")
+    __slots__ = ("_find_scope", "_find_steps", "_request_approval")
 
-    def __init__(self, scope: Callable[[], RunScope], steps: Callable[[], Steps], ask: Callable[..., Approval]) -> None:
-        """`scope` and `steps` may raise: a child process has none, and can ask people all the same."""
+    def __init__(
+        self, scope: Callable[[], RunScope], steps: Callable[[], Steps], request_approval: Callable[..., Approval]
+    ) -> None:
+        """`scope` and `steps` may raise: a child process has neither, but can request approvals."""
         self._find_scope = scope
         self._find_steps = steps
-        self._ask = ask
+        self._request_approval = request_approval
 
     @property
     def _scope(self) -> RunScope:
@@ -256,11 +258,11 @@ class BlockingContext:
     def approval(
         self, name: str, details: Any = None, *, reason: str = "", quorum: int = 1, deadline: Duration | None = None
     ) -> Approval:
-        """People's yes, as `ctx.approval`; until it is there the job is given back."""
-        return self._ask(name, details, reason=reason, quorum=quorum, deadline=deadline)
+        """As `ctx.approval`: the job is released until the request is approved."""
+        return self._request_approval(name, details, reason=reason, quorum=quorum, deadline=deadline)
 
     def step(self, name: str, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """A checkpoint; the function runs here in this thread."""
+        """A checkpoint; the function runs in this thread."""
         require_outside("ctx.blocking.step")
         tools = self._scope.tools
         position, step = run_on_loop(tools, lambda: self._steps.find(name))
@@ -273,7 +275,7 @@ class BlockingContext:
         return result
 
     def sleep(self, duration: Duration) -> None:
-        """Returns once it is time; until then the job is given back."""
+        """Return when the sleep is over; the job is released until then."""
         run_on_loop(self._scope.tools, lambda: self._steps.sleep(duration))
 
 
@@ -281,21 +283,19 @@ T = TypeVar("T")
 
 
 def run_on_loop(tools: EffectRuntime, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """The result of `make()`, run on the worker's loop. Blocks this thread."""
+    """Run `make()` on the worker's loop and return its result. Blocks this thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         future = asyncio.run_coroutine_threadsafe(make(), tools.loop)
     else:
-        raise UsageError(
-            "ctx.blocking would block the event loop that runs here; await ctx.effect, ctx.step or ctx.sleep"
-        )
+        raise UsageError("ctx.blocking would block the running event loop; await ctx.effect, ctx.step or ctx.sleep")
     while True:
         try:
-            return future.result(_LOOK_S)
+            return future.result(_POLL_S)
         except TimeoutError:
             if future.done():
-                # It came in this very moment, or raised a TimeoutError of its own.
+                # The result has just arrived, or the coroutine itself raised a TimeoutError.
                 return future.result()
             if tools.loop.is_closed():
                 raise Unavailable("the worker has ended; the job will run again elsewhere") from None

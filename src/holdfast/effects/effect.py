@@ -5,9 +5,9 @@
                           ▼
                        in doubt ──► suspended, run again, or a check decides
 
-Nothing is done without a reservation in the ledger. One whose holder lives is waited for; one whose holder is lost, or
-that ended with an error, is in doubt: the effect may have happened. An end is recorded by the reservation's token,
-not by the job's lease, so that a holder that comes back late resolves the doubt.
+Nothing is done without a reservation in the ledger. While its holder has its lease, other callers wait for it. If the
+holder is lost, or its call ended with an error, the effect is in doubt: it may have happened. The outcome is recorded
+by the reservation's token, not by the job's lease, so that a holder that finishes late resolves the doubt.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ from holdfast.errors import (
 from holdfast.ledger.port.effects import EffectKey, EffectOutcome, EffectState, Reservation
 
 _log: Final = logging.getLogger("holdfast.effects")
-#: How long to wait between two looks at somebody else's effect.
-_LOOK_FIRST_S: Final = 0.02
-_LOOK_CAP_S: Final = 1.0
+#: Pause between checks of another caller's effect.
+_POLL_FIRST_S: Final = 0.02
+_POLL_CAP_S: Final = 1.0
 
 
 @dataclass(slots=True)
 class EffectTicket:
-    """A reservation of ours: now act, then conclude. `value`, if it was done before: then do not act."""
+    """Our reservation: act, then conclude. If `value` is set, the effect was done before: do not act."""
 
     outcome: EffectOutcome
     value: bytes | None = None
-    #: Why the key was in doubt when it was taken over to act again; empty if it was not. That doubt stays.
+    #: Why the key was in doubt when it was reserved again; empty if it was not. That doubt remains.
     doubt: str = ""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -95,7 +95,7 @@ class Effect:
     # On the event loop -------------------------------------------------------------------------------
 
     async def run(self) -> Any:
-        """The function's result, or the recorded one."""
+        """Return the function's result, or the recorded one."""
         ticket = await self.reserve()
         if ticket.value is not None:
             return self.decode(ticket.value)
@@ -105,11 +105,11 @@ class Effect:
                     self._function, self._args, self._kwargs, late=lambda late: self._late(ticket, late)
                 )
         except GeneratorExit:
-            # Thrown away under us: nothing can be awaited here any more.
-            self._tools.spawn(self.failed(ticket, asyncio.CancelledError("thrown away")))
+            # The run was abandoned: nothing can be awaited here.
+            self._tools.spawn(self.failed(ticket, asyncio.CancelledError("abandoned")))
             raise
         except BaseException as exc:
-            await self._last_word(self.failed(ticket, exc))
+            await self._last_write(self.failed(ticket, exc))
             raise
         return await self._finish(ticket, value)
 
@@ -118,95 +118,98 @@ class Effect:
         try:
             return await asyncio.shield(recording)
         except asyncio.CancelledError:
-            await self._last_word(recording)
+            await self._last_write(recording)
             raise
 
     def _late(self, ticket: EffectTicket, value: Any) -> None:
-        """A thread that nobody could stop has come to its end after all: that resolves the doubt."""
+        """Record the result of a thread that ended after its run: that resolves the doubt."""
         self._tools.spawn(_quietly(self.succeeded(ticket, value)))
 
-    async def _last_word(self, words: Awaitable[Any]) -> None:
-        """Say it, whatever happens to us, for a limited time."""
-        speaking = self._tools.spawn(_quietly(words))
-        give_up_at = self._tools.loop.time() + FINAL_WRITE_S
-        while not speaking.done() and (left_s := give_up_at - self._tools.loop.time()) > 0:
+    async def _last_write(self, writing: Awaitable[Any]) -> None:
+        """Wait for a final write for a limited time, even if cancelled; it continues in the background."""
+        task = self._tools.spawn(_quietly(writing))
+        deadline = self._tools.loop.time() + FINAL_WRITE_S
+        while not task.done() and (left_s := deadline - self._tools.loop.time()) > 0:
             try:
-                await asyncio.wait([speaking], timeout=left_s)
+                await asyncio.wait([task], timeout=left_s)
             except asyncio.CancelledError:
                 continue
 
-    # Its three parts: also for a thread, which acts by itself ------------------------------------------
+    # The three parts, also used by threads, which act themselves ------------------------------------------
 
     async def reserve(self) -> EffectTicket:
-        """Reserve the key, or find out what became of it. Raises if it is in doubt, or under way for too long."""
+        """Reserve the key, or get its result. Raises if it is in doubt, or in progress elsewhere for too long."""
         self._scope.check(self._what)
-        desk = await self._tools.store()
+        store = await self._tools.store()
         backoff: Backoff | None = None
-        give_up_at = self._tools.loop.time() + self._tools.patience_s
+        deadline = self._tools.loop.time() + self._tools.timeout_s
         instead_of, doubt = "", ""
         while True:
             ticket = EffectTicket(self._outcome(uuid4().hex), doubt=doubt)
-            held = await self._reserve(desk, ticket, instead_of)
+            held = await self._reserve(store, ticket, instead_of)
             instead_of, doubt = "", ""
             if held.token == ticket.outcome.token:
                 if self._scope.ended:
                     await self.release(ticket)
-                self._note("it was under way when the run ended")
+                self._mark_in_doubt("it was under way when the run ended")
                 return ticket
             self._check_binding(held)
             if held.state is EffectState.DONE:
                 return EffectTicket(self._outcome(held.token), held.value)
-            if held.state is EffectState.RESERVED and await self._is_under_way(held):
-                if self._tools.loop.time() >= give_up_at:
+            if held.state is EffectState.RESERVED and await self._is_in_progress(held):
+                if self._tools.loop.time() >= deadline:
                     raise Unavailable(
-                        f"the effect {self._key!r} has been under way in job {held.job_id} for too long; "
-                        "this job will look again later"
+                        f"the effect {self._key!r} has been in progress in job {held.job_id} for too long; "
+                        "this job will be retried later"
                     )
-                backoff = backoff or Backoff(base_s=_LOOK_FIRST_S, cap_s=_LOOK_CAP_S)
+                backoff = backoff or Backoff(base_s=_POLL_FIRST_S, cap_s=_POLL_CAP_S)
                 await self._wait_for(held, backoff.next_s())
                 continue
-            resolved = await self._resolve(desk, held)
+            resolved = await self._resolve(store, held)
             if isinstance(resolved, EffectTicket):
                 return resolved
             instead_of = resolved
             if resolved and self._options.in_doubt == "run_again" and resolved not in self._tools.unused:
-                doubt = _why(held)
+                doubt = _reason(held)
 
     async def succeeded(self, ticket: EffectTicket, value: Any) -> Any:
-        """It happened: record its result, and give it back as it was recorded."""
+        """Record the result of the effect; returns it as recorded."""
         try:
             encoded = encode_json(value, f"the result of the effect {self._key!r}", self._tools.payload_limit)
         except HoldfastError as exc:
             reason = f"it happened, but its result cannot be kept: {exc}"
-            self._note(reason)
+            self._mark_in_doubt(reason)
             await self._conclude(ticket, EffectState.IN_DOUBT, reason=reason)
             raise InvalidPayload(
                 f"the effect {self._key!r} has happened, but its result cannot be kept ({exc}); it will not run again: "
-                f"return something that is JSON, then `holdfast effects resolve {shlex.quote(self._key)} --done RESULT`"
+                f"return a JSON value, then run `holdfast effects resolve {shlex.quote(self._key)} --done RESULT`"
             ) from exc
         await self._conclude(ticket, EffectState.DONE, value=encoded)
         self._scope.in_doubt.pop(self._key, None)
         return self.decode(encoded)
 
     async def failed(self, ticket: EffectTicket, error: BaseException) -> None:
-        """It raised: in doubt, or certainly not done. A ledger that is away does not matter: the lease tells, too."""
-        # What a call before this one did, nobody knows: that this one did nothing does not change it.
+        """Record that the function raised: in doubt, or certainly not done.
+
+        If the ledger is unreachable, the lost lease shows the doubt as well.
+        """
+        # A doubt about an earlier call remains, even if this call certainly did nothing.
         certain = isinstance(error, self._options.not_done) and not ticket.doubt
         reason = f"{type(error).__name__}: {error}"[:_REASON_LIMIT]
         if certain:
             self._scope.in_doubt.pop(self._key, None)
         else:
-            self._note(reason)
+            self._mark_in_doubt(reason)
         try:
             await self._conclude(ticket, None if certain else EffectState.IN_DOUBT, reason=reason)
         except LedgerUnavailable as exc:
             if certain:
                 self._tools.release_later(ticket.outcome)
                 return
-            _log.warning("the end of the effect %r could not be written, it stays in doubt: %s", self._key, exc)
+            _log.warning("outcome of effect %r not recorded, it stays in doubt: %s", self._key, exc)
 
     async def release(self, ticket: EffectTicket) -> NoReturn:
-        """The run ended before the act: give the reservation back, and raise `RunOver`."""
+        """Release the reservation of a run that ended before the act, and raise `RunEnded`."""
         self._scope.in_doubt.pop(self._key, None)
         self._tools.active.pop(ticket.outcome.token, None)
         ticket.ended.set()
@@ -214,31 +217,31 @@ class Effect:
         raise RunEnded(self._claim.job_id, self._what)
 
     def decode(self, value: bytes) -> Any:
-        """A recorded result, as the function would have returned it."""
+        """Decode a recorded result to what the function would have returned."""
         return decode_result(self._function, value)
 
     @property
     def _what(self) -> str:
         return f"the effect {self._key!r}"
 
-    def _note(self, why: str) -> None:
-        """Remember that a person would have to decide, if the run ended now."""
+    def _mark_in_doubt(self, reason: str) -> None:
+        """Note that an operator would have to decide if the run ended now."""
         if self._options.in_doubt == "suspend":
-            self._scope.in_doubt[self._key] = why
+            self._scope.in_doubt[self._key] = reason
 
     # Reserving ---------------------------------------------------------------------------------------
 
-    async def _reserve(self, desk: EffectBatcher, ticket: EffectTicket, instead_of: str) -> EffectKey:
+    async def _reserve(self, store: EffectBatcher, ticket: EffectTicket, instead_of: str) -> EffectKey:
         token = ticket.outcome.token
-        # Before it is made: whoever finds it in the ledger must see that it is under way here.
+        # Before the reservation: a caller that finds it in the ledger must see that it is in progress here.
         self._tools.active[token] = ticket.ended
-        reserving = asyncio.ensure_future(desk.reserve(self._wish(token, instead_of)))
+        reserving = asyncio.ensure_future(store.reserve(self._reservation(token, instead_of)))
         try:
             held = await asyncio.shield(reserving)
         except BaseException as exc:
             del self._tools.active[token]
             if isinstance(exc, asyncio.CancelledError | LedgerUnavailable):
-                # It may have been made all the same, and nothing will happen under it.
+                # The reservation may exist all the same, and will not be used.
                 reserving.add_done_callback(_consume)
                 self._tools.release_later(_unused(ticket))
             raise
@@ -246,7 +249,7 @@ class Effect:
             del self._tools.active[token]
         return held
 
-    def _wish(self, token: str, instead_of: str) -> Reservation:
+    def _reservation(self, token: str, instead_of: str) -> Reservation:
         function, arguments = self._bound_to
         claim = self._claim
         return Reservation(
@@ -274,69 +277,69 @@ class Effect:
                 self._key, f"{function} was called with other arguments under it, in job {held.job_id}"
             )
 
-    # Somebody else has it ------------------------------------------------------------------------------
+    # Held by another caller ------------------------------------------------------------------------------
 
-    async def _is_under_way(self, held: EffectKey) -> bool:
-        """Whether its holder still lives: an effect of this process, or an attempt that has its lease."""
+    async def _is_in_progress(self, held: EffectKey) -> bool:
+        """Whether its holder is alive: an effect of this process, or an attempt that still has its lease."""
         if held.token in self._tools.active:
             return True
         claim = self._claim
         if held.worker == clean(claim.lease.worker):
             return False
         if (held.queue, held.job_id) == (claim.queue, clean(claim.job_id)):
-            # An earlier attempt of this very job: it has lost its lease, or we would not have one.
+            # An earlier attempt of this job: it has lost its lease, otherwise this attempt would not have one.
             return False
         return await self._tools.is_alive(held.queue, held.job_id, held.attempt, held.worker)
 
     async def _wait_for(self, held: EffectKey, pause_s: float) -> None:
-        over = self._tools.active.get(held.token)
-        if over is None:
+        ended = self._tools.active.get(held.token)
+        if ended is None:
             await asyncio.sleep(pause_s)
             return
         try:
-            async with asyncio.timeout(_LOOK_CAP_S):
-                await over.wait()
+            async with asyncio.timeout(_POLL_CAP_S):
+                await ended.wait()
         except TimeoutError:
             return
 
-    async def _resolve(self, desk: EffectBatcher, held: EffectKey) -> EffectTicket | str:
-        """An effect in doubt: a ticket with its result, or the token to take over; empty: look again."""
+    async def _resolve(self, store: EffectBatcher, held: EffectKey) -> EffectTicket | str:
+        """Resolve an effect in doubt: a ticket with its result, or the token to replace; empty to check again."""
         if held.token in self._tools.unused:
             return held.token
         policy = self._options.in_doubt
         if policy == "run_again":
-            _log.warning("the effect %r is in doubt and runs again", self._key)
+            _log.warning("effect %r is in doubt and runs again", self._key)
             return held.token
         if callable(policy):
-            return await self._ask(policy, held)
-        why = _why(held)
+            return await self._run_check(policy, held)
+        reason = _reason(held)
         if held.state is EffectState.RESERVED:
-            await desk.conclude(
+            await store.conclude(
                 msgspec.structs.replace(
-                    self._outcome(held.token), state=EffectState.IN_DOUBT, reason=why[:_REASON_LIMIT]
+                    self._outcome(held.token), state=EffectState.IN_DOUBT, reason=reason[:_REASON_LIMIT]
                 )
             )
-            now = await desk.get(self._claim.tenant_id, self._key)
+            now = await store.get(self._claim.tenant_id, self._key)
             if now is None or (now.state, now.token) != (EffectState.IN_DOUBT, held.token):
-                # Its holder, or somebody else, came in this very moment.
+                # Its holder, or another caller, has just changed it.
                 return ""
-        raise EffectInDoubt(self._key, why)
+        raise EffectInDoubt(self._key, reason)
 
-    async def _ask(self, check: Check, held: EffectKey) -> EffectTicket | str:
+    async def _run_check(self, check: Check, held: EffectKey) -> EffectTicket | str:
         answer: Any = check(self._key)
         found: object = await answer if inspect.isawaitable(answer) else answer
         if isinstance(found, NotDone) or found is NotDone:
             return held.token
         if not isinstance(found, Done):
             raise InvalidOption(
-                f"the check of the effect {self._key!r} must answer Done(…) or NotDone(), not {found!r}"
+                f"the check of the effect {self._key!r} must return Done(…) or NotDone(), not {found!r}"
             )
-        value = encode_json(found.value, f"what the check says of {self._key!r}", self._tools.payload_limit)
+        value = encode_json(found.value, f"the result of the check of {self._key!r}", self._tools.payload_limit)
         outcome = msgspec.structs.replace(
             self._outcome(held.token), state=EffectState.DONE, value=value, ttl_ms=self._options.ttl_ms
         )
-        still_so = await self._tools.conclude_with_retry(outcome, self._tools.patience_s)
-        return EffectTicket(outcome, value) if still_so else ""
+        concluded = await self._tools.conclude_with_retry(outcome, self._tools.timeout_s)
+        return EffectTicket(outcome, value) if concluded else ""
 
     # Ending --------------------------------------------------------------------------------------------
 
@@ -346,14 +349,14 @@ class Effect:
         ttl_ms = self._options.ttl_ms if state is EffectState.DONE else None
         outcome = msgspec.structs.replace(ticket.outcome, state=state, value=value, reason=reason, ttl_ms=ttl_ms)
         try:
-            held = await self._tools.conclude_with_retry(outcome, self._tools.patience_s)
+            held = await self._tools.conclude_with_retry(outcome, self._tools.timeout_s)
         finally:
             ticket.ended.set()
             self._tools.active.pop(outcome.token, None)
         if not held and state is EffectState.DONE:
             self._tools.counts.effect_duplicates += 1
             _log.error(
-                "effect.duplicate: the effect %r (tenant %s) was reserved again while job %s was at it: "
+                "effect.duplicate: effect %r (tenant %s) was reserved again while job %s ran it: "
                 "it may have happened twice",
                 self._key,
                 self._claim.tenant_id,
@@ -361,25 +364,25 @@ class Effect:
             )
 
 
-def _why(held: EffectKey) -> str:
+def _reason(held: EffectKey) -> str:
     return held.reason or f"worker {held.worker} was lost in attempt {held.attempt} of job {held.job_id}"
 
 
 def _unused(ticket: EffectTicket) -> EffectOutcome:
-    """A reservation under which nothing was done: its key is free, or in doubt as before."""
+    """The outcome of an unused reservation: its key is free, or in doubt as before."""
     if not ticket.doubt:
         return ticket.outcome
     return msgspec.structs.replace(ticket.outcome, state=EffectState.IN_DOUBT, reason=ticket.doubt[:_REASON_LIMIT])
 
 
-async def _quietly(words: Awaitable[Any]) -> None:
+async def _quietly(writing: Awaitable[Any]) -> None:
     try:
-        await words
+        await writing
     except HoldfastError as exc:
-        _log.error("the end of an effect that came late could not be recorded: %s", exc)
+        _log.error("late outcome of an effect not recorded: %s", exc)
 
 
 def _consume(future: asyncio.Future[Any]) -> None:
-    """Look at its exception, so that asyncio does not complain."""
+    """Retrieve the exception of a dropped call, so that asyncio does not log it."""
     if not future.cancelled():
         future.exception()

@@ -29,13 +29,13 @@ _inside: ContextVar[str | None] = ContextVar("holdfast_inside", default=None)
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """What a key is bound to: the qualified name, without the module (which differs when a file is run as a script)."""
+    """The name that a key is bound to: qualified, without the module (which differs when a file is run as a script)."""
     plain = _plain(function)
     return str(getattr(plain, "__qualname__", None) or type(plain).__qualname__)
 
 
 def arguments_fingerprint(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """A hash of the arguments as JSON, keys sorted. One that is no JSON (a client, a session) counts by its type."""
+    """Hash of the arguments as sorted JSON. One that is not JSON (a client, a session) counts by its type."""
     bound: list[Any] = [*args]
     named: dict[str, Any] = dict(kwargs)
     while isinstance(function, functools.partial):
@@ -46,7 +46,7 @@ def arguments_fingerprint(function: Callable[..., Any], args: Sequence[Any], kwa
 
 
 def decode_result(function: Callable[..., Any], value: bytes) -> Any:
-    """A recorded result as the function's return annotation has it; as plain values if that does not fit."""
+    """Decode a recorded result to the function's return annotation, or to plain values if that does not fit."""
     try:
         return _decoder(_plain(function)).decode(value)
     except (msgspec.DecodeError, ValueError, TypeError):
@@ -59,19 +59,19 @@ async def call_function(
     kwargs: Mapping[str, Any],
     late: Callable[[Any], None] | None = None,
 ) -> Any:
-    """Run it: `async` on this loop, anything else in a thread.
+    """Call the function: `async` on this loop, anything else in a thread.
 
-    A thread goes on when its caller is cancelled; `late` is then told what it returned.
+    A thread continues when its caller is cancelled; `late` is then called with its result.
     """
     if _is_async(function):
         return await function(*args, **kwargs)
     value = await _in_thread(functools.partial(function, *args, **kwargs), late)
-    # An `async` function inside a lambda, say.
+    # For example an `async` function inside a lambda.
     return await value if inspect.isawaitable(value) else value
 
 
 async def _in_thread(work: Callable[[], Any], late: Callable[[Any], None] | None) -> Any:
-    """A daemon thread, so that a function that never returns cannot keep a drained worker alive."""
+    """Run `work` in a daemon thread, so that a function that never returns cannot keep a drained worker alive."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
     context = contextvars.copy_context()
@@ -80,9 +80,9 @@ async def _in_thread(work: Callable[[], Any], late: Callable[[Any], None] | None
         try:
             value = context.run(work)
         except BaseException as exc:  # noqa: BLE001 - raised where it is awaited
-            tell(fail, exc)
+            notify(fail, exc)
         else:
-            tell(succeed, value)
+            notify(succeed, value)
 
     def succeed(value: Any) -> None:
         if not future.done():
@@ -92,21 +92,21 @@ async def _in_thread(work: Callable[[], Any], late: Callable[[Any], None] | None
 
     def fail(error: BaseException) -> None:
         if not future.done():
-            # A future cannot hold a StopIteration.
+            # A future cannot carry a StopIteration.
             future.set_exception(RuntimeError(repr(error)) if isinstance(error, StopIteration) else error)
 
-    def tell(how: Callable[[Any], None], what: Any) -> None:
+    def notify(callback: Callable[[Any], None], argument: Any) -> None:
         try:
-            loop.call_soon_threadsafe(how, what)
+            loop.call_soon_threadsafe(callback, argument)
         except RuntimeError:
-            # The loop is gone, and with it whoever waited.
+            # The loop is closed, and with it the waiting caller.
             return
 
     threading.Thread(target=run, name="holdfast-effect", daemon=True).start()
     try:
         return await future
     except asyncio.CancelledError:
-        # Cancelled in the very moment in which it ended: the future has a result that nobody will fetch.
+        # Cancelled just as it ended: the future has a result that is not fetched otherwise.
         if late is not None and not future.cancelled() and future.done() and future.exception() is None:
             late(future.result())
         raise
@@ -114,18 +114,18 @@ async def _in_thread(work: Callable[[], Any], late: Callable[[Any], None] | None
 
 @contextmanager
 def inside_step(what: str) -> Iterator[None]:
-    """The code of the block is part of a step, an effect or a transaction."""
+    """Mark the code of the block as part of a step, an effect or a transaction."""
     token = _inside.set(what)
     try:
         yield
     finally:
-        # A coroutine that is closed from outside ends in another context, where the variable is as it was.
+        # A coroutine that is closed from outside ends in another context, where the variable is unchanged.
         with suppress(ValueError):
             _inside.reset(token)
 
 
 def require_outside(what: str) -> None:
-    """Steps are numbered in the order of the task's own code: one inside another would come and go with it."""
+    """Raise inside a step: steps are numbered in the order of the task's code, so nesting would shift the numbers."""
     if (outer := _inside.get()) is not None:
         raise UsageError(f"{what} was called inside the function of a ctx.{outer}; call it from the task itself")
 
@@ -141,18 +141,18 @@ def _is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(plain) or inspect.iscoroutinefunction(getattr(plain, "__call__", None))  # noqa: B004
 
 
-_KEPT: Final = 1_024
+_CACHE_SIZE: Final = 1_024
 
 
-@functools.lru_cache(maxsize=_KEPT)
+@functools.lru_cache(maxsize=_CACHE_SIZE)
 def _decoder(function: Any) -> msgspec.json.Decoder[Any]:
-    """Kept by function: making one takes longer than using it."""
+    """Cached per function: building a decoder takes longer than using it."""
     return result_decoder(function)
 
 
 T = TypeVar("T")
 
-#: In bytes of UTF-8: a key is looked up in an index.
+#: In bytes of UTF-8, so that a key fits an index.
 _KEY_LIMIT: Final = 1_000
 _REASON_LIMIT: Final = 500
 
@@ -166,7 +166,7 @@ class Done(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class NotDone:
-    """A check's answer: it has not happened, and will not any more; act again."""
+    """A check's answer: the effect has not happened and will not happen any more; run it again."""
 
 
 Check = Callable[[str], Awaitable[Done[Any] | NotDone]]
@@ -175,7 +175,7 @@ InDoubt = Literal["suspend", "run_again"] | Check
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EffectOptions:
-    """What a caller may say about an effect."""
+    """Options of an effect."""
 
     in_doubt: InDoubt = "suspend"
     not_done: tuple[type[BaseException], ...] = ()
@@ -183,7 +183,7 @@ class EffectOptions:
 
 
 def make_options(in_doubt: object, not_done: object, ttl: Duration | None) -> EffectOptions:
-    """Checked; `InvalidOption` says what is wrong."""
+    """Check and collect options; raises `InvalidOption`."""
     if in_doubt not in ("suspend", "run_again") and not callable(in_doubt):
         raise InvalidOption(f"in_doubt must be 'suspend', 'run_again' or an async function, not {in_doubt!r}")
     types = not_done if isinstance(not_done, tuple) else (not_done,)
@@ -192,16 +192,16 @@ def make_options(in_doubt: object, not_done: object, ttl: Duration | None) -> Ef
             raise InvalidOption(f"not_done takes an exception type or a tuple of them, not {item!r}")
     ttl_ms = None if ttl is None else duration_ms(ttl, "ttl")
     if ttl_ms == 0:
-        raise InvalidOption("ttl must be more than 0; leave it out to remember the effect for good")
+        raise InvalidOption("ttl must be more than 0; omit it to keep the key forever")
     return EffectOptions(in_doubt=in_doubt, not_done=types, ttl_ms=ttl_ms)
 
 
 def check_key(key: object) -> str:
-    """Any text that is not empty, not too long, and can be stored."""
+    """Check a key: a non-empty string that can be stored and is not too long."""
     if not isinstance(key, str) or not key:
-        raise InvalidOption(f"an effect's key must be a text that is not empty, got {key!r}")
+        raise InvalidOption(f"an effect's key must be a non-empty string, got {key!r}")
     if clean(key) != key:
-        raise InvalidOption(f"an effect's key {key!r} must have no zero bytes and no half characters (lone surrogates)")
+        raise InvalidOption(f"an effect's key {key!r} must not contain zero bytes or lone surrogates")
     if (size := len(key.encode())) > _KEY_LIMIT:
         raise InvalidOption(f"an effect's key has {size} bytes of UTF-8, the limit is {_KEY_LIMIT}")
     return key

@@ -17,9 +17,11 @@ HOW_TO: Final = (
 
 
 async def create_keys_table(database: Any) -> None:
-    """Create `idempotency_keys` if it is not there: in an `AsyncEngine`, an `AsyncConnection` (which you commit), or an
-    asyncpg pool or connection."""
-    # Here, so that importing holdfast does not load SQLAlchemy.
+    """Create the table `idempotency_keys` if it does not exist. Can be repeated.
+
+    `database` is an `AsyncEngine`, an `AsyncConnection` (which you commit), or an asyncpg pool or connection.
+    """
+    # Imported here: importing holdfast must not load SQLAlchemy.
     from sqlalchemy.dialects import postgresql
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 

@@ -1,4 +1,4 @@
-"""What the effects of one worker share: batched access to the ledger, and the effects in progress.
+"""Shared state of a worker's effects: batched access to the ledger, and the effects in progress.
 
 `EffectBatcher` turns single calls into batches: calls of one event loop that come at the same moment share a
 transaction, so that a hundred concurrent effects cost about as much as a batch of a hundred. A single caller waits for
@@ -24,45 +24,45 @@ from holdfast.observe.counters import Counters
 A = TypeVar("A")
 B = TypeVar("B")
 
-#: The most that share a transaction: more would keep the first ones waiting.
+#: Most calls in one transaction: more would delay the first ones.
 MAX_BATCH: Final = 200
-#: Shared calls on their way at a time: while they are, the next batch forms.
+#: Concurrent shared calls: the next batch forms while they run.
 _MAX_CALLS: Final = 2
 
 
 class EffectBatcher:
-    """In front of a ledger's effects. One event loop."""
+    """Batched calls of a ledger's effect store. Runs on one event loop."""
 
     def __init__(self, effects: EffectStore) -> None:
         self._reserve = Batcher(effects.reserve)
         self._conclude = Batcher(effects.conclude)
-        self._look = Batcher(effects.get)
+        self._get = Batcher(effects.get)
         self._steps = Batcher(effects.steps)
         self._record = Batcher(effects.record_steps)
 
-    async def reserve(self, wish: Reservation) -> EffectKey:
-        """The key's row after the wish; ours if it has our token."""
-        return await self._reserve.put(wish)
+    async def reserve(self, reservation: Reservation) -> EffectKey:
+        """Reserve a key; returns its row, which is ours if it has our token."""
+        return await self._reserve.put(reservation)
 
     async def conclude(self, outcome: EffectOutcome) -> bool:
-        """Whether the token still held its key."""
+        """Record an outcome; returns whether the token still had its key."""
         return await self._conclude.put(outcome)
 
     async def get(self, tenant_id: str, key: str) -> EffectKey | None:
         """The key's row."""
-        return await self._look.put((tenant_id, key))
+        return await self._get.put((tenant_id, key))
 
     async def steps(self, job: JobKey) -> list[Step]:
-        """What the job has recorded, by position."""
+        """The job's recorded steps, by position."""
         return await self._steps.put(job)
 
     async def record(self, step: Step) -> Step:
-        """The step as it is recorded now."""
+        """Record a step unless its position is recorded; returns the recorded one."""
         return await self._record.put(step)
 
 
 class Batcher(Generic[A, B]):
-    """Callers of one method."""
+    """Batches the calls of one method."""
 
     def __init__(self, call: Callable[[Sequence[A]], Awaitable[list[B]]]) -> None:
         self._call = call
@@ -100,7 +100,7 @@ class Batcher(Generic[A, B]):
             raise
         except Exception as exc:  # noqa: BLE001 - every caller gets it
             if len(batch) > 1 and not isinstance(exc, LedgerUnavailable):
-                # One of them is to blame, and nothing was written: let the others through.
+                # One of them is the cause, and nothing was written: send each on its own.
                 for one in batch:
                     await self._send([one])
                 return
@@ -115,21 +115,21 @@ class Batcher(Generic[A, B]):
 
 _log: Final = logging.getLogger("holdfast.effects")
 
-#: How long the end of an effect is tried to be written when its run is cancelled: less than a cancelled run is given.
+#: How long a cancelled run tries to record an effect's outcome: less than the grace time of a cancelled run.
 FINAL_WRITE_S: Final = 3.0
-#: How long a reservation that was perhaps made, and never used, is tried to be given back.
-_GIVE_BACK_S: Final = 600.0
+#: How long to retry the release of a reservation that may exist and is not used.
+_RELEASE_S: Final = 600.0
 
 
 class EffectLedger(Protocol):
-    """What is needed of a ledger."""
+    """The part of a ledger that effects use."""
 
     @property
     def effects(self) -> EffectStore: ...
 
 
 class EffectRuntime:
-    """One for each event loop that runs jobs."""
+    """State of all effects on one event loop."""
 
     def __init__(
         self,
@@ -141,33 +141,33 @@ class EffectRuntime:
         lease_s: float,
         payload_limit: int,
     ) -> None:
-        """`ledger` opens it if need be; None: there is none. `find` is a look at a job by queue and id."""
+        """`ledger` returns the open ledger, or None if there is none; `find` gets a job by queue and id."""
         self._ledger = ledger
         self._find = find
         self.now_ms = now_ms
         self.counts = counts
         self.payload_limit = payload_limit
-        #: How long to wait for somebody else's effect, and for a ledger that went away between act and record.
-        self.patience_s = lease_s
+        #: How long to wait for another caller's effect, and for a ledger that is unreachable between act and record.
+        self.timeout_s = lease_s
         self.loop = asyncio.get_running_loop()
-        #: Reservations whose effect is under way on this loop, by token.
+        #: Reservations whose effect is in progress on this loop, by token.
         self.active: dict[str, asyncio.Event] = {}
-        #: Reservations that were perhaps made here and never used: nothing has happened under them.
+        #: Tokens of reservations that may exist and were never used: nothing has happened under them.
         self.unused: set[str] = set()
-        self._desk: EffectBatcher | None = None
+        self._store: EffectBatcher | None = None
         self._background: set[asyncio.Task[Any]] = set()
 
     async def store(self) -> EffectBatcher:
-        """Raises `LedgerUnavailable`, or `InvalidOption` if there is no ledger."""
-        if self._desk is None:
+        """The ledger's effects. Raises `LedgerUnavailable`, or `InvalidOption` if there is no ledger."""
+        if self._store is None:
             ledger = await self._ledger()
             if ledger is None:
                 raise InvalidOption(
-                    "effects and steps are kept in a ledger, and this app has none: set HOLDFAST_LEDGER "
+                    "effects and steps need a ledger and this app has none; set HOLDFAST_LEDGER "
                     "(postgresql://… or sqlite:///…), or use the SQLite engine, which is its own ledger"
                 )
-            self._desk = EffectBatcher(ledger.effects)
-        return self._desk
+            self._store = EffectBatcher(ledger.effects)
+        return self._store
 
     async def is_alive(self, queue: str, job_id: str, attempt: int, worker: str) -> bool:
         """Whether this attempt still has its lease."""
@@ -175,32 +175,32 @@ class EffectRuntime:
         return view is not None and (view.state, view.attempt, view.worker) == ("running", attempt, worker)
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Run it beside; it does not end with the run that began it."""
+        """Run a background task that does not end with the run that started it."""
         task = self.loop.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         return task
 
     def release_later(self, outcome: EffectOutcome) -> None:
-        """A reservation that was perhaps made and will not be used: say so as soon as the ledger answers.
+        """Release a reservation that may exist and will not be used, as soon as the ledger answers.
 
-        Its key is free then, or in doubt again if it was so before.
+        Its key is then free, or in doubt again if it was before.
         """
         if outcome.state is None:
             self.unused.add(outcome.token)
-        self.spawn(self._give_back(outcome))
+        self.spawn(self._release(outcome))
 
-    async def _give_back(self, outcome: EffectOutcome) -> None:
+    async def _release(self, outcome: EffectOutcome) -> None:
         try:
-            await self.conclude_with_retry(outcome, _GIVE_BACK_S)
+            await self.conclude_with_retry(outcome, _RELEASE_S)
         except LedgerUnavailable:
-            _log.error("the key %r may stay reserved although nothing happened: the ledger is away", outcome.key)
+            _log.error("ledger unreachable: key %r may stay reserved although nothing happened", outcome.key)
         else:
             self.unused.discard(outcome.token)
 
-    async def conclude_with_retry(self, outcome: EffectOutcome, patience_s: float) -> bool:
-        """Conclude, trying again for so long."""
-        give_up_at = self.loop.time() + patience_s
+    async def conclude_with_retry(self, outcome: EffectOutcome, timeout_s: float) -> bool:
+        """Record an outcome, retrying until the timeout."""
+        deadline = self.loop.time() + timeout_s
         backoff: Backoff | None = None
         while True:
             try:
@@ -208,25 +208,25 @@ class EffectRuntime:
             except LedgerUnavailable:
                 backoff = backoff or Backoff()
                 pause_s = backoff.next_s()
-                if self.loop.time() + pause_s >= give_up_at:
+                if self.loop.time() + pause_s >= deadline:
                     raise
                 await asyncio.sleep(pause_s)
 
 
 class RunScope:
-    """One run of one job, as its effects and steps see it."""
+    """State of one run that its effects and steps share."""
 
     __slots__ = ("claim", "ended", "in_doubt", "tools")
 
     def __init__(self, claim: Claim, tools: EffectRuntime) -> None:
         self.claim = claim
         self.tools = tools
-        #: The run was ended from outside; a thread, or a task that swallows its cancellation, goes on all the same.
+        #: Whether the run was ended from outside. A thread, or a task that swallows its cancellation, may still run.
         self.ended = False
-        #: Effects whose doubt a person has to decide: under way, or ended in doubt. By key, with the reason.
+        #: Effects that an operator has to decide about: in progress, or in doubt. By key, with the reason.
         self.in_doubt: dict[str, str] = {}
 
     def check(self, what: str) -> None:
-        """Raises `RunOver` once the run is over: another one may be at work already, and would do it again."""
+        """Raise `RunEnded` if the run has ended: another run may be in progress, and would repeat it."""
         if self.ended:
             raise RunEnded(self.claim.job_id, what)

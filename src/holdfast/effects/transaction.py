@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     pass
 
 
-#: asyncpg's exceptions of a server that goes away, or takes no connections.
+#: asyncpg's exceptions for a server that shuts down or accepts no connections.
 _ASYNCPG_DOWN: Final = (
     "PostgresConnectionError",
     "CannotConnectNowError",
@@ -39,20 +39,20 @@ _ASYNCPG_DOWN: Final = (
     "CrashShutdownError",
     "TooManyConnectionsError",
 )
-#: asyncpg's exceptions of a connection that cannot be used; from the user's function they may be its own mistake.
+#: asyncpg's exceptions for an unusable connection; from the user's function they may be a programming error.
 _ASYNCPG_UNUSABLE: Final = ("InterfaceError", "InternalClientError")
 
-#: What was recorded under the key: state, value, function, fingerprint.
+#: The row of a key: state, value, function, fingerprint.
 Recorded = tuple[str, str | None, str, str]
 
 
 class UserTransaction(Protocol):
-    """One open transaction in the user's database. `handle` is what the user's function gets."""
+    """One open transaction in the user's database. `handle` is passed to the user's function."""
 
     handle: Any
 
     async def reserve(self, row: dict[str, Any]) -> bool:
-        """Whether the key was free. Waits while another transaction has it."""
+        """Insert the key's row; returns whether the key was free. Blocks while another transaction has it."""
         ...
 
     async def get(self, tenant_id: str, key: str) -> Recorded | None: ...
@@ -68,15 +68,15 @@ async def transaction(
     args: Sequence[Any],
     kwargs: dict[str, Any],
 ) -> Any:
-    """What the function returned, now or the first time."""
+    """Call the function in a transaction, once per key; returns its result, now or recorded."""
     bound_to = (function_name(function), arguments_fingerprint(function, args, kwargs))
     row = _row(claim, check_key(key), bound_to)
     in_function = False
     try:
-        async with _begun(database) as opened:
+        async with _begin(database) as opened:
             while not await opened.reserve(row):
                 recorded = await opened.get(claim.tenant_id, key)
-                # None: it was deleted in this very moment, and is free again.
+                # None: the row has just been deleted, and the key is free again.
                 if recorded is not None:
                     return decode_result(function, _value(key, recorded, bound_to))
             in_function = True
@@ -89,14 +89,14 @@ async def transaction(
     except HoldfastError:
         raise
     except Exception as exc:
-        raise _translated(exc, in_function=in_function) from exc
+        raise _translate(exc, in_function=in_function) from exc
 
 
 def _awaitable(returned: Any, name: str) -> Awaitable[Any]:
     if not inspect.isawaitable(returned):
         raise UsageError(
-            f"ctx.transaction takes an async function, and {name} is a plain one: make it an `async def` that awaits "
-            "what it does on the connection; nothing was written"
+            f"ctx.transaction takes an async function and {name} is not one; make it an `async def` that awaits its "
+            "calls on the connection; nothing was written"
         )
     return returned
 
@@ -126,13 +126,13 @@ def _value(key: str, recorded: Recorded, bound_to: tuple[str, str]) -> bytes:
     if arguments != bound_to[1]:
         raise EffectMismatch(key, f"{function} was called with other arguments under it")
     if value is None:
-        # Only a ctx.effect can leave that, in a ledger that shares the database.
+        # Only a ctx.effect can leave such a row, in a ledger that shares the database.
         raise EffectInDoubt(key, f"it is {state} by a ctx.effect")
     return value.encode()
 
 
-def _translated(error: Exception, *, in_function: bool) -> Exception:
-    """The database's absence as ours; what the user's function raises stays, except that."""
+def _translate(error: Exception, *, in_function: bool) -> Exception:
+    """Turn errors of an unreachable database into `Unavailable`; others stay as they are."""
     driver = getattr(error, "orig", None) or error
     cause = getattr(driver, "__cause__", None) or driver
     if getattr(cause, "sqlstate", None) == "42P01" or "no such table: idempotency_keys" in str(error):
@@ -146,7 +146,7 @@ def _translated(error: Exception, *, in_function: bool) -> Exception:
 
 
 def _is_of_asyncpg(error: BaseException, names: Sequence[str]) -> bool:
-    # Not imported here: on SQLite it need not be installed, and an exception of asyncpg exists only where it is loaded.
+    # Not imported: it may not be installed, and asyncpg's exceptions exist only where it is loaded.
     asyncpg = sys.modules.get("asyncpg")
     return asyncpg is not None and isinstance(error, tuple(getattr(asyncpg, name) for name in names))
 
@@ -155,7 +155,7 @@ def _is_of_asyncpg(error: BaseException, names: Sequence[str]) -> bool:
 
 
 @asynccontextmanager
-async def _begun(database: Any) -> AsyncIterator[UserTransaction]:
+async def _begin(database: Any) -> AsyncIterator[UserTransaction]:
     if isinstance(database, AsyncEngine):
         async with database.begin() as connection:
             yield _Sqlalchemy(connection)
@@ -164,7 +164,9 @@ async def _begun(database: Any) -> AsyncIterator[UserTransaction]:
             yield _Sqlalchemy(session)
     elif isinstance(database, AsyncSession | AsyncConnection):
         if database.in_transaction():
-            raise UsageError("ctx.transaction begins and commits a transaction of its own; this one is in one already")
+            raise UsageError(
+                "ctx.transaction begins and commits its own transaction; pass a connection without an open one"
+            )
         async with database.begin():
             yield _Sqlalchemy(database)
     elif hasattr(database, "acquire") and _is_asyncpg(database):
@@ -172,7 +174,9 @@ async def _begun(database: Any) -> AsyncIterator[UserTransaction]:
             yield _Asyncpg(connection)
     elif _is_asyncpg(database):
         if database.is_in_transaction():
-            raise UsageError("ctx.transaction begins and commits a transaction of its own; this one is in one already")
+            raise UsageError(
+                "ctx.transaction begins and commits its own transaction; pass a connection without an open one"
+            )
         async with database.transaction():
             yield _Asyncpg(database)
     else:
@@ -201,10 +205,10 @@ class _Sqlalchemy(UserTransaction):
         return (await self.handle.execute(statement)).scalar_one_or_none() is not None
 
     async def get(self, tenant_id: str, key: str) -> Recorded | None:
-        wanted = select(keys.c.state, keys.c.value, keys.c.function, keys.c.fingerprint).where(
+        query = select(keys.c.state, keys.c.value, keys.c.function, keys.c.fingerprint).where(
             keys.c.tenant_id == tenant_id, keys.c.key == key
         )
-        row = (await self.handle.execute(wanted)).one_or_none()
+        row = (await self.handle.execute(query)).one_or_none()
         return None if row is None else (row[0], row[1], row[2], row[3])
 
     async def record(self, tenant_id: str, key: str, value: str) -> None:
@@ -226,7 +230,7 @@ _COLUMNS: Final = (
     "attempt", "worker",
 )  # fmt: skip
 _INSERT: Final = (
-    f"INSERT INTO idempotency_keys ({', '.join(_COLUMNS)}) "  # noqa: S608 - names of our own
+    f"INSERT INTO idempotency_keys ({', '.join(_COLUMNS)}) "  # noqa: S608 - constant names
     f"VALUES ({', '.join(f'${number}' for number in range(1, len(_COLUMNS) + 1))}) ON CONFLICT DO NOTHING"
 )
 _SELECT: Final = "SELECT state, value, function, fingerprint FROM idempotency_keys WHERE tenant_id = $1 AND key = $2"

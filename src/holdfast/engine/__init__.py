@@ -1,1 +1,1 @@
-"""What decides: the engine port and its two adapters, Redis and SQLite."""
+"""The engine port and its two adapters, Redis and SQLite."""

@@ -26,12 +26,12 @@ from holdfast.guard.decisions import approval_or_request
 
 R = TypeVar("R")
 
-#: So many are kept before those that have ended are dropped.
+#: Number of calls kept before those that have ended are dropped.
 _PRUNE_AT: Final = 64
 
 
 class Begun:
-    """Coroutines of one run, by what the task called."""
+    """Coroutines of one run, with the call that created each."""
 
     __slots__ = ("_calls", "_prune_at")
 
@@ -40,16 +40,16 @@ class Begun:
         self._prune_at = _PRUNE_AT
 
     def add(self, call: str, coroutine: Coroutine[Any, Any, R]) -> Coroutine[Any, Any, R]:
-        """The coroutine, which is known from now on as `call`."""
+        """Keep the coroutine under the description `call`, and return it."""
         if len(self._calls) >= self._prune_at:
             self._calls = [each for each in self._calls if not _has_ended(each[1])]
-            # Of many that are open at the same time each would be looked at again for every further one.
+            # With many open calls, each further call would otherwise check all of them again.
             self._prune_at = max(_PRUNE_AT, 2 * len(self._calls))
         self._calls.append((call, coroutine))
         return coroutine
 
     def end(self) -> list[str]:
-        """The function has ended: what it did not await, in words. Nothing of that begins any more."""
+        """Close coroutines that were never started; returns a description of each call that was not awaited."""
         left = []
         for call, coroutine in self._calls:
             if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
@@ -78,21 +78,21 @@ class Context:
         self._made_at = time.monotonic()
         self._own_scope = None if tools is None else RunScope(claim, tools)
         self._steps: Steps | None = None
-        #: What the function has begun, to be awaited before it returns.
+        #: Calls that the function must await before it returns.
         self.begun = Begun()
-        #: True once the run is over from outside: cancelled, out of time, lease lost, or the worker drains.
-        #: An async task is cancelled as well; a function in a thread has to look here, nobody can stop it.
+        #: True once the run was ended from outside: cancellation, timeout, lost lease or drain. An async task is
+        #: cancelled as well; a function in a thread cannot be stopped and has to check this.
         self.cancelled = False
 
     def _end(self) -> None:
-        """The run is over, whatever its function still does; from now on it begins no effect and no step."""
+        """End the run, whatever its function still does; it can begin no further effect or step."""
         self.cancelled = True
         if self._own_scope is not None:
             self._own_scope.ended = True
 
     @property
     def _effects_in_doubt(self) -> Mapping[str, str]:
-        """Effects of this run that a person has to decide about, by key, with the reason."""
+        """Effects of this run that an operator has to decide about, by key, with the reason."""
         return {} if self._own_scope is None else self._own_scope.in_doubt
 
     @property
@@ -113,7 +113,7 @@ class Context:
 
     @property
     def attempt(self) -> int:
-        """Which run this is, counted from 1 at claim: runs whose worker died count too."""
+        """Number of this run, counted from 1 at claim; runs whose worker crashed count as well."""
         return self._claim.attempt
 
     @property
@@ -123,8 +123,10 @@ class Context:
 
     @property
     def idempotency_key(self) -> str:
-        """The job's own key; its id if it was submitted without one. A replayed job's is the first one's: its effects
-        that are named by it are still the same."""
+        """The job's own key; its id if it was submitted without one.
+
+        A replayed job has the key of the first job, so that effects named by it are the same effects.
+        """
         replay = self._claim.meta.replay
         return replay.key if replay is not None else self._claim.idempotency_key or self._claim.lease.job_id
 
@@ -139,17 +141,17 @@ class Context:
 
     @property
     def context(self) -> dict[str, Any]:
-        """What the submitter sent along beside the arguments: user, trace, anything."""
+        """JSON values that the submitter sent besides the arguments."""
         return self._claim.meta.context or {}
 
-    # Acting once -----------------------------------------------------------------------------------
+    # Effects ---------------------------------------------------------------------------------------
 
     @property
     def effect(self) -> EffectCall:
-        """`await ctx.effect(key, function, *args)`: runs it once for each key of the tenant, and gives its result.
+        """`await ctx.effect(key, function, *args)`: run the function once per key of the tenant; returns its result.
 
-        Whoever comes second gets the recorded result. If nobody knows whether it happened (a crash, an exception, a
-        timeout), the job is suspended; `ctx.effect.options(in_doubt=…)` says otherwise.
+        A later call returns the recorded result. If it is unknown whether the effect happened (a crash, an exception,
+        a timeout), the job is suspended; `ctx.effect.options(in_doubt=…)` changes that.
         """
         return EffectCall(self._scope("effect"), begin=self.begun.add)
 
@@ -162,13 +164,13 @@ class Context:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> Coroutine[Any, Any, R]:
-        """One transaction in a database of your own: the key, what `function(connection, *args)` writes, its result.
+        """Commit key, writes of `function(connection, *args)` and its result in one transaction of your own database.
 
         `database` is SQLAlchemy's `AsyncEngine`, `async_sessionmaker`, `AsyncSession` or `AsyncConnection`, or a pool
-        or connection of asyncpg; the function gets a connection (or session) in which the transaction is open.
+        or connection of asyncpg; the function gets a connection (or session) with the transaction open.
         """
         if not _on_loop():
-            raise UsageError("ctx.transaction is awaited: make the task an `async def`; a plain one has no event loop")
+            raise UsageError("ctx.transaction needs an event loop; make the task an `async def`")
         return self.begun.add(f"ctx.transaction({key!r})", self._transaction(database, key, function, args, kwargs))
 
     async def _transaction(
@@ -179,7 +181,7 @@ class Context:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> R:
-        # Here, so that workers whose tasks do not use it load no database driver.
+        # Imported here: workers whose tasks do not use it load no database driver.
         from holdfast.effects.transaction import transaction
 
         if self.cancelled:
@@ -197,43 +199,45 @@ class Context:
         self, name: str, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
     ) -> Coroutine[Any, Any, R]: ...
     def step(self, name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """A checkpoint: on a retry its recorded result comes back, and the function does not run again."""
+        """A checkpoint: on a retry the recorded result is returned, and the function does not run again."""
         return self.begun.add(f"ctx.step({name!r})", self._own_steps().step(name, function, args, kwargs))
 
     def sleep(self, duration: Duration) -> Coroutine[Any, Any, None]:
-        """Sleep for seconds, or a `timedelta`; the job is given back meanwhile, and begins anew when it is time.
+        """Sleep for seconds or a `timedelta`. The job is released meanwhile, and its function starts again when due.
 
-        Sleeps and steps that are behind it are not taken again. The attempt ends in an exception that is no
-        `Exception`: `finally` blocks run, `except Exception` does not see it.
+        Earlier sleeps and steps are not repeated. The attempt ends with an exception that is not an `Exception`:
+        `finally` blocks run, `except Exception` does not catch it.
         """
         return self.begun.add("ctx.sleep", self._own_steps().sleep(duration))
 
     def approval(
         self, name: str, details: Any = None, *, reason: str = "", quorum: int = 1, deadline: Duration | None = None
     ) -> Coroutine[Any, Any, Approval]:
-        """People's yes to the question `name`, with the details that they are shown (JSON).
+        """The approval of the request `name`; approvers see the `details` (JSON).
 
-        Until `quorum` different people have said it the job is given back, and begins anew then; steps that are
-        behind it are not taken again. A no, or no answer within `deadline`, cancels the job. The yes is for these
-        details: with others it is another question, so take what you show from a step. As with `sleep`, the attempt
-        ends in an exception that is no `Exception`.
+        The job is released until `quorum` different principals have approved, and then its function starts again;
+        earlier steps are not repeated. A rejection, or no decision within `deadline`, cancels the job. The approval is
+        for these details: other details are another request, so take them from a step. As with `sleep`, the attempt
+        ends with an exception that is not an `Exception`.
         """
-        asking = self._approval(name, details, reason=reason, quorum=quorum, deadline=deadline)
-        return self.begun.add(f"ctx.approval({name!r})", asking)
+        requesting = self._approval(name, details, reason=reason, quorum=quorum, deadline=deadline)
+        return self.begun.add(f"ctx.approval({name!r})", requesting)
 
     async def _approval(self, name: str, details: Any, **options: Any) -> Approval:
-        return self._ask(name, details, **options)
+        return self._request_approval(name, details, **options)
 
     @property
     def blocking(self) -> BlockingContext:
         """`effect`, `step`, `sleep` and `approval` for plain functions, which run in a thread."""
-        return BlockingContext(lambda: self._scope("blocking"), self._own_steps, self._ask)
+        return BlockingContext(lambda: self._scope("blocking"), self._own_steps, self._request_approval)
 
-    def _ask(self, name: str, details: Any, *, reason: str, quorum: int, deadline: Duration | None) -> Approval:
+    def _request_approval(
+        self, name: str, details: Any, *, reason: str, quorum: int, deadline: Duration | None
+    ) -> Approval:
         require_outside("ctx.approval")
         if self.cancelled:
             raise RunEnded(self.job_id, f"the approval {name!r}")
-        # The engine's clock, as the claim told it: a worker's own may be wrong by more than a deadline.
+        # The engine's clock, from the claim: the worker's clock may be wrong by more than a deadline.
         now_ms = self._claim.claimed_at_ms + round((time.monotonic() - self._made_at) * 1000)
         return approval_or_request(
             self._claim, name, details, reason=reason, quorum=quorum, deadline=deadline, now_ms=now_ms
@@ -247,8 +251,8 @@ class Context:
     def _scope(self, what: str) -> RunScope:
         if self._own_scope is None:
             raise UsageError(
-                f"ctx.{what} works in tasks that a worker runs in its own process, not with process=True; "
-                "for a unit test make the context with holdfast.testing.make_context(…)"
+                f"ctx.{what} is not available with process=True or without a worker; "
+                "in a unit test create the context with holdfast.testing.make_context(…)"
             )
         return self._own_scope
 

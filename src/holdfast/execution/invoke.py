@@ -1,7 +1,7 @@
 """Call a task's function and turn what it returns or raises into an outcome (requirements Y2, Y8).
 
 It never raises what the user's code raised. It behaves the same on the event loop, in a thread, in a child process and
-in inline mode. What is kept of an exception is bounded and redacted.
+in inline mode. The record of an exception is bounded and redacted.
 """
 
 from __future__ import annotations
@@ -59,77 +59,76 @@ _CODES: Final = {
     FailureKind.INVALID: TASK_FATAL,
 }
 
-#: Whatever the task's policy says of exceptions: nobody but a person can decide.
-_UNDECIDED: Final = (EffectInDoubt, StepMismatch)
+#: An operator has to decide, whatever the task's policy for exceptions is.
+_IN_DOUBT: Final = (EffectInDoubt, StepMismatch)
 
 
 def outcome_of(exc: BaseException, policy: TaskPolicy) -> Outcome:
-    """The user's code ended with this: it failed, it asks people, or it sleeps."""
-    if (asked := _asked(exc)) is not None:
-        return ApprovalNeeded(_said(str(asked)), asked.ask)
-    if (asleep := _asleep(exc)) is not None:
-        return Deferred(_said(str(asleep)), asleep.delay_ms, started=True)
+    """The outcome of an exception: a failure, an approval request, or a sleep."""
+    if (approval := _approval_interrupt(exc)) is not None:
+        return ApprovalNeeded(_bounded(str(approval)), approval.request)
+    if (sleep := _sleep_interrupt(exc)) is not None:
+        return Deferred(_bounded(str(sleep)), sleep.delay_ms, started=True)
     return failure_outcome(exc, policy)
 
 
 def failure_outcome(exc: BaseException, policy: TaskPolicy) -> Raised:
-    """The user's code raised this."""
+    """The outcome of an exception that is a failure."""
     kind = _kind(exc, policy)
     if kind is not FailureKind.IN_DOUBT:
         return Raised(kind, describe_failure(_CODES[kind], exc), exc)
-    undecided = list(_undecided(exc))
-    # A group's own message names no key; these do, and say what to do.
-    message = "; ".join(map(_message, undecided))
-    return Raised(kind, Failure(undecided[0].code, _said(message), type_name(exc), _stack(exc)), exc)
+    in_doubt = list(_errors_in_doubt(exc))
+    # A group's own message names no key; these name it, and the remedy.
+    message = "; ".join(map(_message, in_doubt))
+    return Raised(kind, Failure(in_doubt[0].code, _bounded(message), type_name(exc), _stack(exc)), exc)
 
 
-def suspend_if_in_doubt(verdict: Verdict, undecided: Mapping[str, str]) -> Verdict:
-    """A run that failed for good and left effects in doubt: a person decides, whatever the retry policy says."""
-    if not undecided or not isinstance(verdict, DeadLetter):
+def suspend_if_in_doubt(verdict: Verdict, in_doubt: Mapping[str, str]) -> Verdict:
+    """Suspend a job that failed for good and left effects in doubt, whatever the retry policy is."""
+    if not in_doubt or not isinstance(verdict, DeadLetter):
         return verdict
     error = verdict.failure
-    said = f"{error.type or error.code}: {error.message}"
-    message = "; ".join(str(EffectInDoubt(key, why)) for key, why in undecided.items())
-    if said not in message:
-        message = f"{message}; the run ended with {said}"
-    return Suspend(Failure(EffectInDoubt.code, _said(message), error.type, error.stack))
+    cause = f"{error.type or error.code}: {error.message}"
+    message = "; ".join(str(EffectInDoubt(key, reason)) for key, reason in in_doubt.items())
+    if cause not in message:
+        message = f"{message}; the run ended with {cause}"
+    return Suspend(Failure(EffectInDoubt.code, _bounded(message), error.type, error.stack))
 
 
 def invalid_payload(exc: Exception) -> Raised:
-    """The payload does not fit the task: a dead letter at once."""
+    """The payload does not fit the task: dead-lettered without a retry."""
     return Raised(FailureKind.INVALID, describe_failure(_payload_code(exc), exc), exc)
 
 
 def invalid_result(exc: Exception) -> Raised:
-    """The function ran, but what it returned cannot be kept. Running it again would give the same."""
+    """The function returned a result that cannot be stored. A retry would return the same."""
     return Raised(FailureKind.FATAL, describe_failure(_payload_code(exc), exc), exc)
 
 
 def not_awaited(calls: Sequence[str], is_async: bool) -> Raised:
-    """The function returned before what it had begun was done. Running it again would be no better."""
+    """The function returned before its calls were done. A retry would do the same."""
     advice = "write `await`" if is_async else "use ctx.blocking in a plain function"
     more = f" (and {len(calls) - 1} more)" if len(calls) > 1 else ""
     message = f"{calls[0]} when the function returned{more}; {advice}"
-    return Raised(FailureKind.FATAL, Failure(EFFECT_NOT_AWAITED, _said(message)))
+    return Raised(FailureKind.FATAL, Failure(EFFECT_NOT_AWAITED, _bounded(message)))
 
 
 def unknown_task(task: str, known: tuple[str, ...]) -> Raised:
-    """This worker serves the queue but has no such task.
+    """This worker serves the queue but does not have the task.
 
-    A dead letter, not a retry: the job cannot run here however often it is tried, an operator sees at once
-    what is missing, and once a worker has the task the dead letter is requeued. Deploy workers before the
-    code that submits a new task.
+    A dead letter, not a retry: the job cannot run here, an operator sees what is missing, and the dead letter can be
+    replayed once a worker has the task. Deploy workers before the code that submits a new task.
     """
     return Raised(FailureKind.INVALID, Failure(UnknownTask.code, str(UnknownTask(task, known)), UnknownTask.__name__))
 
 
 def denied(exc: Denied) -> Raised:
-    """A guard says no to a job that was accepted, or came from elsewhere."""
-    return Raised(FailureKind.DENIED, Failure(GUARD_DENIED, _said(str(exc)), Denied.__name__))
+    """A guard denied a job that was already accepted, or that another program wrote."""
+    return Raised(FailureKind.DENIED, Failure(GUARD_DENIED, _bounded(str(exc)), Denied.__name__))
 
 
 def guard_failed(exc: Exception) -> Raised:
-    """A guard could not look at a job, which therefore does not run: tried again like any failure of a run."""
+    """A guard could not review a job, so it does not run; retried like any failed run."""
     if isinstance(exc, InvalidPayload):
         return invalid_payload(exc)
     if isinstance(exc, NoLedger):
@@ -140,12 +139,12 @@ def guard_failed(exc: Exception) -> Raised:
 
 
 def approval_impossible(exc: NoLedger) -> Raised:
-    """People are to decide, and there is no ledger to keep the question: it would wait for ever."""
+    """An approval is required, and there is no ledger to store the request: the job would wait forever."""
     return Raised(FailureKind.FATAL, describe_failure(exc.code, exc))
 
 
 def timed_out(timeout_s: float, cancelled: BaseException | None = None) -> Raised:
-    """It had its time; a retry may be quicker. `cancelled`: how its code ended, which shows where it was."""
+    """The run exceeded its timeout; retryable. `cancelled`: the exception of its code, which shows where it was."""
     message = f"the task ran longer than its timeout of {timeout_s:g} s"
     error = TimeoutError(message)
     error.__cause__ = cancelled
@@ -153,18 +152,18 @@ def timed_out(timeout_s: float, cancelled: BaseException | None = None) -> Raise
 
 
 def process_died(exit_code: int | None) -> Raised:
-    """The child process ended in mid-run: killed, out of memory, a crash in native code."""
+    """The child process ended during the run: killed, out of memory, or a crash in native code."""
     how = f"was killed by signal {-exit_code}" if exit_code is not None and exit_code < 0 else f"exited ({exit_code})"
     return Raised(FailureKind.RETRYABLE, Failure(PROCESS_DIED, f"the child process {how} before the task was done"))
 
 
 def describe_failure(code: str, exc: BaseException) -> Failure:
-    """What is kept of an exception: bounded, without secrets, and writable as UTF-8 whatever it holds."""
-    return Failure(code, _said(_message(exc)), type_name(exc), _stack(exc))
+    """The record of an exception: bounded, redacted, and always valid UTF-8."""
+    return Failure(code, _bounded(_message(exc)), type_name(exc), _stack(exc))
 
 
 def type_name(exc: BaseException) -> str:
-    """The exception's type as an operator would look for it."""
+    """The exception's qualified type name, without `builtins`."""
     kind = type(exc)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
@@ -174,35 +173,35 @@ def _payload_code(exc: Exception) -> str:
     return exc.code if isinstance(exc, HoldfastError) else InvalidPayload.code
 
 
-def _asked(exc: BaseException) -> ApprovalInterrupt | None:
-    """Of several questions at the same time the first is asked; one that others sleep beside is asked, too."""
+def _approval_interrupt(exc: BaseException) -> ApprovalInterrupt | None:
+    """The first approval request of an exception or group; in a group all others must be requests or sleeps."""
     if isinstance(exc, BaseExceptionGroup):
-        questions = [_asked(inner) for inner in exc.exceptions]
-        waiting = [question or _asleep(inner) for question, inner in zip(questions, exc.exceptions, strict=True)]
-        return next(filter(None, questions), None) if all(waiting) else None
+        requests = [_approval_interrupt(inner) for inner in exc.exceptions]
+        waiting = [request or _sleep_interrupt(inner) for request, inner in zip(requests, exc.exceptions, strict=True)]
+        return next(filter(None, requests), None) if all(waiting) else None
     return exc if isinstance(exc, ApprovalInterrupt) else None
 
 
-def _asleep(exc: BaseException) -> SleepInterrupt | None:
-    """Several may sleep at the same time: the first to wake up decides."""
+def _sleep_interrupt(exc: BaseException) -> SleepInterrupt | None:
+    """The shortest sleep of an exception or group; in a group all must be sleeps."""
     if isinstance(exc, BaseExceptionGroup):
-        sleepers = [_asleep(inner) for inner in exc.exceptions]
+        sleepers = [_sleep_interrupt(inner) for inner in exc.exceptions]
         return (
             min((one for one in sleepers if one), key=lambda one: one.delay_ms, default=None) if all(sleepers) else None
         )
     return exc if isinstance(exc, SleepInterrupt) else None
 
 
-def _undecided(exc: BaseException) -> Iterator[EffectInDoubt | StepMismatch]:
+def _errors_in_doubt(exc: BaseException) -> Iterator[EffectInDoubt | StepMismatch]:
     if isinstance(exc, BaseExceptionGroup):
         for inner in exc.exceptions:
-            yield from _undecided(inner)
-    elif isinstance(exc, _UNDECIDED):
+            yield from _errors_in_doubt(inner)
+    elif isinstance(exc, _IN_DOUBT):
         yield exc
 
 
 def _kind(exc: BaseException, policy: TaskPolicy) -> FailureKind:
-    if isinstance(exc, _UNDECIDED):
+    if isinstance(exc, _IN_DOUBT):
         return FailureKind.IN_DOUBT
     if isinstance(exc, BaseExceptionGroup) and not isinstance(exc, policy.retry_on + policy.fatal_on):
         return _kind_of_group(exc, policy)
@@ -216,7 +215,7 @@ def _kind(exc: BaseException, policy: TaskPolicy) -> FailureKind:
 
 
 def _kind_of_group(group: BaseExceptionGroup[BaseException], policy: TaskPolicy) -> FailureKind:
-    """Of what a `TaskGroup` raises: what a person must decide goes first, then fatal ones; an outage if it is all."""
+    """Kind of a group: in doubt goes first, then fatal; unavailable only if all are."""
     kinds = {_kind(exc, policy) for exc in group.exceptions}
     for decisive in (FailureKind.IN_DOUBT, FailureKind.FATAL):
         if decisive in kinds:
@@ -236,11 +235,11 @@ def _stack(exc: BaseException) -> str:
         lines = traceback.format_exception(exc)
     except Exception as broken:  # noqa: BLE001 - formatting calls the user's code
         return f"(its stack cannot be read: {type(broken).__name__})"
-    # The end is kept: that is where it happened.
+    # The end is kept, because it shows where the error happened.
     return redact_and_truncate(_clean("".join(lines)), STACK_LIMIT, end=True)
 
 
-def _said(message: str) -> str:
+def _bounded(message: str) -> str:
     return redact_and_truncate(_clean(message), MESSAGE_LIMIT)
 
 
@@ -250,7 +249,7 @@ def _clean(text: str) -> str:
 
 
 async def invoke(plan: TaskSpec, claim: Claim, context: Context | None) -> Outcome:
-    """Run an `async def`. Whatever it raises, `SystemExit` and cancellation included, is an outcome."""
+    """Run an `async def`. Everything it raises, including `SystemExit` and cancellation, becomes an outcome."""
     try:
         arguments = plan.bind(claim, context)
     except Exception as exc:  # noqa: BLE001 - decoding calls the user's validators
@@ -278,7 +277,7 @@ def invoke_sync(plan: TaskSpec, claim: Claim, context: Context | None) -> Outcom
 
 
 def _end(context: Context | None) -> list[str]:
-    """What the function has begun and not awaited."""
+    """Calls that the function has begun and not awaited."""
     return [] if context is None else context.begun.end()
 
 

@@ -5,7 +5,7 @@ interpreter, never a fork, at the other end of a socket pair. The pool kills onl
 through the handle that the operating system gave for them.
 
 Child: `main` reads jobs from the socket, runs them one by one and writes outcomes. A separate thread reads, so that the
-child exits at once when its worker is gone, even during a run: a child never outlives the process that holds the lease.
+child exits at once when its worker is gone, even during a run: a child never outlives the process that has the lease.
 Signals from a terminal or a process group are left to the parent.
 """
 
@@ -39,16 +39,16 @@ HEADER: Final = struct.Struct(">I")
 
 
 class RunCommand(msgspec.Struct, frozen=True):
-    """Run this job."""
+    """The parent's request to run one job."""
 
     location: TaskLocation
     claim: Claim
-    #: The worker's app is in memory, for a test: those of this process must be, too.
+    #: Whether the worker's app is in memory, for a test: the apps of this process must be as well.
     in_memory: bool = False
 
 
 class RunReply(msgspec.Struct, frozen=True):
-    """A result, a failure and its kind, or a question to people."""
+    """The child's reply: a result, a failure with its kind, or an approval request."""
 
     result: bytes | None = None
     kind: FailureKind | None = None
@@ -63,8 +63,8 @@ class RunReply(msgspec.Struct, frozen=True):
                 return cls(result=result)
             case Raised(kind=kind, failure=failure):
                 return cls(kind=kind, failure=failure)
-            case ApprovalNeeded(message=message, request=ask):
-                return cls(message=message, approval_request=ask)
+            case ApprovalNeeded(message=message, request=request):
+                return cls(message=message, approval_request=request)
             case _:
                 raise TypeError(f"a child cannot end a run with {type(outcome).__name__}")
 
@@ -80,19 +80,19 @@ def main(descriptor: int) -> None:
     """Serve until the parent closes its end."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    # The worker has reported the same environment.
+    # The worker has already warned about the same environment.
     logging.getLogger("holdfast.settings").setLevel(logging.ERROR)
     connection = socket.socket(fileno=descriptor)
-    orders: SimpleQueue[bytes] = SimpleQueue()
-    threading.Thread(target=_read, args=(connection, orders), daemon=True).start()
+    commands: SimpleQueue[bytes] = SimpleQueue()
+    threading.Thread(target=_read, args=(connection, commands), daemon=True).start()
     decoder = msgspec.msgpack.Decoder(RunCommand)
     with asyncio.Runner() as runner:
         while True:
-            order = decoder.decode(orders.get())
-            loaded = _load(order.location, in_memory=order.in_memory)
-            # Its time begins now: what importing took is not the job's.
+            command = decoder.decode(commands.get())
+            loaded = _load(command.location, in_memory=command.in_memory)
+            # The job's timeout begins now, after the import.
             _send(connection, b"")
-            outcome = _run(loaded, order.claim, runner) if isinstance(loaded, TaskSpec) else loaded
+            outcome = _run(loaded, command.claim, runner) if isinstance(loaded, TaskSpec) else loaded
             _send(connection, msgspec.msgpack.encode(RunReply.of(outcome)))
 
 
@@ -100,19 +100,19 @@ def _send(connection: socket.socket, message: bytes) -> None:
     connection.sendall(HEADER.pack(len(message)) + message)
 
 
-def _read(connection: socket.socket, orders: SimpleQueue[bytes]) -> None:
+def _read(connection: socket.socket, commands: SimpleQueue[bytes]) -> None:
     try:
         with connection.makefile("rb") as stream:
             while header := stream.read(HEADER.size):
-                orders.put(stream.read(HEADER.unpack(header)[0]))
+                commands.put(stream.read(HEADER.unpack(header)[0]))
     finally:
-        # Also by an error: a worker that was killed before it had read what we told it resets the connection.
+        # Also after an error: a worker that was killed before it read our reply resets the connection.
         os._exit(0)
 
 
-def _load(place: TaskLocation, *, in_memory: bool = False) -> TaskSpec | Raised:
+def _load(location: TaskLocation, *, in_memory: bool = False) -> TaskSpec | Raised:
     try:
-        plan = _plans.get(place.task) or _plans.setdefault(place.task, load_task(place, in_memory=in_memory))
+        plan = _plans.get(location.task) or _plans.setdefault(location.task, load_task(location, in_memory=in_memory))
     except BaseException as exc:  # noqa: BLE001 - importing runs the user's code
         return failure_outcome(exc, TaskPolicy())
     return plan
@@ -133,13 +133,13 @@ def _run(plan: TaskSpec, claim: Claim, runner: asyncio.Runner) -> Outcome:
 _plans: dict[str, TaskSpec] = {}
 
 
-#: More children than this only compete for the cores; further jobs wait, each with its slot.
+#: More children would only compete for the cores; further jobs wait, each in its slot.
 MAX_CHILDREN: Final = max(4, 2 * (os.cpu_count() or 1))
 _REAP_S: Final = 5.0
 
 _MAIN: Final = "import sys; sys.path[:] = {path!r}; from holdfast.execution.processes import main; main({descriptor})"
 
-#: For apps whose code names no URL; others are moved once they are loaded.
+#: For apps whose code names no URL; others are reconfigured once they are loaded.
 _IN_MEMORY: Final = {"HOLDFAST_URL": "sqlite://"}
 
 _encode: Final = msgspec.msgpack.Encoder().encode
@@ -147,39 +147,39 @@ _decode: Final = msgspec.msgpack.Decoder(RunReply).decode
 
 
 class ProcessPool:
-    """A pool of child processes. One event loop."""
+    """A pool of child processes. Runs on one event loop."""
 
     def __init__(self, limit: int = MAX_CHILDREN, *, in_memory: bool = False) -> None:
-        """`in_memory`: the worker's app is, and children must not reach the stores that it is configured for."""
+        """`in_memory`: the worker's app is in memory, and children must not reach its configured stores."""
         self._in_memory = in_memory
-        self._room = asyncio.Semaphore(limit)
+        self._slots = asyncio.Semaphore(limit)
         self._idle: list[ChildProcess] = []
         self._all: set[ChildProcess] = set()
-        self._places: dict[str, TaskLocation] = {}
+        self._locations: dict[str, TaskLocation] = {}
 
     async def perform(self, plan: TaskSpec, claim: Claim, started: Callable[[], None]) -> Outcome:
         """Run one job in a child; `started` is called when its code begins. A cancelled call kills its child."""
-        place = self._places.get(plan.name) or self._places.setdefault(plan.name, locate(plan))
-        order = _encode(RunCommand(place, claim, self._in_memory))
-        async with self._room:
+        location = self._locations.get(plan.name) or self._locations.setdefault(plan.name, locate(plan))
+        command = _encode(RunCommand(location, claim, self._in_memory))
+        async with self._slots:
             while True:
-                child, fresh = await self._take()
+                child, fresh = await self._acquire()
                 try:
-                    await child.send(order)
+                    await child.send(command)
                     started()
                     reply = await child.receive()
                 except (EOFError, OSError):
-                    exit_code = await self._bury(child)
+                    exit_code = await self._end(child)
                     if fresh or child.started:
                         return process_died(exit_code)
-                    # It had died at rest: that is not this job's doing.
+                    # It ended while idle, so this job is not the cause.
                 except GeneratorExit:
-                    # Thrown away: there is no waiting any more.
+                    # Abandoned: nothing can be awaited here.
                     child.kill()
                     raise
                 except BaseException:
-                    # Dead before the verdict is given: the next attempt must not meet it.
-                    await self._bury(child)
+                    # Ended before the verdict: the next attempt must not run concurrently with it.
+                    await self._end(child)
                     raise
                 else:
                     self._idle.append(child)
@@ -193,15 +193,15 @@ class ProcessPool:
         for child in children:
             await child.reap()
 
-    async def _take(self) -> tuple[ChildProcess, bool]:
-        """A child at rest, or a new one."""
+    async def _acquire(self) -> tuple[ChildProcess, bool]:
+        """An idle child or a new one, and whether it is new."""
         if self._idle:
             return self._idle.pop(), False
         child = await ChildProcess.spawn(_IN_MEMORY if self._in_memory else {})
         self._all.add(child)
         return child, True
 
-    async def _bury(self, child: ChildProcess) -> int | None:
+    async def _end(self, child: ChildProcess) -> int | None:
         child.kill()
         exit_code = await child.reap()
         self._all.discard(child)
@@ -223,7 +223,7 @@ class ChildProcess:
 
     @classmethod
     async def spawn(cls, variables: Mapping[str, str]) -> ChildProcess:
-        """Start one. It imports the user's code with its first job."""
+        """Start a child. It imports the user's code with its first job."""
         ours, theirs = socket.socketpair()
         with theirs:
             code = _MAIN.format(path=sys.path, descriptor=theirs.fileno())
@@ -240,26 +240,26 @@ class ChildProcess:
             process.wait()
             raise
 
-    async def send(self, order: bytes) -> None:
-        """Hand over a job; returns when the child has imported what it needs. `EOFError` or `OSError`: it died."""
+    async def send(self, command: bytes) -> None:
+        """Pass a job to the child, and wait for its import. Raises `EOFError` or `OSError` if it has ended."""
         self.started = False
-        self._writer.write(HEADER.pack(len(order)) + order)
+        self._writer.write(HEADER.pack(len(command)) + command)
         await self._writer.drain()
         await self.receive()
         self.started = True
 
     async def receive(self) -> bytes:
-        """Its next message: empty at the start of a job, then the outcome. `EOFError` or `OSError`: it died."""
+        """Its next message: empty at the start of a job, then the outcome. `EOFError` or `OSError` if it has ended."""
         header = await self._reader.readexactly(HEADER.size)
         return await self._reader.readexactly(HEADER.unpack(header)[0])
 
     def kill(self) -> None:
-        """End it now. Safe to call twice, and after it has ended."""
+        """Kill it. Can be repeated, also after it has ended."""
         self._writer.close()
         self._process.kill()
 
     async def reap(self) -> int | None:
-        """Wait for a killed child; its exit code, negative for a signal."""
+        """Wait for a killed child; returns its exit code, negative for a signal."""
         try:
             return await asyncio.to_thread(self._process.wait, _REAP_S)
         except subprocess.TimeoutExpired:

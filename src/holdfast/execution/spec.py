@@ -1,7 +1,7 @@
 """`TaskSpec`: everything needed to run a task's jobs, computed once when the task is registered.
 
 `TaskLocation` finds a task in another process. A child process imports the module that defines the function, by name
-if it has one, else from its file, and gets the task from a module-level name or from an app that the module holds.
+if it has one, otherwise from its file, and gets the task from a module-level name or from an app in the module.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class ExecutionMode(Enum):
     LOOP = auto()
     #: `def`: a thread. Cannot be stopped from outside.
     THREAD = auto()
-    #: `process=True`: a child process, killed when its time is up, when it is cancelled or loses its lease.
+    #: `process=True`: a child process, killed on timeout, cancellation or a lost lease.
     PROCESS = auto()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskPolicy:
-    """What becomes of a task's jobs when they fail or take too long."""
+    """How a task's jobs are handled when they fail or take too long."""
 
     retry: Retry = field(default_factory=Retry)
     timeout_ms: int | None = None
@@ -52,7 +52,7 @@ class TaskPolicy:
 
 
 class TaskSpec:
-    """A function, how it is called, and its policy."""
+    """A function, its arguments, and its policy."""
 
     __slots__ = (
         "_result_label",
@@ -82,7 +82,7 @@ class TaskSpec:
         self._result_label = f"the result of task {name!r}"
 
     def encode_result(self, value: Any) -> bytes:
-        """JSON; raises `InvalidPayload` or `PayloadTooLarge`."""
+        """Encode a result as JSON; raises `InvalidPayload` or `PayloadTooLarge`."""
         return encode_json(value, self._result_label, self.payload_limit)
 
     def bind(self, claim: Claim, context: Context | None) -> dict[str, Any]:
@@ -95,18 +95,18 @@ class TaskSpec:
 
 def _mode(name: str, function: Callable[..., Any], policy: TaskPolicy) -> ExecutionMode:
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise InvalidOption(f"task {name!r} yields; a task returns one value")
+        raise InvalidOption(f"task {name!r} is a generator; return one value instead")
     if policy.process:
         return ExecutionMode.PROCESS
     return ExecutionMode.LOOP if inspect.iscoroutinefunction(function) else ExecutionMode.THREAD
 
 
-#: What `multiprocessing` calls a main module in a child, so that `if __name__ == "__main__":` stays off.
+#: The name that `multiprocessing` gives a main module in a child, so that `if __name__ == "__main__":` is false.
 _MAIN_ALIAS: Final = "__mp_main__"
 
 
 class TaskLocation(msgspec.Struct, frozen=True):
-    """Where a task is defined. An empty module name: load the file."""
+    """Where a task is defined. If the module name is empty, the file is loaded."""
 
     module: str
     file: str
@@ -114,7 +114,7 @@ class TaskLocation(msgspec.Struct, frozen=True):
 
 
 def locate(plan: TaskSpec) -> TaskLocation:
-    """The place of a task, checked; `InvalidOption` if a child could not find it there."""
+    """The location of a task; raises `InvalidOption` if a child could not find it there."""
     name = plan.function.__module__
     module = sys.modules.get(name)
     if module is None or find_task(module, plan.name) is not plan:
@@ -124,18 +124,18 @@ def locate(plan: TaskSpec) -> TaskLocation:
         )
     file = getattr(module, "__file__", None) or ""
     if name == "__main__":
-        # Started with `-m` it has its real name here; a script has none.
+        # Started with `-m`, the spec has the real name; a script has no spec.
         spec = getattr(module, "__spec__", None)
         return TaskLocation("" if spec is None or spec.name == name else spec.name, file, plan.name)
     return TaskLocation(name, file, plan.name)
 
 
-def load_task(place: TaskLocation, *, in_memory: bool = False) -> TaskSpec:
-    """In the child: the task at that place. With `in_memory` the module's apps are moved there."""
-    module = importlib.import_module(place.module) if place.module else _load_file(place.file)
-    plan = find_task(module, place.task)
+def load_task(location: TaskLocation, *, in_memory: bool = False) -> TaskSpec:
+    """In the child: the task at this location. With `in_memory`, the module's apps are moved into memory."""
+    module = importlib.import_module(location.module) if location.module else _load_file(location.file)
+    plan = find_task(module, location.task)
     if plan is None:
-        raise InvalidOption(f"module {module.__name__!r} has no task {place.task!r} in the child process")
+        raise InvalidOption(f"module {module.__name__!r} has no task {location.task!r} in the child process")
     if in_memory:
         for value in _ours(module):
             if isinstance(getattr(value, "specs", None), Mapping):
@@ -144,7 +144,7 @@ def load_task(place: TaskLocation, *, in_memory: bool = False) -> TaskSpec:
 
 
 def find_task(module: ModuleType, task: str) -> TaskSpec | None:
-    """The plan of a task that is, or whose app is, at a module's top level."""
+    """The spec of a task that is, or whose app is, at a module's top level."""
     apps: list[Mapping[str, Any]] = []
     for value in _ours(module):
         plan = getattr(value, "plan", None)
@@ -157,12 +157,12 @@ def find_task(module: ModuleType, task: str) -> TaskSpec | None:
 
 
 def _ours(module: ModuleType) -> list[Any]:
-    """Apps and tasks at a module's top level, and whatever else of holdfast is there."""
+    """Apps, tasks and other objects of holdfast's types at a module's top level."""
     values = list(vars(module).values())
     return [value for value in values if any(base.__module__.startswith("holdfast.") for base in type(value).__mro__)]
 
 
-# Cached here, not looked up in sys.modules: importing `multiprocessing` puts the child's own main module there.
+# Cached here, not in sys.modules: importing `multiprocessing` puts the child's own main module there.
 @functools.cache
 def _load_file(file: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(_MAIN_ALIAS, file)

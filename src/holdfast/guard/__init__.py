@@ -1,1 +1,1 @@
-"""People before jobs: guards that allow, ask or deny, and the approvals that they, or tasks, wait for."""
+"""Guards that allow, deny or require approval of jobs, and approval requests of guards and tasks."""

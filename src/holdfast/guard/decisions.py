@@ -20,7 +20,7 @@ from holdfast.core.job import Approval, ApprovalRequest, Claim, new_job_ids
 from holdfast.core.retry import Duration, duration_ms
 from holdfast.errors import InvalidOption
 
-#: As many people as anybody could want; the engine's limit, too.
+#: Largest quorum; also the engine's limit.
 MAX_QUORUM: Final = 100
 REASON_LIMIT: Final = 2_000
 
@@ -29,33 +29,33 @@ Source = Literal["submit", "claim", "trigger"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardRequest:
-    """A job that wants to run, as its guards see it."""
+    """A job under review, as its guards see it."""
 
     task: str
     tenant_id: str
     queue: str
-    #: By name, as the task's function will get them, defaults included; plain JSON if the task is not known here.
+    #: By name, as the task's function gets them, with defaults; plain JSON if the task is not registered here.
     arguments: dict[str, Any]
-    #: As it is on the wire.
+    #: The encoded arguments, as transmitted.
     payload: bytes
-    #: What the submitter sent along beside the arguments.
+    #: Free JSON of the submitter.
     context: dict[str, Any]
-    #: `submit`: it is not accepted yet. `claim`: it is there, and nobody has cleared it: a foreign message, say.
+    #: `submit`: not accepted yet. `claim`: accepted but not reviewed, for example a foreign message.
     source: Source
-    #: Who submitted it over HTTP, by the name of their token; else empty.
+    #: Name of the token of a submission over HTTP; otherwise empty.
     submitted_by: str
-    #: Empty if it has none.
+    #: Empty if there is none.
     idempotency_key: str
 
 
 @dataclass(frozen=True, slots=True)
 class Allow:
-    """It may run. The same as None: whatever nobody minds is allowed."""
+    """The job may run. Returning None means the same: without objections a job is allowed."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequireApproval:
-    """It may run once people have said yes: `quorum` different ones, within `deadline`, else it is cancelled."""
+    """The job may run after `quorum` different approvers agreed; it is cancelled if they do not within `deadline`."""
 
     reason: str
     quorum: int = 1
@@ -67,7 +67,7 @@ class RequireApproval:
 
 @dataclass(frozen=True, slots=True)
 class Deny:
-    """It may not run at all."""
+    """The job may not run."""
 
     reason: str
 
@@ -80,7 +80,7 @@ Decision = Allow | RequireApproval | Deny
 
 @dataclass(frozen=True, slots=True)
 class Denial:
-    """At least one guard says no."""
+    """At least one guard denies the job."""
 
     reasons: tuple[str, ...]
     policies: tuple[str, ...]
@@ -88,42 +88,45 @@ class Denial:
 
 @dataclass(frozen=True, slots=True)
 class ApprovalTerms:
-    """Nobody says no, and somebody wants people to decide."""
+    """No guard denies the job, and at least one requires approval."""
 
     reasons: tuple[str, ...]
     policies: tuple[str, ...]
     quorum: int
-    #: 0: none.
+    #: 0 means no deadline.
     deadline_ms: int
 
 
-#: What all guards together say; None: it may run.
+#: Combined decision of all guards; None: the job may run.
 Ruling = Denial | ApprovalTerms | None
 
 
 def combine(decisions: Iterable[tuple[str, Decision]]) -> Ruling:
-    """No beats ask beats yes. The largest quorum and the shortest deadline count, whoever wants them."""
-    denials, asks = list[tuple[str, Deny]](), list[tuple[str, RequireApproval]]()
+    """Combine decisions: deny wins over require approval, which wins over allow.
+
+    The largest quorum and the shortest deadline of all guards apply.
+    """
+    denials, requirements = list[tuple[str, Deny]](), list[tuple[str, RequireApproval]]()
     for policy, decision in decisions:
         if isinstance(decision, Deny):
             denials.append((policy, decision))
         elif isinstance(decision, RequireApproval):
-            asks.append((policy, decision))
+            requirements.append((policy, decision))
     if denials:
         return Denial(tuple(denial.reason for _, denial in denials), tuple(policy for policy, _ in denials))
-    if not asks:
+    if not requirements:
         return None
-    deadlines = [deadline_ms(ask.deadline) for _, ask in asks if ask.deadline is not None]
+    deadlines = [deadline_ms(required.deadline) for _, required in requirements if required.deadline is not None]
     return ApprovalTerms(
-        reasons=tuple(ask.reason for _, ask in asks),
-        policies=tuple(policy for policy, _ in asks),
-        quorum=max(ask.quorum for _, ask in asks),
+        reasons=tuple(required.reason for _, required in requirements),
+        policies=tuple(policy for policy, _ in requirements),
+        quorum=max(required.quorum for _, required in requirements),
         deadline_ms=min(deadlines, default=0),
     )
 
 
 def check_approval_terms(reason: object, quorum: object, deadline: Duration | None) -> None:
-    """Raise `InvalidOption` for what nobody could be asked."""
+    """Raise `InvalidOption` unless the terms are valid."""
     _check_reason(reason)
     if type(quorum) is not int or not 1 <= quorum <= MAX_QUORUM:
         raise InvalidOption(f"quorum must be a whole number from 1 to {MAX_QUORUM}, got {quorum!r}")
@@ -131,69 +134,72 @@ def check_approval_terms(reason: object, quorum: object, deadline: Duration | No
 
 
 def deadline_ms(deadline: Duration | None) -> int:
-    """In milliseconds from now; 0: none."""
+    """Convert a deadline to milliseconds; 0 means none. Raises `InvalidOption`."""
     if deadline is None:
         return 0
     span_ms = duration_ms(deadline, "deadline")
     if span_ms == 0:
-        raise InvalidOption("deadline must be more than 0; leave it out to wait for ever")
+        raise InvalidOption("deadline must be greater than 0; omit it to wait without limit")
     return span_ms
 
 
 def _check_reason(reason: object) -> None:
     if not isinstance(reason, str) or len(reason) > REASON_LIMIT:
-        raise InvalidOption(f"a reason must be a text of at most {REASON_LIMIT} characters, got {reason!r}")
+        raise InvalidOption(f"a reason must be a string of at most {REASON_LIMIT} characters, got {reason!r}")
 
 
 def payload_hash(task: str, tenant_id: str, payload: bytes) -> str:
-    """Of a job: the same for the same task, tenant and payload, byte by byte, and for no others."""
+    """Hash of a job's task, tenant and payload bytes."""
     return _hash(task.encode(), tenant_id.encode(), payload)
 
 
 def request_hash(task: str, tenant_id: str, payload: bytes, name: str, details: Any) -> str:
-    """Of a task's own question: the job, and what was asked about it. `details` are plain JSON values."""
+    """Hash of a task's approval request: the job, the name and the details, which are plain JSON values."""
     return _hash(task.encode(), tenant_id.encode(), payload, name.encode(), canonical_json(details))
 
 
 def _hash(*parts: bytes) -> str:
     digest = hashlib.sha256()
     for part in parts:
-        # With its length: "ab" + "c" must not be "a" + "bc".
+        # Length-prefixed, so that "ab" + "c" differs from "a" + "bc".
         digest.update(len(part).to_bytes(8, "big") + part)
     return digest.hexdigest()
 
 
 _NAME_LIMIT: Final = 200
-#: Details travel with the job and are read by people.
+#: Details travel with the job, and approvers read them.
 _DETAILS_LIMIT: Final = 64 * 1024
 
 
 class ApprovalInterrupt(BaseException):
-    """Ends the attempt until people have answered. Not an `Exception`, so that a task's own handlers let it pass."""
+    """Ends the attempt until the request is decided. Not an `Exception`, so that a task's handlers do not catch it."""
 
-    def __init__(self, ask: ApprovalRequest) -> None:
-        super().__init__(f"waits for the approval {ask.name!r}")
-        self.ask = ask
+    def __init__(self, request: ApprovalRequest) -> None:
+        super().__init__(f"waiting for approval {request.name!r}")
+        self.request = request
 
 
 def approval_or_request(
     claim: Claim, name: object, details: Any, *, reason: str, quorum: int, deadline: Duration | None, now_ms: int
 ) -> Approval:
-    """People's yes to exactly this; raises `Asked` if there is none. `InvalidOption` for what cannot be asked."""
+    """Return the approval of exactly this request.
+
+    Raises `ApprovalInterrupt` if there is none, and `InvalidOption` for invalid terms.
+    """
     if not isinstance(name, str) or not 1 <= len(name) <= _NAME_LIMIT or not name.isprintable():
-        raise InvalidOption(f"an approval's name must be a text of 1 to {_NAME_LIMIT} characters, got {name!r}")
+        raise InvalidOption(f"an approval's name must be a string of 1 to {_NAME_LIMIT} characters, got {name!r}")
     check_approval_terms(reason, quorum, deadline)
     what = f"the details of approval {name!r}"
     plain = decode_json(encode_json(details, what, _DETAILS_LIMIT), what)
-    shown = request_hash(claim.task, claim.tenant_id, claim.payload, name, plain)
-    consent = (claim.meta.consents or {}).get(name)
-    if consent is not None and consent.payload_hash == shown:
-        return consent
+    shown_hash = request_hash(claim.task, claim.tenant_id, claim.payload, name, plain)
+    approval = (claim.meta.approvals or {}).get(name)
+    if approval is not None and approval.payload_hash == shown_hash:
+        return approval
     span_ms = deadline_ms(deadline)
     raise ApprovalInterrupt(
         ApprovalRequest(
             approval_id=new_job_ids(1)[0],
-            payload_hash=shown,
+            payload_hash=shown_hash,
             name=name,
             reason=reason,
             quorum=quorum,

@@ -1,11 +1,11 @@
-"""`app.guard`: the rules that every job is shown to before it may run.
+"""`app.guard`: the guards that review every job before it may run.
 
     @app.guard
     async def budget(request: GuardRequest) -> Decision | None: ...
 
-    app.guard.rule("large payments", task="pay*", when=lambda args: args["amount"] > 1000, then=AskPeople("a lot"))
+    app.guard.rule("large", task="pay*", when=lambda args: args["amount"] > 1000, then=RequireApproval("over 1000"))
 
-A guard that raises, answers nonsense or takes too long lets nothing pass: `GuardFailed`.
+A guard that raises, returns an invalid value or times out blocks the job: `GuardFailed`.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _NAME_LIMIT: Final = 200
 
 @dataclass(frozen=True, slots=True)
 class _RegisteredGuard:
-    """A guard and the policy that it is known by."""
+    """A guard and its policy name."""
 
     policy: str
     guard: Callable[[GuardRequest], Any]
-    #: Quick, and never waits: called on the event loop.
+    #: Does not block: called on the event loop.
     immediate: bool = False
 
 
 class GuardRegistry:
-    """An app's guards; empty at first. Used as `@app.guard`, or as `app.guard.rule(…)`."""
+    """An app's guards. Add them with `@app.guard` or `app.guard.rule(…)`."""
 
     def __init__(self, timeout_s: Callable[[], float]) -> None:
         self._timeout_s = timeout_s
@@ -52,9 +52,9 @@ class GuardRegistry:
     @overload
     def __call__(self, /, *, name: str) -> Callable[[G], G]: ...
     def __call__(self, guard: Any = None, /, *, name: str | None = None) -> Any:
-        """Register a function, `async` or not, that is asked about every job; its name is the policy's.
+        """Register a function, `async` or not, that reviews every job. Its name is the policy name.
 
-        A plain function runs in a thread. None means that it does not mind.
+        A plain function runs in a thread. Returning None means no objection.
         """
 
         def register(guard: G) -> G:
@@ -74,10 +74,12 @@ class GuardRegistry:
         when: Callable[[dict[str, Any]], object] | None = None,
         then: RequireApproval | Deny,
     ) -> None:
-        """A rule without a function: which jobs, by task, tenant (`*` and `?` stand for anything) and arguments, and
-        what becomes of them. `when` gets the arguments by name, and must be quick."""
+        """Add a rule: jobs that match get the decision `then`.
+
+        `task` and `tenant` are patterns with `*` and `?`. `when` gets the arguments by name and must not block.
+        """
         if not isinstance(then, RequireApproval | Deny):
-            raise InvalidOption(f"then must be AskPeople(…) or Deny(…), not {then!r}")
+            raise InvalidOption(f"then must be RequireApproval(…) or Deny(…), not {then!r}")
         if inspect.iscoroutinefunction(when):
             raise InvalidOption(f"when must be a plain function of the arguments, not {when!r}")
 
@@ -89,50 +91,52 @@ class GuardRegistry:
         self._add(name, rule, immediate=True)
 
     async def judge(self, request: GuardRequest) -> Ruling:
-        """What all of them say; each is asked, so that all reasons are known. Raises `GuardFailed`."""
-        decisions = [(named.policy, await self._ask(named, request)) for named in self._guards]
+        """Call all guards, to collect all reasons, and combine their decisions. Raises `GuardFailed`."""
+        decisions = [(registered.policy, await self._call_guard(registered, request)) for registered in self._guards]
         return combine(decisions)
 
     def _add(self, name: object, guard: Callable[[GuardRequest], Any], *, immediate: bool = False) -> None:
         if not isinstance(name, str) or not 1 <= len(name) <= _NAME_LIMIT:
-            raise InvalidOption(f"a guard's name must be a text of 1 to {_NAME_LIMIT} characters, got {name!r}")
+            raise InvalidOption(f"a guard's name must be a string of 1 to {_NAME_LIMIT} characters, got {name!r}")
         if any(other.policy == name for other in self._guards):
-            raise InvalidOption(f"there is a guard {name!r} already; a policy is known by its name, give it name=…")
+            raise InvalidOption(f"guard {name!r} is already registered; give one of them another name=…")
         self._guards.append(_RegisteredGuard(name, guard, immediate))
 
-    async def _ask(self, named: _RegisteredGuard, request: GuardRequest) -> Decision:
+    async def _call_guard(self, registered: _RegisteredGuard, request: GuardRequest) -> Decision:
         limit_s = self._timeout_s()
         limit = asyncio.timeout(limit_s)
         try:
             async with limit:
-                decision = await _call(named, request)
+                decision = await _call(registered, request)
         except HoldfastError:
-            # A guard that says itself what is wrong, and whether trying again helps.
+            # The guard chose the error, and with it whether a retry helps.
             raise
         except Exception as exc:
             if isinstance(exc, TimeoutError) and limit.expired():
-                raise GuardFailed(named.policy, f"no answer within {limit_s:g} s") from exc
-            raise GuardFailed(named.policy, f"{type(exc).__name__}: {exc}") from exc
+                raise GuardFailed(registered.policy, f"no decision within {limit_s:g} s") from exc
+            raise GuardFailed(registered.policy, f"{type(exc).__name__}: {exc}") from exc
         if decision is None:
             return Allow()
         if not isinstance(decision, Decision):
-            raise GuardFailed(named.policy, f"it answered {decision!r}, which is no Allow, AskPeople, Deny or None")
+            raise GuardFailed(
+                registered.policy, f"it returned {decision!r}, which is not an Allow, RequireApproval, Deny or None"
+            )
         return decision
 
 
-async def _call(named: _RegisteredGuard, request: GuardRequest) -> Any:
-    guard = named.guard
-    if named.immediate:
+async def _call(registered: _RegisteredGuard, request: GuardRequest) -> Any:
+    guard = registered.guard
+    if registered.immediate:
         return guard(request)
     if inspect.iscoroutinefunction(guard) or inspect.iscoroutinefunction(getattr(guard, "__call__", None)):  # noqa: B004
         return await guard(request)
     answer = await _in_thread(lambda: guard(request))
-    # An `async` function inside a lambda, say.
+    # For example a lambda that calls an `async` function.
     return await answer if inspect.isawaitable(answer) else answer
 
 
 async def _in_thread(work: Callable[[], Any]) -> Any:
-    """In a daemon thread: one that never returns is left behind, and keeps no process alive."""
+    """Run `work` in a daemon thread; if it never returns, it does not keep the process alive."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 
@@ -142,18 +146,18 @@ async def _in_thread(work: Callable[[], Any]) -> Any:
         except BaseException as exc:  # noqa: BLE001 - raised where it is awaited
             outcome = (None, exc)
         try:
-            loop.call_soon_threadsafe(tell, *outcome)
+            loop.call_soon_threadsafe(set_outcome, *outcome)
         except RuntimeError:
-            # The loop is gone, and with it whoever waited.
+            # The event loop is closed, and the waiter with it.
             return
 
-    def tell(value: Any, error: BaseException | None) -> None:
+    def set_outcome(value: Any, error: BaseException | None) -> None:
         if future.done():
             return
         if error is None:
             future.set_result(value)
         else:
-            # A future cannot hold a StopIteration, and one SystemExit must not end the loop.
+            # A future cannot hold a StopIteration, and a SystemExit must not end the loop.
             future.set_exception(
                 error
                 if isinstance(error, Exception) and not isinstance(error, StopIteration)

@@ -1,8 +1,8 @@
-"""Where guards are asked: at the desk before a job is handed in, and at the worker before one runs that nobody cleared.
+"""Run guards: before a job is submitted, and before a worker runs a job that was not reviewed.
 
-At the desk: allowed jobs are marked as cleared, with the hash of what was seen; those that people have to decide about
-are handed in on hold, with the question; a denied one is `Denied`, and in the operators' log. At the worker a job that
-carries the mark of exactly its own task, tenant and payload is not asked about again.
+At submission an allowed job is marked as cleared, with the hash of what was reviewed. A job that requires approval is
+submitted on hold, with the approval request. A denied job raises `Denied` and leaves an audit entry. At the worker, a
+job whose mark matches its task, tenant and payload is not reviewed again.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 _log: Final = logging.getLogger("holdfast.guard")
 
-#: How long a denied caller waits for the line in the operators' log.
+#: How long a denied caller waits for the audit entry.
 _RECORD_S: Final = 5.0
-#: Jobs that their own submitter wants approved.
-_HELD: Final = ApprovalTerms(("its submitter wants it approved",), ("hold",), 1, 0)
+#: Terms for jobs that their submitter holds for approval.
+_HELD: Final = ApprovalTerms(("the submitter requires approval",), ("hold",), 1, 0)
 
 
 class GuardRunner:
-    """An app's guards in front of one desk or worker."""
+    """Runs an app's guards for one submitter or worker."""
 
     def __init__(
         self,
@@ -44,82 +44,84 @@ class GuardRunner:
         clock: Clock,
         ledger: Ledger | None,
         *,
-        can_ask: bool | None = None,
+        can_request_approval: bool | None = None,
     ) -> None:
-        """Without a ledger nobody can be asked; `can_ask` says otherwise, for tests that look at held jobs."""
+        """Approval requests need a ledger; `can_request_approval` overrides this, for tests that inspect held jobs."""
         self._guards = guards
         self._plans = plans
         self._clock = clock
         self._ledger = ledger
-        #: Whether people's answers have a place to be kept.
-        self.can_ask = ledger is not None if can_ask is None else can_ask
+        #: Whether approval requests and votes can be stored.
+        self.can_request_approval = ledger is not None if can_request_approval is None else can_request_approval
 
-    # At the desk -----------------------------------------------------------------------------------
+    # At submission ---------------------------------------------------------------------------------
 
     def applies_to(self, envelope: Envelope) -> bool:
-        """Whether it has to be admitted; else it may be handed in as it is."""
+        """Whether the envelope must be reviewed; otherwise it may be submitted unchanged."""
         return bool(self._guards) or envelope.hold
 
     async def review(self, envelope: Envelope, source: Source = "submit") -> Envelope:
-        """The envelope as it may be handed in. Raises `Denied`, `GuardFailed`, or `NoLedger` if people must decide."""
+        """Return the envelope to submit. Raises `Denied`, `GuardFailed`, or `NoLedger` if approval is required."""
         ruling = await self._judge(envelope, source) if self._guards else None
         if isinstance(ruling, Denial):
             await self._deny(envelope, ruling)
             raise Denied(envelope.task, ruling.reasons, ruling.policies)
         if isinstance(ruling, ApprovalTerms):
-            self._must_ask(ruling, envelope.task)
-            return self._on_hold(envelope, ruling)
+            self._require_approvals(ruling, envelope.task)
+            return self._hold(envelope, ruling)
         if self._guards:
-            meta = msgspec.structs.replace(envelope.meta, cleared=_hash(envelope))
+            meta = msgspec.structs.replace(envelope.meta, approved_hash=_hash(envelope))
             envelope = msgspec.structs.replace(envelope, meta=meta)
-        # Without a ledger, what a submitter holds back is an operator's to move on.
-        return self._on_hold(envelope, None) if envelope.hold and self.can_ask else envelope
+        # Without a ledger, an operator resumes what a submitter holds.
+        return self._hold(envelope, None) if envelope.hold and self.can_request_approval else envelope
 
     async def review_all(self, envelopes: Iterable[Envelope]) -> Iterable[Envelope]:
-        """All of them, or the error of the first that may not be handed in: then none is."""
+        """Review all envelopes. Raises the error of the first that may not be submitted; then none is."""
         if not self._guards:
-            return (self._on_hold(each, None) if each.hold and self.can_ask else each for each in envelopes)
+            return (self._hold(each, None) if each.hold and self.can_request_approval else each for each in envelopes)
         return [await self.review(envelope) for envelope in envelopes]
 
-    def _on_hold(self, envelope: Envelope, wanted: ApprovalTerms | None) -> Envelope:
+    def _hold(self, envelope: Envelope, terms: ApprovalTerms | None) -> Envelope:
         if envelope.hold:
-            wanted = _too(wanted, _HELD)
-        assert wanted is not None
-        ask = new_approval_request(wanted, _hash(envelope), self._clock.now_ms(), envelope.meta.submitted_by)
-        return msgspec.structs.replace(envelope, hold=True, meta=msgspec.structs.replace(envelope.meta, ask=ask))
+            terms = _add_terms(terms, _HELD)
+        assert terms is not None
+        request = new_approval_request(terms, _hash(envelope), self._clock.now_ms(), envelope.meta.submitted_by)
+        return msgspec.structs.replace(
+            envelope, hold=True, meta=msgspec.structs.replace(envelope.meta, approval_request=request)
+        )
 
     async def _deny(self, envelope: Envelope, ruling: Denial) -> None:
         reasons, policies = "; ".join(ruling.reasons), ", ".join(ruling.policies)
-        _log.warning("denied: task %s of tenant %s: %s (%s)", envelope.task, envelope.tenant_id, reasons, policies)
+        _log.warning("denied task %s of tenant %s: %s (%s)", envelope.task, envelope.tenant_id, reasons, policies)
         if self._ledger is not None:
             await _record(self._ledger, envelope, ruling)
 
-    def _must_ask(self, wanted: ApprovalTerms, task: str) -> None:
-        if not self.can_ask:
-            raise NoLedger(f"an approval ({', '.join(wanted.policies)} wants one for task {task!r})")
+    def _require_approvals(self, terms: ApprovalTerms, task: str) -> None:
+        if not self.can_request_approval:
+            raise NoLedger(f"an approval (required by {', '.join(terms.policies)} for task {task!r})")
 
     # At the worker ---------------------------------------------------------------------------------
 
     def is_approved(self, claim: Claim) -> bool:
-        """Whether it may run without being asked about: it was, and is still the same; or nobody minds anything."""
-        cleared = claim.meta.cleared
+        """Whether a claim may run without review: it was cleared and is unchanged, or there are no guards."""
+        cleared = claim.meta.approved_hash
         if not cleared:
             return not self._guards
         return cleared == payload_hash(claim.task, claim.tenant_id, claim.payload)
 
     async def review_claim(self, claim: Claim, now_ms: Callable[[], int]) -> ApprovalRequest | Denied | None:
-        """What stands between a claimed job and its run. Raises `GuardFailed`, `NoLedger`, or what a guard raised."""
+        """Review a claimed job; None if it may run. Raises `GuardFailed`, `NoLedger`, or what a guard raised."""
         if not self._guards:
-            reason = "its payload is not the one that was cleared, and this worker has no guard that could look at it"
+            reason = "its payload is not the one that was cleared, and this worker has no guards to review it"
             return Denied(claim.task, (reason,), ())
         ruling = await self._judge(claim, "claim")
         if ruling is None:
             return None
         if isinstance(ruling, Denial):
             return Denied(claim.task, ruling.reasons, ruling.policies)
-        self._must_ask(ruling, claim.task)
-        hashed = payload_hash(claim.task, claim.tenant_id, claim.payload)
-        return new_approval_request(ruling, hashed, now_ms(), claim.meta.submitted_by)
+        self._require_approvals(ruling, claim.task)
+        job_hash = payload_hash(claim.task, claim.tenant_id, claim.payload)
+        return new_approval_request(ruling, job_hash, now_ms(), claim.meta.submitted_by)
 
     async def _judge(self, job: Envelope | Claim, source: Source) -> Ruling:
         return await self._guards.judge(
@@ -142,28 +144,30 @@ class GuardRunner:
             return plan.decode(payload)
         arguments = decode_json(payload, f"the payload of task {task!r}")
         if not isinstance(arguments, dict):
-            # Nobody here knows which is which: a rule about one of them would be blind.
-            raise GuardFailed("arguments", f"task {task!r} is not known here, so its arguments must be sent by name")
+            # Without the task's signature, positional arguments have no names that a guard could check.
+            raise GuardFailed(
+                "arguments", f"task {task!r} is not registered here, so its arguments must be passed by name"
+            )
         return arguments
 
 
-def new_approval_request(wanted: ApprovalTerms, hashed: str, now_ms: int, requested_by: str) -> ApprovalRequest:
-    """A guard's question about a job."""
+def new_approval_request(terms: ApprovalTerms, job_hash: str, now_ms: int, requested_by: str) -> ApprovalRequest:
+    """Create a guard's approval request for a job."""
     return ApprovalRequest(
         approval_id=new_job_ids(1)[0],
-        payload_hash=hashed,
-        reason="; ".join(wanted.reasons),
-        policies=wanted.policies,
-        quorum=wanted.quorum,
-        deadline_at_ms=now_ms + wanted.deadline_ms if wanted.deadline_ms else 0,
+        payload_hash=job_hash,
+        reason="; ".join(terms.reasons),
+        policies=terms.policies,
+        quorum=terms.quorum,
+        deadline_at_ms=now_ms + terms.deadline_ms if terms.deadline_ms else 0,
         requested_by=requested_by,
     )
 
 
-def _too(wanted: ApprovalTerms | None, other: ApprovalTerms) -> ApprovalTerms:
-    if wanted is None:
+def _add_terms(terms: ApprovalTerms | None, other: ApprovalTerms) -> ApprovalTerms:
+    if terms is None:
         return other
-    return replace(wanted, reasons=wanted.reasons + other.reasons, policies=wanted.policies + other.policies)
+    return replace(terms, reasons=terms.reasons + other.reasons, policies=terms.policies + other.policies)
 
 
 def _hash(envelope: Envelope) -> str:
@@ -171,10 +175,10 @@ def _hash(envelope: Envelope) -> str:
 
 
 async def _record(ledger: Ledger, envelope: Envelope, ruling: Denial) -> None:
-    """Into the operators' log; a ledger that is away changes nothing about the denial."""
+    """Write an audit entry; an unreachable ledger does not change the denial."""
     from holdfast.core.principal import AuditEntry
 
-    action = AuditEntry(
+    entry = AuditEntry(
         type="guard.denied",
         actor=envelope.meta.submitted_by,
         tenant_id=envelope.tenant_id,
@@ -186,6 +190,6 @@ async def _record(ledger: Ledger, envelope: Envelope, ruling: Denial) -> None:
     )
     try:
         async with asyncio.timeout(_RECORD_S):
-            await ledger.operators.record_audit([action])
+            await ledger.operators.record_audit([entry])
     except (HoldfastError, TimeoutError) as exc:
-        _log.error("a denied submission of task %r is not in the operators' log: %s", envelope.task, exc)
+        _log.error("denied submission of task %r not recorded in the audit log: %s", envelope.task, exc)

@@ -1,4 +1,4 @@
-"""The OpenAPI document as HTML: operations by tag, their parameters, answers and a curl command, then all schemas."""
+"""The OpenAPI document as HTML: operations by tag with parameters, responses and a curl command, then all schemas."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ Schema = Mapping[str, Any]
 
 
 def render(document: Mapping[str, Any], *, with_token: bool) -> Html:
-    """Everything of the document below its title. `with_token`: the examples send one."""
+    """Render the document below its title. `with_token`: the examples send a token."""
     tags = [tag["name"] for tag in document["tags"]]
-    # What most readers look for is first.
+    # Most readers need the operations on jobs, so they come first.
     by_tag: dict[str, list[Html]] = {tag: [] for tag in sorted(tags, key=lambda tag: tag != "jobs")}
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
@@ -45,7 +45,7 @@ def render(document: Mapping[str, Any], *, with_token: bool) -> Html:
 
 
 def schema_id(ref: str) -> str:
-    """The id of a schema's element on the page, from a reference or a name."""
+    """Element id of a schema on the page, from a reference or a name."""
     return f"schema-{ref.rpartition('/')[2]}"
 
 
@@ -66,7 +66,7 @@ def _details(operation: Mapping[str, Any]) -> Iterator[Html]:
     if "description" in operation:
         yield element("p", prose(operation["description"]))
     if "security" not in operation:
-        yield element("p", "Needs no token.", class_="dim")
+        yield element("p", "No token required.", class_="dim")
     if parameters := operation["parameters"]:
         yield element("h3", "Parameters")
         rows = [
@@ -77,7 +77,7 @@ def _details(operation: Mapping[str, Any]) -> Iterator[Html]:
     for media, content in operation.get("requestBody", {}).get("content", {}).items():
         yield element("h3", "Body")
         yield element("p", code(media), " ", _kind(content["schema"]))
-    yield element("h3", "Answers")
+    yield element("h3", "Responses")
     yield table(("status", "", ""), [_answer(*each) for each in operation["responses"].items()])
 
 
@@ -85,7 +85,7 @@ def _examples(operation: Mapping[str, Any]) -> Iterator[Html]:
     for status, response in operation["responses"].items():
         for content in response.get("content", {}).values():
             if status.startswith("2") and "example" in content:
-                yield element("p", f"Answers {status}:", class_="dim")
+                yield element("p", f"Response {status}:", class_="dim")
                 yield element("pre", _example(content["example"]))
 
 
@@ -110,7 +110,7 @@ def _curl(method: str, path: str, operation: Mapping[str, Any], *, with_token: b
 
 
 def command(*lines: str) -> str:
-    """One shell command on several lines."""
+    """Join parts of a shell command over several lines."""
     return " \\\n  ".join(lines)
 
 
@@ -142,7 +142,7 @@ def _fields(schema: Schema) -> Iterator[Html]:
 
 
 def _kind(schema: Schema | bool) -> Html:
-    """A type in words. Schemas of the app's types may be anything that JSON Schema allows, also true and false."""
+    """Describe a type. Schemas of the app's types may be any JSON Schema, including true and false."""
     if not isinstance(schema, Mapping):
         return join("any")
     if "$ref" in schema:

@@ -51,7 +51,7 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
 
-        async def watched(message: MutableMapping[str, Any]) -> None:
+        async def send_and_mark(message: MutableMapping[str, Any]) -> None:
             nonlocal started
             started = True
             await send(message)
@@ -60,12 +60,14 @@ class Endpoint:
             operation = self._operations.get(scope["method"])
             if operation is None:
                 raise MethodNotAllowed(scope["method"], self._allowed)
-            reply = await self._answer(operation, scope, receive, watched)
+            reply = await self._answer(operation, scope, receive, send_and_mark)
         except asyncio.CancelledError:
-            # At the end of the service a request has so long, and no longer.
+            # The server cancels requests that outlast the grace time at shutdown.
             if started or not self._service.ending.is_set():
                 raise
-            reply = problem_reply(EngineUnavailable("the service is ending, and this took too long"), scope)
+            reply = problem_reply(
+                EngineUnavailable("the service is shutting down and the request took too long"), scope
+            )
         except Exception as exc:
             if started:
                 raise
@@ -75,25 +77,25 @@ class Endpoint:
 
     async def _answer(self, operation: Operation, scope: Scope, receive: Receive, send: Send) -> Reply | None:
         service = self._service
-        person = (
+        principal = (
             await service.authenticator.authenticate(scope)
             if operation.permission is not None
-            else service.authenticator.nobody
+            else service.authenticator.anonymous
         )
         if operation.permission is not None:
-            person.require(operation.permission)
+            principal.require(operation.permission)
         if operation.all_tenants:
-            person.require_all_tenants(operation.summary)
+            principal.require_all_tenants(operation.summary)
         check_headers(scope, operation.headers)
         query = (operation.reader or _NO_QUERY).read(scope.get("query_string", b""))
         body = None
         if operation.decoder is not None:
             body = decode_body(await read_body(scope, receive, service.body_limit), operation.decoder)
-        return await operation.handle(Call(service, person, scope, receive, send, query, body))
+        return await operation.handle(Call(service, principal, scope, receive, send, query, body))
 
 
 async def not_found(scope: Scope, receive: Receive, send: Send) -> None:
-    """For paths that nobody serves."""
+    """Answer requests to paths without an operation."""
     await problem_reply(NoSuchPath(), scope).send(send)
 
 
@@ -105,11 +107,10 @@ def create_api(
     upkeep: bool | None = None,
     run_endpoint: bool | None = None,
 ) -> FastAPI:
-    """The HTTP API of an app, ready for any ASGI server.
+    """Create the HTTP API of an app, for any ASGI server.
 
-    `worker` and `upkeep`: whether this process also works on jobs and does the upkeep; unset, the settings
-    `http_worker` and `http_upkeep` say so. `dev` lets everybody on this machine in without a token: only for a server
-    that listens on loopback.
+    `worker` and `upkeep`: run a worker and upkeep in this process. Default: the settings `http_worker` and
+    `http_upkeep`. `dev` accepts requests from this machine without a token; use it only on loopback.
     """
     settings = app.settings
     service = Service(
@@ -125,7 +126,7 @@ def create_api(
         async with service.running():
             yield
 
-    # The document is served by an operation of its own: what it tells depends on who asks.
+    # A separate operation serves the document, because its content depends on the caller.
     api = FastAPI(title="holdfast", version=__version__, lifespan=lifespan, openapi_url=None)
     api.state.service = service
     api.openapi = lambda: document(OPERATIONS, app)  # type: ignore[method-assign]
@@ -139,7 +140,7 @@ def create_api(
 
 
 def mount(fastapi_app: FastAPI, app: Holdfast, prefix: str = "/holdfast", **options: Any) -> FastAPI:
-    """Put the API under a prefix of the user's own application; returns it. It starts and ends with that one."""
+    """Mount the API under a prefix of the user's application and return it. Both start and stop together."""
     api = create_api(app, **options)
     fastapi_app.mount(prefix, api)
     inner = fastapi_app.router.lifespan_context

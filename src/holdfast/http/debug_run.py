@@ -1,8 +1,8 @@
-"""One job, run here and now, as a worker would: leased, shown to the guards, renewed, judged, settled (requirement H3).
+"""Run one job in this process, as a worker would: claim, guards, renewal, verdict, settle (requirement H3).
 
-For trying out and for tests; off unless switched on. The due time is ignored, nothing else is: a job that is not
-queued or retrying is refused as an illegal move, a guard's no or question ends the run before it begins, and so does a
-lease that is lost meanwhile. Whatever came of a job that was taken is in the operators' log.
+For development and tests; disabled by default. Only the due time is ignored. A job that is not queued or retrying is
+refused as an illegal move. A guard that denies the job or requires approval ends the run before the function is called,
+and so does a lost lease. Every claimed job leaves an audit entry, whatever the outcome.
 """
 
 from __future__ import annotations
@@ -40,14 +40,16 @@ from holdfast.worker.renewer import LeaseListener, Renewer
 from holdfast.worker.runner import Runner
 from holdfast.worker.settler import Settler
 
-#: What is given up gets its dead letter recorded in the background; so long the answer waits for that.
+#: The dead letter of a failed job is recorded in the background; the response waits for it this long.
 _RECORDED_MS: Final = 10_000
-_LOOK_S: Final = 0.01
+_POLL_S: Final = 0.01
 
 _TRANSIENT: Final = Raised(
-    FailureKind.RETRYABLE, Failure(TASK_ERROR, "a transient failure, as asked for", "TransientFail")
+    FailureKind.RETRYABLE, Failure(TASK_ERROR, "transient failure requested by the caller", "TransientFail")
 )
-_FATAL: Final = Raised(FailureKind.FATAL, Failure(TASK_FATAL, "a failure for good, as asked for", "ForcedFail"))
+_FATAL: Final = Raised(
+    FailureKind.FATAL, Failure(TASK_FATAL, "permanent failure requested by the caller", "ForcedFail")
+)
 
 
 class DebugRunner:
@@ -58,7 +60,7 @@ class DebugRunner:
         self._random = Random()
 
     async def run(self, view: JobInfo, actor: str, *, force_fail: bool, transient_fail: bool) -> JobInfo:
-        """The job after one attempt. Raises `TransitionInvalid` and `UnknownJob` as `engine.take` does."""
+        """Return the job after one attempt. Raises `TransitionInvalid` and `UnknownJob` as `engine.claim_job` does."""
         engine = self._app.engine
         worker = f"http-{actor}-{uuid4().hex[:8]}"
         claim = await engine.claim_job(worker, view.queue, view.job_id)
@@ -70,29 +72,29 @@ class DebugRunner:
                 await self._perform(engine, claim)
             after = await self._after(engine, view)
         finally:
-            # However it ended: the job was taken.
+            # The job was claimed: clean up and record it whatever the outcome.
             try:
                 await engine.deregister_worker(worker, [view.queue])
             finally:
-                how = "force_fail" if force_fail else "transient_fail" if transient_fail else ""
-                await self._remember(view, after, actor, how)
+                reason = "force_fail" if force_fail else "transient_fail" if transient_fail else ""
+                await self._record_audit(view, after, actor, reason)
         return after
 
-    async def _remember(self, view: JobInfo, after: JobInfo | None, actor: str, how: str) -> None:
+    async def _record_audit(self, view: JobInfo, after: JobInfo | None, actor: str, reason: str) -> None:
         if (ledger := self._app.ledger_backend) is None:
             return
-        action = AuditEntry(
+        entry = AuditEntry(
             type="operator.run",
             actor=actor,
             tenant_id=view.tenant_id,
             target="job",
             target_id=view.job_id,
             queue=view.queue,
-            reason=how,
+            reason=reason,
             before={"state": view.state},
             after={} if after is None else {"state": after.state},
         )
-        await ledger.operators.record_audit([action])
+        await ledger.operators.record_audit([entry])
 
     async def _fail(self, engine: Engine, claim: Claim, outcome: Raised) -> None:
         plan = self._app.specs.get(claim.task)
@@ -105,9 +107,9 @@ class DebugRunner:
             raise StaleLease(claim.job_id)
 
     async def _perform(self, engine: Engine, claim: Claim) -> None:
-        """With a worker's own parts, for this one job."""
-        held: InFlight = set()
-        settler = Settler(engine, held)
+        """Run one claim with the components of a worker."""
+        in_flight: InFlight = set()
+        settler = Settler(engine, in_flight)
         settings = self._app.settings
         offset_ms = await engine.now_ms() - time.monotonic_ns() // 1_000_000
 
@@ -126,18 +128,18 @@ class DebugRunner:
             payload_limit=settings.payload_limit,
         )
         gate = self._app.guard_runner(self._app.ledger_backend)
-        runner = Runner(self._app.specs, settler, held, 1, tools=tools, gate=gate)
+        runner = Runner(self._app.specs, settler, in_flight, 1, tools=tools, gate=gate)
         runner.set_engine_time(await engine.now_ms())
         interval_s = settings.heartbeat_interval_s
-        renewer = Renewer(engine.clone(), [claim.queue], held, interval_s, _RunListener(runner, held))
+        renewer = Renewer(engine.clone(), [claim.queue], in_flight, interval_s, _RunListener(runner, in_flight))
         async with AsyncExitStack() as last:
             last.push_async_callback(runner.close)
             renewer.start()
             last.push_async_callback(renewer.stop)
             runner.accept([claim])
-            # Neither has a bell, and this is one job.
-            while held or runner.running:  # noqa: ASYNC110
-                await asyncio.sleep(_LOOK_S)
+            # Neither the set nor the runner has an event to wait for, and there is only one job.
+            while in_flight or runner.running:  # noqa: ASYNC110
+                await asyncio.sleep(_POLL_S)
 
     async def _after(self, engine: Engine, view: JobInfo) -> JobInfo:
         (now,) = await engine.get(view.queue, [view.job_id])
@@ -149,21 +151,21 @@ class DebugRunner:
 
 
 class _RunListener(LeaseListener):
-    """What a renewer tells, for one run."""
+    """Stops the run when its lease is lost or the job is cancelled."""
 
-    def __init__(self, runner: Runner, held: InFlight) -> None:
+    def __init__(self, runner: Runner, in_flight: InFlight) -> None:
         self._runner = runner
-        self._held = held
+        self._in_flight = in_flight
 
     def on_leases_lost(self, leases: Sequence[Lease]) -> None:
-        for run in [run for run in self._held if run.claim.lease in leases and run.settlement is None]:
+        for run in [run for run in self._in_flight if run.claim.lease in leases and run.settlement is None]:
             self._runner.stop(run, StopReason.LOST)
 
     def on_cancelled(self, leases: Sequence[Lease]) -> None:
         self.on_leases_lost(leases)
 
     def on_control_changed(self, queue: str, control: QueueControl) -> None:
-        """One job is one job."""
+        """Ignored: a single run has no concurrency."""
 
     def on_due(self, queue: str, at_ms: int) -> None:
-        """Nobody promotes here."""
+        """Ignored: this process does not promote jobs."""

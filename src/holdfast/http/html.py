@@ -1,6 +1,6 @@
-"""HTML pages of the service: markup that escapes by default, one style, and headers that allow nothing else.
+"""HTML pages of the service: markup that escapes by default, one inline style, and a strict content security policy.
 
-Pages work without JavaScript and load nothing: no scripts, no fonts, no images, from this server or any other.
+Pages need no JavaScript and load no scripts, fonts or images, neither from this server nor from another.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ _HEADERS: Final = [
 
 
 class Html(str):
-    """Markup. Any other text is escaped where it is put into an element."""
+    """Markup. Text that is not `Html` is escaped when it is put into an element."""
 
     __slots__ = ()
 
 
 def element(tag: str, *content: str | Iterable[Html], **attributes: str) -> Html:
-    """An element. `class_` is `class`: a Python keyword cannot be an argument's name."""
+    """Build an element. `class_` sets `class`, which is a Python keyword."""
     given = "".join(f' {name.rstrip("_")}="{escape(value)}"' for name, value in attributes.items())
     if tag in _VOID:
         return Html(f"<{tag}{given}>")
@@ -75,7 +75,7 @@ def element(tag: str, *content: str | Iterable[Html], **attributes: str) -> Html
 
 
 def join(*content: str | Iterable[Html]) -> Html:
-    """Pieces one after another."""
+    """Concatenate pieces."""
     return Html("".join(_piece(each) for each in content))
 
 
@@ -92,13 +92,13 @@ def code(text: str) -> Html:
 
 
 def prose(text: str) -> Html:
-    """Text with `code` between backticks, as docstrings have it."""
+    """Render text with `code` between backticks, as in docstrings."""
     return join([code(part) if number % 2 else join(part) for number, part in enumerate(text.split("`"))])
 
 
 def fold(title: Html, *content: Html, anchor: str) -> Html:
-    """A part that is closed until it is clicked on, or until a link leads to it."""
-    # Browsers open it for a link to what is inside, not for one to the element itself.
+    """Build a section that is collapsed until it is clicked, or until a link to it is followed."""
+    # Browsers expand it for a link to an element inside, not for one to the element itself.
     inside = element("div", content, id=anchor)
     return element("details", element("summary", title), inside)
 
@@ -108,21 +108,21 @@ def link(text: str | Html, href: str) -> Html:
 
 
 def table(titles: Iterable[str], rows: Iterable[Iterable[str | Html]]) -> Html:
-    """A table that scrolls by itself where the screen is narrow."""
+    """Build a table that scrolls horizontally on narrow screens."""
     head = element("tr", [element("th", title) for title in titles])
     body = [element("tr", [element("td", cell) for cell in row]) for row in rows]
     return element("div", element("table", element("thead", head), element("tbody", body)), class_="wide")
 
 
 def page(title: str, *content: Html, status: int = 200) -> Reply:
-    """A whole page as the answer to a request."""
+    """Build a complete page as a response."""
     head = element(
         "head",
         element("meta", charset="utf-8"),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("meta", name="robots", content="noindex"),
         element("title", title),
-        # Without it browsers ask for /favicon.ico.
+        # Without it browsers request /favicon.ico.
         element("link", rel="icon", href="data:,"),
         element("style", Html(_STYLE)),
     )

@@ -1,6 +1,6 @@
 """The OpenAPI document, built from the operations and structs that serve the requests.
 
-Examples are generated from the schemas, so that none is missing and each one is valid.
+Examples are generated from the schemas, so that every operation has one and each is valid.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from holdfast.http.wire import ID_PATTERN
 JOB_ID: Final = "01a1e0a3d0e37dd689ca5255038423f0"
 _INSTANT: Final = "2026-11-15T12:00:00Z"
 
-#: What fields of these names hold, wherever they are.
+#: Example values by field name.
 _VALUES: Final[dict[str, Any]] = {
     "job_id": JOB_ID,
     "dlq_id": "01a1e0a40d6670af9e31fb67a82d564d",
@@ -52,7 +52,7 @@ _VALUES: Final[dict[str, Any]] = {
     "worker": "host-1:4711",
     "submitted_by": "ada",
     "actor": "ada",
-    "person": "bob",
+    "voter": "bob",
     "requested_by": "ada",
     "target": "job",
     "location": f"/api/v1/jobs/{JOB_ID}",
@@ -62,8 +62,8 @@ _VALUES: Final[dict[str, Any]] = {
     "error_code": "TASK_ERROR",
     "fingerprint": "6f1ed002ab559585",
     "payload_hash": "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08",
-    "message": "the mail server does not answer",
-    "detail": "what is wrong, and what to do",
+    "message": "mail server did not respond",
+    "detail": "what is wrong; what to do",
     "reason": "the customer called",
     "name": "publish",
     "queue_name": "orders",
@@ -84,13 +84,13 @@ _VALUES: Final[dict[str, Any]] = {
     "ledger": "ok",
     "changes": [{"path": "/to", "before": "ada@example", "after": "ada@example.org"}],
 }
-#: A field of these names is an error's text where it is one.
-_ERROR: Final = "ValueError: the mail server does not answer"
+#: Example value of text fields named `error`.
+_ERROR: Final = "ValueError: mail server did not respond"
 _KEYS: Final = {"states": "queued", "tenants": "acme"}
 
 
 def example_of(schema: Mapping[str, Any], components: Mapping[str, Any], name: str = "") -> Any:
-    """A value that fits the schema."""
+    """Return a value that is valid for the schema."""
     if "$ref" in schema:
         return example_of(components[schema["$ref"].rpartition("/")[2]], components, name)
     if "anyOf" in schema:
@@ -134,22 +134,22 @@ def _text(schema: Mapping[str, Any], name: str) -> str:
     return _ERROR if name == "error" else ""
 
 
-#: In an error's response: the values that its `code` can have.
+#: Extension of an error response: the possible values of its `code`.
 CODES: Final = "x-problem-codes"
 _PARAMETER: Final = re.compile(r"\{(\w+)\}")
 _WAIT: Final = frozenset({429, 503})
-#: Components for submissions, and how those for a single task are named.
+#: Components for submissions → name pattern of the component for one task.
 _SUBMISSIONS: Final = {"SubmitRequest": "Submit{}Request", "BulkSubmitItem": "BulkSubmit{}Item"}
-#: Fields whose schema is a component: otherwise code generators make a class of it for every struct with the field.
+#: Fields whose schema is a component; otherwise code generators create a class for every struct with the field.
 _NAMED: Final = {"priority": "Priority", "context": "JobContext"}
 _DESCRIPTION: Final = (
-    "Submit jobs, follow them, and operate their queues. Errors are `application/problem+json` with a stable `code`. "
-    "Every request carries `Authorization: Bearer hf_…`; what is of another tenant is not there."
+    "Submit and follow jobs and operate their queues. Errors are `application/problem+json` with a stable `code`. "
+    "Authenticate with `Authorization: Bearer hf_…`. Resources of other tenants are reported as not found."
 )
 
 
 def document(operations: Sequence[Operation], app: Holdfast | None = None) -> dict[str, Any]:
-    """The whole document; with an app, its tasks and their arguments are in it."""
+    """Build the document. With an app it includes the app's tasks and their arguments."""
     schemas = _Schemas(operations)
     paths: dict[str, dict[str, Any]] = {}
     for operation in operations:
@@ -176,7 +176,7 @@ def document(operations: Sequence[Operation], app: Holdfast | None = None) -> di
 
 
 def _replace_examples(paths: Mapping[str, Any], example: dict[str, Any] | None) -> None:
-    """The examples of submissions: of the app's own tasks, or none."""
+    """Use one of the app's tasks in the examples of submissions, or remove the examples."""
     bulk = None if example is None else {"jobs": [example | {"idempotency_key": "order-17"}]}
     for path, body in (("/api/v1/jobs", example), ("/api/v1/jobs/bulk", bulk)):
         content = paths[path]["post"]["requestBody"]["content"]["application/json"]
@@ -185,7 +185,7 @@ def _replace_examples(paths: Mapping[str, Any], example: dict[str, Any] | None) 
 
 
 def _used(components: Mapping[str, Any], paths: Mapping[str, Any]) -> dict[str, Any]:
-    """Without those that nothing refers to: the structs of query strings, whose fields are parameters."""
+    """Drop components without references: structs of query strings, whose fields are parameters."""
     used: set[str] = set()
     waiting = list(references(paths))
     while waiting:
@@ -201,8 +201,8 @@ class _Schemas:
     def __init__(self, operations: Iterable[Operation]) -> None:
         kinds: dict[Any, None] = {Problem: None}
         for operation in operations:
-            answered = (answer.kind for answer in operation.responses.values())
-            kinds |= dict.fromkeys(kind for kind in (operation.query, operation.body, *answered) if kind is not None)
+            returned = (response.kind for response in operation.responses.values())
+            kinds |= dict.fromkeys(kind for kind in (operation.query, operation.body, *returned) if kind is not None)
         self._kinds = list(kinds)
         found, self.components = msgspec.json.schema_components(self._kinds, ref_template=REFS)
         self._by_kind = {id(kind): schema for kind, schema in zip(self._kinds, found, strict=True)}
@@ -220,7 +220,7 @@ class _Schemas:
         return self._by_kind[id(kind)]
 
     def fields(self, kind: type[msgspec.Struct]) -> tuple[dict[str, Any], list[str]]:
-        """A struct's own fields and which of them are needed."""
+        """Fields of a struct, and the names of the required ones."""
         schema = self.components[self.of(kind)["$ref"].rpartition("/")[2]]
         return schema["properties"], schema.get("required", [])
 
@@ -265,7 +265,7 @@ def _query_parameters(operation: Operation, schemas: _Schemas) -> list[dict[str,
 
 
 def _not_null(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter that is not there is left out; there is no null in a query string."""
+    """Remove null from a parameter's schema: a query string has no null, an absent parameter is omitted."""
     plain = {name: value for name, value in schema.items() if not (name == "default" and value is None)}
     if "anyOf" in plain:
         kinds = [kind for kind in plain.pop("anyOf") if kind != {"type": "null"}]
@@ -289,7 +289,7 @@ def _headers(operation: Operation) -> list[dict[str, Any]]:
 
 
 def _responses(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
-    responses = {str(status): _answer(answer, schemas) for status, answer in operation.responses.items()}
+    responses = {str(status): _response(spec, schemas) for status, spec in operation.responses.items()}
     errors: list[type[HoldfastError]] = [*operation.errors, *_usual_errors(operation)]
     by_status: dict[int, list[str]] = {}
     for error in errors:
@@ -310,25 +310,25 @@ def _usual_errors(operation: Operation) -> list[type[HoldfastError]]:
     return errors
 
 
-def _answer(answer: ResponseSpec, schemas: _Schemas) -> dict[str, Any]:
-    described: dict[str, Any] = {"description": answer.description}
-    if answer.kind is not None or answer.content_type != "application/json":
-        schema = {"type": "string"} if answer.kind is None else schemas.of(answer.kind)
+def _response(spec: ResponseSpec, schemas: _Schemas) -> dict[str, Any]:
+    described: dict[str, Any] = {"description": spec.description}
+    if spec.kind is not None or spec.content_type != "application/json":
+        schema = {"type": "string"} if spec.kind is None else schemas.of(spec.kind)
         content: dict[str, Any] = {"schema": schema}
-        if answer.example is not None:
-            content["example"] = answer.example
+        if spec.example is not None:
+            content["example"] = spec.example
         else:
             content["example"] = example_of(schema, schemas.components)
-        described["content"] = {answer.content_type: content}
-    if answer.headers:
+        described["content"] = {spec.content_type: content}
+    if spec.headers:
         described["headers"] = {
             name: {"description": text, "required": True, "schema": {"type": "string"}}
-            for name, text in answer.headers.items()
+            for name, text in spec.headers.items()
         }
-    if answer.links:
+    if spec.links:
         described["links"] = {
             name: {"operationId": target, "parameters": dict(parameters)}
-            for name, (target, parameters) in answer.links.items()
+            for name, (target, parameters) in spec.links.items()
         }
     return described
 
@@ -340,7 +340,7 @@ def _problem(operation: Operation, status: int, codes: Sequence[str], schemas: _
                 "type": f"urn:holdfast:problem:{code.lower().replace('_', '-')}",
                 "title": TITLES[status],
                 "status": status,
-                "detail": "what is wrong, and what to do",
+                "detail": "what is wrong; what to do",
                 "code": code,
                 "instance": operation.path,
             }
@@ -349,7 +349,7 @@ def _problem(operation: Operation, status: int, codes: Sequence[str], schemas: _
     }
     described: dict[str, Any] = {
         "description": f"{TITLES[status]}: {', '.join(codes)}",
-        # One class for all errors in generated clients; which codes there are is said beside it.
+        # One class for all errors in generated clients; the extension lists the codes.
         "content": {CONTENT_TYPE: {"schema": schemas.of(Problem), "examples": examples}},
         CODES: list(codes),
     }

@@ -47,7 +47,7 @@ _encode: Final = msgspec.json.Encoder(decimal_format="number").encode
 
 
 class Reply:
-    """A whole answer. `value` is encoded as JSON unless it is bytes."""
+    """A complete response. `value` is encoded as JSON unless it is bytes."""
 
     __slots__ = ("body", "content_type", "headers", "status")
 
@@ -81,46 +81,46 @@ class Reply:
 
 
 def header(scope: Scope, name: bytes) -> str | None:
-    """The one header of that name; several are joined as HTTP says."""
+    """Return the value of a header, or None; repeated headers are joined with commas, as HTTP specifies."""
     found = [value for key, value in scope["headers"] if key == name]
     return ", ".join(value.decode("latin-1") for value in found) if found else None
 
 
 async def wait_disconnect(receive: Receive) -> None:
-    """Return when the client has left.
+    """Return when the client has disconnected.
 
-    For a task of the caller's own. ASGI promises an awaitable and no more: what a server returns from `receive` may
-    look like a future and lack what `asyncio.gather` and others use (granian's does).
+    Run it in a separate task. ASGI guarantees only an awaitable: what `receive` returns may resemble a future and lack
+    what `asyncio.gather` and others use (granian's does).
     """
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 _SLASH: Final = re.compile(rb"%2f", re.IGNORECASE)
-#: Stands for an encoded slash while the path is taken apart. No name has it.
-_HELD: Final = "\ufdd0"
+#: Replaces an encoded slash while the path is matched; a noncharacter that no name contains.
+_SLASH_MARK: Final = "\ufdd0"
 
 
 class SlashRoute(Route):
-    """A route that tells `%2F`, which is part of a name, from `/`; servers hand both on as `/`."""
+    """A route that distinguishes `%2F`, which is part of a name, from `/`; servers pass both as `/`."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         raw: bytes = scope.get("raw_path") or b""
         if not _SLASH.search(raw):
             return super().matches(scope)
-        path = unquote_to_bytes(_SLASH.sub(_HELD.encode(), raw.partition(b"?")[0])).decode("utf-8", "replace")
+        path = unquote_to_bytes(_SLASH.sub(_SLASH_MARK.encode(), raw.partition(b"?")[0])).decode("utf-8", "replace")
         found, child = super().matches(dict(scope) | {"path": path})
         parameters: dict[str, Any] = child.get("path_params", {})
         for name, value in parameters.items():
-            parameters[name] = value.replace(_HELD, "/")
+            parameters[name] = value.replace(_SLASH_MARK, "/")
         return found, child
 
 
 S = TypeVar("S", bound=msgspec.Struct)
 
-#: Deeper JSON than this is nobody's arguments.
+#: Deepest nesting of JSON that is accepted.
 MAX_DEPTH: Final = 64
-#: Also one that does not end, so that no quote inside of it is taken for the start of another: always one pass.
+#: Also matches an unterminated string, so that no quote inside it starts another: linear time.
 _STRINGS: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _NOT_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
 _INTEGER: Final = re.compile(r"-?(0|[1-9][0-9]{0,17})")
@@ -128,15 +128,15 @@ _NUMBER: Final = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 
 
 def check_headers(scope: Scope, known: Mapping[str, tuple[str, str]]) -> None:
-    """Header parameters, by name with description and pattern: those that are there must fit."""
+    """Check header parameters that are present. `known`: name → (description, pattern)."""
     for name, (_, pattern) in known.items():
         text = header(scope, name.lower().encode())
         if text is not None and not re.fullmatch(pattern, text):
-            raise Unprocessable(f"the header {name} does not fit: it must match {pattern}")
+            raise Unprocessable(f"header {name} is invalid: it must match {pattern}")
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The body, if it is JSON by its header and not too large."""
+    """Read the body. Raises `UnsupportedMediaType` unless it is declared as JSON, and `BodyTooLarge`."""
     kind = header(scope, b"content-type")
     if kind is None or kind.partition(";")[0].strip().lower() != "application/json":
         raise UnsupportedMediaType
@@ -160,38 +160,38 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
 
 
 def decode_body(body: bytes, decoder: msgspec.json.Decoder[S]) -> S:
-    """The body as its structure says."""
+    """Decode and validate the body. Raises `Unprocessable` and `BadRequest`."""
     if body.count(b"[") + body.count(b"{") > MAX_DEPTH and too_deep(body):
-        raise Unprocessable(f"the body is nested more than {MAX_DEPTH} levels deep")
+        raise Unprocessable(f"the body is nested deeper than {MAX_DEPTH} levels")
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as exc:
-        raise Unprocessable(f"the body does not fit: {exc}") from exc
+        raise Unprocessable(f"the body is invalid: {exc}") from exc
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-        raise BadRequest(f"the body is no JSON: {exc}") from exc
+        raise BadRequest(f"the body is not valid JSON: {exc}") from exc
 
 
 def raw_arguments(raw: msgspec.Raw) -> bytes:
-    """A task's arguments, byte for byte as they came: by name, as the document says."""
+    """Return a task's arguments byte for byte as received. Raises `Unprocessable` unless they are an object."""
     arguments = bytes(raw)
     if arguments.lstrip()[:1] != b"{":
-        raise Unprocessable("the body does not fit: Expected `object` - at `$.payload`")
+        raise Unprocessable("the body is invalid: Expected `object` - at `$.payload`")
     return arguments
 
 
 def too_deep(body: bytes) -> bool:
-    """Whether brackets are nested deeper than `MAX_DEPTH`. Every pass takes the innermost pairs away."""
+    """Whether brackets are nested deeper than `MAX_DEPTH`. Every pass removes the innermost pairs."""
     brackets = _STRINGS.sub(b"", body).translate(None, _NOT_BRACKETS)
     for _ in range(MAX_DEPTH):
         if not brackets:
             return False
         brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
-        # Siblings: what is left between pairs that have gone is the level above.
+        # Sibling pairs disappear together, so that what remains is the level above.
     return bool(brackets)
 
 
 class QueryReader:
-    """Reads the query string into one kind of struct."""
+    """Reads a query string into a struct."""
 
     def __init__(self, kind: type[msgspec.Struct]) -> None:
         self.kind = kind
@@ -200,23 +200,23 @@ class QueryReader:
         self._fields = {field.encode_name: _plain(field.type) for field in info.fields}
 
     def read(self, raw: bytes) -> Any:
-        """Raises `Unprocessable` for what is unknown, given twice or does not fit."""
+        """Read the query string. Raises `Unprocessable` for unknown, repeated or invalid parameters."""
         if not raw:
             return self._convert({})
         try:
             pairs = parse_qsl(raw.decode("ascii"), keep_blank_values=True, errors="strict", max_num_fields=100)
         except ValueError as exc:
-            raise Unprocessable("the query string cannot be read") from exc
+            raise Unprocessable("the query string cannot be parsed") from exc
         values: dict[str, Any] = {}
         for name, text in pairs:
             field = self._fields.get(name)
             if field is None:
                 known = ", ".join(self._fields) or "none"
-                raise Unprocessable(f"there is no parameter {name[:100]!r} here (known: {known})")
+                raise Unprocessable(f"unknown parameter {name[:100]!r} (known: {known})")
             if isinstance(field, inspect.CollectionType):
                 values.setdefault(name, []).append(_scalar(name, text, _plain(field.item_type)))
             elif name in values:
-                raise Unprocessable(f"the parameter {name} is given twice")
+                raise Unprocessable(f"parameter {name} is given more than once")
             else:
                 values[name] = _scalar(name, text, field)
         return self._convert(values)
@@ -225,11 +225,11 @@ class QueryReader:
         try:
             return msgspec.convert(values, self.kind)
         except msgspec.ValidationError as exc:
-            raise Unprocessable(f"the parameters do not fit: {exc}") from exc
+            raise Unprocessable(f"the parameters are invalid: {exc}") from exc
 
 
 def _plain(kind: inspect.Type) -> inspect.Type:
-    """What a parameter is when it is there."""
+    """Type of a parameter without annotations and null."""
     while isinstance(kind, inspect.Metadata):
         kind = kind.type
     if isinstance(kind, inspect.UnionType):
@@ -247,22 +247,22 @@ def _scalar(name: str, text: str, kind: inspect.Type) -> Any:
         case inspect.FloatType() if _NUMBER.fullmatch(text):
             return float(text)
         case inspect.BoolType() | inspect.IntType() | inspect.FloatType():
-            wanted = type(kind).__name__.removesuffix("Type").lower()
-            raise Unprocessable(f"the parameter {name} is no {wanted}: {text[:100]!r}")
+            expected = type(kind).__name__.removesuffix("Type").lower()
+            raise Unprocessable(f"parameter {name} is not of type {expected}: {text[:100]!r}")
         case _:
             return text
 
 
 class Call:
-    """One request that is allowed and well formed."""
+    """One authorised and validated request."""
 
     __slots__ = ("body", "path", "principal", "query", "receive", "scope", "send", "service")
 
     def __init__(
-        self, service: Service, person: Principal, scope: Scope, receive: Receive, send: Send, query: Any, body: Any
+        self, service: Service, principal: Principal, scope: Scope, receive: Receive, send: Send, query: Any, body: Any
     ) -> None:
         self.service = service
-        self.principal = person
+        self.principal = principal
         self.scope = scope
         self.receive = receive
         self.send = send
@@ -274,14 +274,14 @@ class Call:
         return header(self.scope, name.encode())
 
 
-#: None: the handler has sent its answer itself (a stream).
+#: Returns None if the handler has sent the response itself (a stream).
 Handler = Callable[[Call], Awaitable[Reply | None]]
 Decorator = Callable[[Handler], Handler]
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseSpec:
-    """A good answer, for the OpenAPI document."""
+    """A successful response, for the OpenAPI document."""
 
     description: str
     kind: Any = None
@@ -303,7 +303,7 @@ class Operation:
     summary: str
     description: str
     handle: Handler
-    #: None: open to everybody.
+    #: None: no token needed.
     permission: Permission | None
     responses: Mapping[int, ResponseSpec]
     errors: tuple[type[HoldfastError], ...] = ()
@@ -312,13 +312,13 @@ class Operation:
     body_example: Any = None
     #: Header parameters: name → (description, pattern).
     headers: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    #: Works on all tenants at once.
+    #: Affects all tenants; needs a token for all of them.
     all_tenants: bool = False
     reader: QueryReader | None = None
     decoder: msgspec.json.Decoder[Any] | None = None
 
 
-#: All of them, in the order of the document.
+#: All operations, in the order of the OpenAPI document.
 OPERATIONS: Final[list[Operation]] = []
 
 
@@ -328,13 +328,13 @@ def operation(
     operation_id: str,
     *,
     tag: str,
-    answers: Mapping[int, ResponseSpec],
-    right: Permission | None = Permission.READ,
+    responses: Mapping[int, ResponseSpec],
+    permission: Permission | None = Permission.READ,
     query: type[msgspec.Struct] | None = None,
     body: type[msgspec.Struct] | None = None,
     **more: Any,
 ) -> Decorator:
-    """Register a handler; its docstring is the summary and the description."""
+    """Register a handler. Its docstring gives the summary and the description in the OpenAPI document."""
 
     def register(handle: Handler) -> Handler:
         summary, _, description = (handle.__doc__ or "").strip().partition("\n")
@@ -347,8 +347,8 @@ def operation(
                 summary=summary.rstrip("."),
                 description=" ".join(description.split()),
                 handle=handle,
-                permission=right,
-                responses=answers,
+                permission=permission,
+                responses=responses,
                 query=query,
                 body=body,
                 reader=QueryReader(query) if query is not None else None,
@@ -362,6 +362,6 @@ def operation(
 
 
 def problem_reply(error: Exception, scope: Scope) -> Reply:
-    """The answer to an error."""
+    """Response to an error."""
     problem, headers = problem_of(error, quote(scope.get("path", ""), safe="/:@"))
     return Reply(problem, problem.status, headers, CONTENT_TYPE)

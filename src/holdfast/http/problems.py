@@ -1,6 +1,6 @@
-"""Errors as `application/problem+json` (RFC 9457): one table from an error's class to its status.
+"""Errors as `application/problem+json` (RFC 9457): one table from error class to status.
 
-An outsider learns the stable code and what to do. What stores and drivers say stays in the log.
+Clients get the stable code and what to do. Messages of stores and drivers go only to the log.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from holdfast.observe.redact import redact
 _log: Final = logging.getLogger("holdfast.http")
 
 CONTENT_TYPE: Final = "application/problem+json"
-#: Every code is explained in docs/reference/failure-codes.md.
+#: docs/reference/failure-codes.md explains every code.
 _TYPE_BASE: Final = "urn:holdfast:problem:"
-#: How long whoever came at a bad moment should wait, in seconds.
+#: Value of `Retry-After`, in seconds.
 RETRY_AFTER_S: Final = 1
 INTERNAL: Final = "INTERNAL_ERROR"
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What went wrong, as every error answer says it."""
+    """Body of every error response."""
 
     type: str
     title: str
@@ -32,34 +32,34 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     detail: str
     #: Stable between releases.
     code: str
-    #: The path that was asked for.
+    #: Path of the request.
     instance: str
-    #: The job it is about.
+    #: The job concerned.
     job_id: str | None = None
-    #: An illegal move: where the job was …
+    #: For an illegal move: the current state …
     from_state: str | None = None
-    #: … and where it should have gone.
+    #: … and the requested one.
     to_state: str | None = None
-    #: A guard's reasons, and the names of its rules.
+    #: Reasons of the guards that denied the job, and their policy names.
     reasons: list[str] | None = None
     policies: list[str] | None = None
 
 
 class HttpError(errors.HoldfastError):
-    """What only HTTP can get wrong."""
+    """An error that exists only over HTTP."""
 
     status = 400
     headers: tuple[tuple[str, str], ...] = ()
 
 
 class BadRequest(HttpError):
-    """Not even JSON."""
+    """The body is not JSON."""
 
     code = "MALFORMED_REQUEST"
 
 
 class Unprocessable(HttpError):
-    """JSON, parameters or headers that do not fit the schema."""
+    """JSON, parameters or headers that are invalid for the schema."""
 
     status = 422
     code = "INVALID_REQUEST"
@@ -70,7 +70,7 @@ class NoSuchPath(HttpError):
     code = "NO_SUCH_PATH"
 
     def __init__(self) -> None:
-        super().__init__("there is nothing at this path; /openapi.json lists all there is")
+        super().__init__("path not found; see /openapi.json for all paths")
 
 
 class MethodNotAllowed(HttpError):
@@ -78,7 +78,7 @@ class MethodNotAllowed(HttpError):
     code = "METHOD_NOT_ALLOWED"
 
     def __init__(self, method: str, allowed: tuple[str, ...]) -> None:
-        super().__init__(f"{method} is not for this path; it knows {', '.join(allowed)}")
+        super().__init__(f"{method} is not allowed for this path; use {', '.join(allowed)}")
         self.headers = (("allow", ", ".join(allowed)),)
 
 
@@ -98,32 +98,32 @@ class UnsupportedMediaType(HttpError):
         super().__init__("send the body as application/json")
 
 
-#: The first class that fits counts. A text replaces the error's own, which may tell of hosts and drivers.
+#: The first matching class applies. A text replaces the error's own, which may reveal hosts and drivers.
 _TABLE: Final[tuple[tuple[type[errors.HoldfastError], int, str], ...]] = (
     (errors.NoLedger, 503, ""),
-    (errors.UnknownTask, 404, "no task of that name is known here; /openapi.json lists them for whoever has a token"),
+    (errors.UnknownTask, 404, "task not found; /openapi.json lists the tasks if you send a token"),
     (errors.UnknownJob, 404, ""),
     (errors.PayloadTooLarge, 413, ""),
     (errors.UsageError, 422, ""),
     (errors.Denied, 403, ""),
-    (errors.GuardFailed, 503, "a guard could not look at this job, so it may not pass; try again"),
+    (errors.GuardFailed, 503, "a guard failed, so the job was not accepted; retry"),
     (errors.Unauthorized, 401, ""),
     (errors.Forbidden, 403, ""),
     (errors.NotFound, 404, ""),
     (errors.Conflict, 409, ""),
     (errors.TransitionInvalid, 409, ""),
     (errors.StaleLease, 409, ""),
-    (errors.FeedFull, 503, "the queue takes no new jobs: its ledger is behind; try again"),
-    (errors.FeedDetached, 503, "the queue takes no new jobs: its ledger is not ready; try again"),
+    (errors.FeedFull, 503, "the queue accepts no jobs because its ledger is behind; retry"),
+    (errors.FeedDetached, 503, "the queue accepts no jobs because its ledger is not ready; retry"),
     (errors.IntakeRefused, 429, ""),
     (errors.NotDurableYet, 503, ""),
-    (errors.SchemaMismatch, 503, "the ledger is of another release; whoever runs this service knows what to do"),
-    (errors.EngineUnavailable, 503, "the engine does not answer; what it accepted is safe, try again"),
-    (errors.LedgerUnavailable, 503, "the ledger does not answer; jobs are accepted and run all the same, try again"),
-    (errors.Unavailable, 503, "something this needs is down; try again"),
+    (errors.SchemaMismatch, 503, "the ledger has the schema of another release; ask the operator of this service"),
+    (errors.EngineUnavailable, 503, "the engine is unreachable; accepted jobs are safe, retry"),
+    (errors.LedgerUnavailable, 503, "the ledger is unreachable; jobs are still accepted and run, retry"),
+    (errors.Unavailable, 503, "a dependency is unavailable; retry"),
 )
 
-#: What any operation that looks at jobs may meet.
+#: Errors of any operation that reads jobs.
 DOWN: Final = (
     errors.EngineUnavailable,
     errors.EngineRefused,
@@ -151,41 +151,41 @@ _WAIT: Final = frozenset({429, 503})
 
 
 class PayloadRejected(HttpError):
-    """An edited payload that the letter's task cannot be called with."""
+    """An edited payload that the dead letter's task does not accept."""
 
     status = 409
     code = "INVALID_PAYLOAD"
 
 
 class ItemRefused(HttpError):
-    """One of many cannot be: none was taken."""
+    """One job of a bulk request is invalid; none was submitted."""
 
-    def __init__(self, place: str, problem: Problem) -> None:
-        super().__init__(f"{place}: {problem.detail}; nothing was submitted")
+    def __init__(self, path: str, problem: Problem) -> None:
+        super().__init__(f"{path}: {problem.detail}; nothing was submitted")
         self.status = problem.status
         self.code = problem.code
 
 
 def status_of(kind: type[errors.HoldfastError]) -> int:
-    """The status that an error of this class is answered with."""
+    """HTTP status for errors of this class."""
     if issubclass(kind, HttpError):
         return kind.status
     return next((status for known, status, _ in _TABLE if issubclass(kind, known)), 500)
 
 
 def problem_of(error: Exception, instance: str) -> tuple[Problem, list[tuple[bytes, bytes]]]:
-    """The document of an error, and the headers that go with it. What nobody foresaw is logged, and told as a 500."""
+    """Return the problem document of an error and its headers. Unexpected errors are logged and reported as 500."""
     status = error.status if isinstance(error, HttpError) else 500
     if isinstance(error, errors.HoldfastError) and not isinstance(error, HttpError):
         status = status_of(type(error))
     if status == 500 or not isinstance(error, errors.HoldfastError):
-        _log.error("a request to %s failed in an unexpected way", instance, exc_info=error)
-        return _problem(500, INTERNAL, "this should not have happened; the server's log tells more", instance), []
+        _log.error("request to %s failed unexpectedly", instance, exc_info=error)
+        return _problem(500, INTERNAL, "internal error; see the server log", instance), []
     if status == 503:
-        _log.warning("a request to %s could not be served: %s", instance, error)
+        _log.warning("request to %s not served: %s", instance, error)
     text = redact(str(error))
     if not isinstance(error, HttpError):
-        text = next(said or text for known, _, said in _TABLE if isinstance(error, known))
+        text = next(replacement or text for known, _, replacement in _TABLE if isinstance(error, known))
     return _problem(status, error.code, text, instance, **_more(error)), _headers(error, status)
 
 

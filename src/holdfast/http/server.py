@@ -1,5 +1,7 @@
-"""The API behind uvicorn, as `holdfast serve` runs it: no access log, no signal handlers of its own, and connections
-that can be cut off when a client does not read."""
+"""The API behind uvicorn, as `holdfast serve` runs it.
+
+Without access log and signal handlers. Handlers can abort the connection of a client that does not read.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,13 @@ from holdfast.aio import stop_accepting
 from holdfast.http.service import Service
 from holdfast.http.sse import ABORT
 
-#: How long requests that are on their way may take at the end.
+#: Time for running requests to finish at shutdown.
 _GRACE_S: Final = 10
 _BACKLOG: Final = 2_048
 
 
 class _Protocol(HttpToolsProtocol):
-    """Lets a handler end its connection, whatever still waits to be sent on it."""
+    """Lets a handler abort its connection, even with data not yet sent."""
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -60,38 +62,38 @@ class HttpServer(uvicorn.Server):
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def run_until_stopped(self) -> None:
-        """Serve; returns when everything has been answered, or after the grace time."""
+        """Serve until `stop`; returns when all requests have finished, or after the grace time."""
         await self.serve(sockets=[self._socket])
 
     def stop(self) -> None:
-        """Take no new requests, finish. A second call does not wait."""
+        """Accept no more requests and finish the running ones. A second call does not wait for them."""
         self.force_exit = self.should_exit
         self.should_exit = True
-        # Streams have no end of their own, and requests with `?wait=` would outlast the grace time.
+        # Streams never end by themselves, and requests with `?wait=` would outlast the grace time.
         service: Service | None = getattr(self._api.state, "service", None)
         if service is not None:
             service.end()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn does; but a connection that has just been accepted is served, or it would be left open."""
+        """Shut down as uvicorn does, but serve connections that were just accepted; uvicorn would leave them open."""
         await stop_accepting([self._socket])
         await super().shutdown(sockets)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are the caller's."""
+        """Install no signal handlers: the caller handles signals."""
         yield
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 is any free one. Raises `OSError`."""
+    """Return a listening socket; port 0 selects a free one. Raises `OSError`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # The protocol is named, or asyncio would not know that this is TCP and leave small packets waiting for each other.
+    # Without an explicit protocol asyncio does not recognise TCP and does not set TCP_NODELAY.
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
-        # From now on: whoever comes before the service is ready waits in line.
+        # Connections made before the service is ready wait in the backlog.
         sock.listen(_BACKLOG)
     except OSError:
         sock.close()

@@ -1,7 +1,7 @@
-"""What all requests share: the app, its offices, the gate, the hub of event streams, and, by a setting, a worker.
+"""State shared by all requests: app, operations, authentication, event streams, and optionally a worker and upkeep.
 
-`running` is the service's life. An engine that does not answer yet is no reason not to start: requests get a 503 and
-`/readyz` says so until it does.
+The service serves while `running` is entered. It starts even if the engine is unreachable: until then requests get a
+503 and `/readyz` reports it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _Handler = Callable[[int, FrameType | None], Any]
 
 
 class Service:
-    """One HTTP service on one app. Belongs to the event loop that `running` is entered on."""
+    """One HTTP service on one app. Use it only on the event loop on which `running` was entered."""
 
     def __init__(
         self,
@@ -65,28 +65,28 @@ class Service:
         self.authenticator: Authenticator = (DevAuthenticator if dev else Authenticator)(self)
         self.worker = Worker(app, queues=queues_of(app), upkeep=upkeep) if worker else None
         self._with_upkeep = upkeep and not worker
-        self._offices: Operations | None = None
-        #: The process is about to end: whoever waits is told now what there is.
+        self._operations: Operations | None = None
+        #: The process is shutting down: waiting requests answer at once with the current state.
         self.ending = asyncio.Event()
         self._opened = asyncio.Event()
         self._hub: EventHub | None = None
-        self._tides: LedgerWatch | None = None
+        self._ledger_watch: LedgerWatch | None = None
         self._documents: dict[bool, dict[str, Any]] = {}
         self._docs: dict[bool, Html] = {}
         self._ending_streams: asyncio.Task[None] | None = None
 
-    # What handlers ask for ---------------------------------------------------------------------------
+    # For handlers ------------------------------------------------------------------------------------
 
     @property
     def operations(self) -> Operations:
-        """Raises `EngineUnavailable` while the engine has not been reached yet."""
-        if self._offices is None:
-            raise EngineUnavailable("the service has not reached its engine yet")
-        return self._offices
+        """Operations on jobs and queues. Raises `EngineUnavailable` until the engine has been reached."""
+        if self._operations is None:
+            raise EngineUnavailable("the service has not connected to the engine yet")
+        return self._operations
 
     @property
     def queries(self) -> Queries:
-        """The ledger's answers. Raises `NoLedger`."""
+        """Queries on the ledger. Raises `NoLedger`."""
         ledger = self.operations.ledger
         if ledger is None:
             raise NoLedger("a list of jobs")
@@ -94,65 +94,64 @@ class Service:
 
     @property
     def hub(self) -> EventHub:
-        """Where event streams come from."""
+        """Source of the event streams."""
         if self._hub is None:
             self._hub = EventHub(self.operations.engine, _key_of(self.app.settings))
         return self._hub
 
     @property
     def ledger_watch(self) -> LedgerWatch:
-        """Who waits for the ledger to follow the feeds. Raises `NoLedger`."""
-        if self._tides is None:
+        """Waits for ledger progress. Raises `NoLedger`."""
+        if self._ledger_watch is None:
             ledger = self.operations.ledger
             if ledger is None:
-                raise NoLedger("the story of a job")
-            self._tides = LedgerWatch(ledger.projection)
-        return self._tides
+                raise NoLedger("a job's history")
+            self._ledger_watch = LedgerWatch(ledger.projection)
+        return self._ledger_watch
 
     @cached_property
     def debug_runner(self) -> DebugRunner:
-        """Where single jobs are run."""
+        """Runs single jobs in this process."""
         return DebugRunner(self.app)
 
     def check_open(self) -> None:
-        """Raises `EngineUnavailable` while the engine has not been reached yet."""
+        """Raise `EngineUnavailable` until the engine has been reached."""
         assert self.operations is not None
 
     def document(self, *, with_tasks: bool) -> dict[str, Any]:
-        """The OpenAPI document."""
+        """Return the OpenAPI document, built once per variant."""
         if with_tasks not in self._documents:
             self._documents[with_tasks] = document(OPERATIONS, self.app if with_tasks else None)
         return self._documents[with_tasks]
 
     def docs(self, *, with_tasks: bool) -> Html:
-        """The OpenAPI document as markup."""
+        """Return the OpenAPI document as markup, rendered once per variant."""
         if with_tasks not in self._docs:
             with_token = not isinstance(self.authenticator, DevAuthenticator)
             self._docs[with_tasks] = render(self.document(with_tasks=with_tasks), with_token=with_token)
         return self._docs[with_tasks]
 
     def end(self) -> None:
-        """The process is about to end: answer requests that wait, end streams. Can be repeated."""
+        """Answer waiting requests and end streams, because the process is shutting down. Can be repeated."""
         if not self.ending.is_set():
             self.ending.set()
             self._ending_streams = asyncio.get_running_loop().create_task(self._end_streams())
 
     async def _end_streams(self) -> None:
-        """Streams have no end of their own."""
         if self._hub is not None:
             await self._hub.close()
-        if self._tides is not None:
-            await self._tides.close()
+        if self._ledger_watch is not None:
+            await self._ledger_watch.close()
 
     async def verify(self, text: str) -> Principal:
-        """Whose token it is (see `people.tokens`)."""
+        """Return the principal of a token. Raises `Unauthorized`."""
         return await self.operations.tokens.verify(text)
 
-    # Life ------------------------------------------------------------------------------------------
+    # Start and stop --------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Serve while the block runs; what was started here is ended before it is left."""
+        """Serve while the block runs. Everything started here has stopped when the block is left."""
         self.ending.clear()
         opening = asyncio.create_task(self._open(), name="holdfast-http-opening")
         await asyncio.wait({opening}, timeout=self.app.settings.connect_timeout_s)
@@ -163,7 +162,7 @@ class Service:
         finally:
             await self._end_streams()
             await self._end(helpers)
-            self._offices = self._hub = self._tides = None
+            self._operations = self._hub = self._ledger_watch = None
             await self.app.close()
 
     async def _open(self) -> None:
@@ -172,10 +171,10 @@ class Service:
             try:
                 await self.app.open()
             except EngineUnavailable as exc:
-                _log.error("the engine cannot be reached, requests get a 503 until it can: %s", exc)
+                _log.error("cannot reach the engine, requests get a 503 until it recovers: %s", exc)
                 await asyncio.sleep(backoff.next_s())
             else:
-                self._offices = Operations.for_app(self.app)
+                self._operations = Operations.for_app(self.app)
                 self._opened.set()
                 return
 
@@ -183,21 +182,21 @@ class Service:
         if self.worker is not None:
             return [asyncio.create_task(self.worker.run(), name="holdfast-http-worker")]
         if self._with_upkeep:
-            return [asyncio.create_task(self._keep(), name="holdfast-http-upkeep")]
+            return [asyncio.create_task(self._run_upkeep(), name="holdfast-http-upkeep")]
         return []
 
-    async def _keep(self) -> None:
+    async def _run_upkeep(self) -> None:
         await self._opened.wait()
         app = self.app
         async with (
             run_webhook_worker(app.engine, app.ledger_backend, app.settings),
-            run_relay(app, wanted=app.settings.outbox_relay),
+            run_relay(app, enabled=app.settings.outbox_relay),
         ):
             await Upkeep(app.engine, [], app.settings, app.ledger_backend).run()
 
     async def _end(self, helpers: list[asyncio.Task[object]]) -> None:
         if self.worker is not None:
-            # Drained, not cancelled: what runs may finish within the grace time.
+            # Drained, not cancelled: running jobs may finish within the grace time.
             self.worker.drain()
             with suppress(Exception):
                 await asyncio.wait_for(asyncio.shield(helpers[-1]), self.app.settings.drain_grace_s)
@@ -208,11 +207,11 @@ class Service:
 
 @contextmanager
 def _on_termination(end: Callable[[], None]) -> Iterator[None]:
-    """Call `end` on the event loop at SIGTERM and SIGINT, before the server's own handler.
+    """Call `end` on the event loop at SIGTERM and SIGINT, before the server's handler.
 
-    ASGI servers send `lifespan.shutdown` when all requests are answered, and a stream is a request without an end:
-    without this a server waits for its clients, or cuts them off after its own time limit. A signal that the server
-    does not handle keeps its default. Does nothing outside the main thread, where Python allows no handlers.
+    ASGI servers send `lifespan.shutdown` after all requests have finished, and a stream never finishes: without this a
+    server waits for its clients, or disconnects them after its own timeout. A signal that the server does not handle
+    keeps its default. Does nothing outside the main thread, where Python allows no handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -222,18 +221,18 @@ def _on_termination(end: Callable[[], None]) -> Iterator[None]:
     for number in (signal.SIGTERM, signal.SIGINT):
         previous = signal.getsignal(number)
         if callable(previous):
-            replaced[number] = previous, _ending_first(previous, loop, end)
+            replaced[number] = previous, _call_first(previous, loop, end)
             signal.signal(number, replaced[number][1])
     try:
         yield
     finally:
         for number, (previous, own) in replaced.items():
-            # A handler that was installed since stays.
+            # Keep a handler that was installed meanwhile.
             if signal.getsignal(number) is own:
                 signal.signal(number, previous)
 
 
-def _ending_first(previous: _Handler, loop: asyncio.AbstractEventLoop, end: Callable[[], None]) -> _Handler:
+def _call_first(previous: _Handler, loop: asyncio.AbstractEventLoop, end: Callable[[], None]) -> _Handler:
     def handle(number: int, frame: FrameType | None) -> Any:
         loop.call_soon_threadsafe(end)
         return previous(number, frame)
@@ -242,12 +241,12 @@ def _ending_first(previous: _Handler, loop: asyncio.AbstractEventLoop, end: Call
 
 
 def _key_of(settings: Settings) -> bytes:
-    """What all processes of this deployment know, and no caller: where the stores are, with their passwords."""
+    """Derive a key that all processes of a deployment share and callers do not know, from the settings."""
     secret = settings.webhook_secret
     known = [settings.url, settings.ledger or "", settings.namespace, secret.get_secret_value() if secret else ""]
     return hashlib.sha256(msgspec.json.encode(known)).digest()
 
 
 def queues_of(app: Holdfast) -> list[str]:
-    """The queues that the app's tasks name, and the default one."""
+    """Queues of the app's tasks, and the default queue."""
     return sorted({DEFAULT_QUEUE} | {task.queue for task in app.tasks.values()})

@@ -1,6 +1,6 @@
 """Server-sent events to one client (`EventStream`), and notification of ledger progress (`LedgerWatch`).
 
-A stream lasts until the client disconnects or is cut off because it does not read. `LedgerWatch` has one task per
+A stream lasts until the client disconnects or is disconnected because it does not read. `LedgerWatch` has one task per
 queue, however many waiters there are; it waits for the ledger's position to change and does not poll.
 """
 
@@ -19,17 +19,17 @@ from holdfast.ledger.port.ledger import FeedPosition as Mark
 from holdfast.ledger.port.ledger import Projection
 
 CONTENT_TYPE: Final = "text/event-stream"
-#: A comment every so often keeps proxies from hanging up, and finds clients that are gone.
+#: Interval of comments that keep proxies from closing the connection and detect disconnected clients.
 HEARTBEAT_S: Final = 15.0
 HEARTBEAT: Final = b": still here\n\n"
-#: What browsers wait before they come back, in milliseconds.
+#: Reconnection delay for browsers, in milliseconds.
 _OPENING: Final = b"retry: 2000\n\n"
-#: A server that can cut a connection off says so here (`http.server`); any other closes it when it is flushed.
+#: ASGI extension of servers that can abort a connection (`http.server`); others close it after flushing.
 ABORT: Final = "holdfast.abort"
 
 
 class EventStream:
-    """The sending end."""
+    """Sends server-sent events to one client."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self._scope = scope
@@ -52,7 +52,7 @@ class EventStream:
         await self._send({"type": "http.response.body", "body": b""})
 
     def disconnect(self) -> None:
-        """Cut the client off, in the middle of a write that never ends if need be."""
+        """Disconnect the client, even during a write that never completes."""
         abort: Callable[[], None] | None = self._scope.get("extensions", {}).get(ABORT)
         if abort is not None:
             abort()
@@ -62,7 +62,7 @@ class EventStream:
 
 @asynccontextmanager
 async def watch_disconnect(receive: Receive, on_gone: Callable[[], None]) -> AsyncIterator[None]:
-    """Watch for the client's going away while the block runs."""
+    """Call `on_gone` if the client disconnects while the block runs."""
 
     async def watch() -> None:
         await wait_disconnect(receive)
@@ -82,17 +82,17 @@ _WAIT_MS: Final = 30_000
 
 
 class Wakeable(Protocol):
-    """Somebody who looks at the ledger when told to. Being told for nothing is allowed."""
+    """A waiter that reads the ledger when woken. Spurious wake-ups are allowed."""
 
     def wake(self) -> None: ...
 
 
-#: The first and the last position that somebody waits for: what is between them comes with one of the two.
+#: First and last position that a waiter waits for; reaching one of them covers those in between.
 _Span = tuple[Position, Position]
 
 
 class LedgerWatch:
-    """Of one ledger, on one event loop. Without a projection the ledger is the engine's own, and never behind."""
+    """Watches one ledger, on one event loop. Without a projection (embedded mode) the ledger is never behind."""
 
     def __init__(self, projection: Projection | None) -> None:
         self._projection = projection
@@ -100,7 +100,7 @@ class LedgerWatch:
         self._watching: dict[str, asyncio.Task[None]] = {}
 
     def notify_at(self, queue: str, at: Position, waiter: Wakeable) -> None:
-        """Ring once the ledger has this feed up to there."""
+        """Wake the waiter once the ledger has this feed up to `at`."""
         if self._projection is None or at == START:
             waiter.wake()
             return
@@ -109,14 +109,14 @@ class LedgerWatch:
         waiting[waiter] = min(first, at), max(last, at)
         if queue not in self._watching:
             watching = self._watch(queue, waiting, self._projection)
-            self._watching[queue] = asyncio.create_task(watching, name="holdfast-http-tide")
+            self._watching[queue] = asyncio.create_task(watching, name="holdfast-http-ledger-watch")
 
     def cancel(self, queue: str, waiter: Wakeable) -> None:
-        """It waits no longer."""
+        """Remove a waiter."""
         self._waiting.get(queue, {}).pop(waiter, None)
 
     async def close(self) -> None:
-        """Nobody waits any longer."""
+        """Stop watching; waiters are not woken."""
         watching = list(self._watching.values())
         for task in watching:
             task.cancel()
@@ -129,20 +129,20 @@ class LedgerWatch:
                 try:
                     mark = await projection.wait_position_change(queue, mark, _WAIT_MS)
                     backoff.reset()
-                except Exception as exc:  # noqa: BLE001 - the ledger may be away; those who wait are told later
-                    _log.info("event streams wait for the ledger: %s", exc)
+                except Exception as exc:  # noqa: BLE001 - the ledger may be unreachable; waiters are woken later
+                    _log.info("event streams cannot reach the ledger, retrying: %s", exc)
                     await asyncio.sleep(backoff.next_s())
                 else:
-                    _ring(waiting, parse_position(mark.position) if mark.position else START)
+                    _wake(waiting, parse_position(mark.position) if mark.position else START)
         finally:
             del self._watching[queue]
 
 
-def _ring(waiting: dict[Wakeable, _Span], tide: Position) -> None:
+def _wake(waiting: dict[Wakeable, _Span], reached: Position) -> None:
     for waiter, (first, last) in list(waiting.items()):
-        if first > tide:
+        if first > reached:
             continue
-        if last > tide:
+        if last > reached:
             waiting[waiter] = last, last
         else:
             del waiting[waiter]

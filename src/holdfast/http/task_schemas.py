@@ -1,8 +1,8 @@
-"""Schemas of the app's own tasks for the OpenAPI document: arguments and submissions, each a named component.
+"""Schemas of the app's tasks for the OpenAPI document: arguments and submissions, each a named component.
 
-Code generators make a class of every component, so names are unique and do not depend on the order of registration.
-The API's own names never change: a type of the app's that shares a name with one of them, or with a different type of
-another task, gets the task's name in front.
+Code generators create a class for every component, so names are unique and do not depend on registration order. Names
+of the API's components never change: a type of the app that has the name of one of them, or of a different type of
+another task, gets the task's name as prefix.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pydantic.json_schema import models_json_schema
 from holdfast.app import Holdfast
 
 REFS: Final = "#/components/schemas/{name}"
-#: Where references lead until the names are final: msgspec and pydantic each name types in their own way.
+#: Targets of references until names are final, because msgspec and pydantic name types differently.
 _STRUCTS: Final = "#/structs/{name}"
 _MODELS: Final = "#/models/{model}"
 _WORDS: Final = re.compile(r"[A-Za-z0-9]+")
@@ -32,19 +32,19 @@ Schema = dict[str, Any]
 
 
 class TaskSchemas:
-    """Components for the tasks of an app. `taken`: names of the API's own components."""
+    """Components for the tasks of an app. `taken`: names of the API's components."""
 
     def __init__(self, app: Holdfast, taken: Iterable[str]) -> None:
         self.components: dict[str, Schema] = {}
         self._taken = {name.lower() for name in taken}
         self._structs = {name: task.plan.arguments.struct for name, task in app.tasks.items()}
         self._stems = _stems(app.tasks)
-        #: Types by name and everything that they refer to: tasks that share a type share its component.
+        #: Component names by type name and its transitive schema: tasks that share a type share its component.
         self._known: dict[tuple[str, bytes], str] = {}
         self._arguments = {name: self._describe(name, self._structs[name]) for name in self._stems}
 
     def submission(self, title: str, base: Mapping[str, Any], pattern: str) -> Schema:
-        """A submission of one of the tasks: for each `base` with its name and arguments. `pattern` names these."""
+        """Schema for a submission of any task: one variant of `base` per task, named by `pattern`."""
         refs = {}
         for task, stem in self._stems.items():
             schema = self._for_task(base, task)
@@ -56,7 +56,7 @@ class TaskSchemas:
         }
 
     def example(self) -> Schema | None:
-        """A submission of the first task whose required arguments are plain values."""
+        """Example submission of the first task whose required arguments are plain values."""
         for task in self._stems:
             needed = [field for field in msgspec.structs.fields(self._structs[task]) if field.required]
             if all(isinstance(field.type, type) and field.type in _SAMPLES for field in needed):
@@ -76,7 +76,7 @@ class TaskSchemas:
         try:
             own, parts = _schemas_of(struct)
         except (TypeError, NotImplementedError, KeyError, PydanticUserError):
-            # What JSON Schema cannot describe is any object.
+            # JSON Schema cannot describe the type: accept any object.
             return self._add(f"{stem}Arguments", stem, {"type": "object"})
         refs: dict[str, str] = {}
         for part in parts:
@@ -102,11 +102,11 @@ class TaskSchemas:
 
 
 def _stems(tasks: Iterable[str]) -> dict[str, str]:
-    """How the components of each task are named: in CamelCase, with a digest where several would be named alike."""
+    """Component name prefix of each task: CamelCase, with a digest where several would be equal."""
     plain = {task: "".join(word[:1].upper() + word[1:] for word in _WORDS.findall(task)) for task in sorted(tasks)}
-    often = Counter(stem.lower() for stem in plain.values())
+    counts = Counter(stem.lower() for stem in plain.values())
     return {
-        task: stem if stem and stem[0].isalpha() and often[stem.lower()] == 1 else f"Task{stem}_{_digest(task)}"
+        task: stem if stem and stem[0].isalpha() and counts[stem.lower()] == 1 else f"Task{stem}_{_digest(task)}"
         for task, stem in plain.items()
     }
 
@@ -116,7 +116,7 @@ def _digest(text: str) -> str:
 
 
 def _schemas_of(struct: type[msgspec.Struct]) -> tuple[str, dict[str, Schema]]:
-    """The reference to a struct's schema, and all schemas that it needs by their references."""
+    """Reference to a struct's schema, and all schemas it needs by reference."""
     models: dict[type[BaseModel], None] = {}
 
     def collect(kind: type) -> Schema:
@@ -136,11 +136,11 @@ def _schemas_of(struct: type[msgspec.Struct]) -> tuple[str, dict[str, Schema]]:
 
 
 def _closure(part: str, parts: Mapping[str, Schema]) -> dict[str, Schema]:
-    """A schema and all that it refers to, itself or by others."""
+    """A schema and everything it refers to, directly or indirectly."""
     found: dict[str, Schema] = {}
     waiting = [part]
     while waiting:
-        # What looks like a reference may be part of a default value.
+        # A default value may contain what resembles a reference.
         if (ref := waiting.pop()) not in found and ref in parts:
             found[ref] = parts[ref]
             waiting += references(parts[ref])
@@ -148,7 +148,7 @@ def _closure(part: str, parts: Mapping[str, Schema]) -> dict[str, Schema]:
 
 
 def references(schema: Any) -> Iterator[str]:
-    """Where a schema's references lead."""
+    """Yield the targets of all references in a schema."""
     match schema:
         case {"$ref": str(ref)}:
             yield ref
@@ -161,7 +161,7 @@ def references(schema: Any) -> Iterator[str]:
 
 
 def _resolved(schema: Any, refs: Mapping[str, str]) -> Any:
-    """The schema with its references replaced."""
+    """Copy of a schema with its references replaced."""
     match schema:
         case Mapping():
             return {

@@ -18,12 +18,12 @@ from holdfast.ledger.queries import job_list, paging
 from holdfast.ledger.queries.records import EventRow, JobRow
 from holdfast.operations.bulk import BulkReport
 
-#: Queues, tenants, tasks: printable ASCII without blanks and braces.
+#: Names of queues, tenants and tasks: printable ASCII without blanks and braces.
 NAME_PATTERN: Final = r"^[!-z|~]{1,200}$"
 KEY_PATTERN: Final = r"^[!-~]{1,255}$"
-#: Job ids and others: anything that fits into a path.
+#: Ids: printable ASCII without blanks.
 ID_PATTERN: Final = r"^[!-~]{1,200}$"
-#: Not only blanks: spelt out, since programs differ in what a blank is.
+#: At least one visible character. Spelt out because regular expression engines disagree on white space.
 VISIBLE_PATTERN: Final = r"[^\x00-\x20\x7f-\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff]"
 LAST_EVENT_PATTERN: Final = r"^[!-~]{0,8000}$"
 
@@ -36,7 +36,7 @@ Cursor = Annotated[
     Meta(
         pattern=paging.cursor_pattern(paging.CURSOR_NAMES),
         max_length=4_000,
-        description="As the page before gave it.",
+        description="Cursor of the previous page.",
         examples=[paging.encode_cursor(1_790_000_000_000_000, "01a1e0a3", "acme")],
     ),
 ]
@@ -45,12 +45,12 @@ JobCursor = Annotated[
     Meta(
         pattern=paging.cursor_pattern(job_list.CURSOR_NAMES),
         max_length=4_000,
-        description="As the page before gave it.",
+        description="Cursor of the previous page.",
         examples=[paging.encode_cursor(1_790_000_000_000_000, "01a1e0a3", "default", "acme")],
     ),
 ]
 Text = Annotated[str, Meta(min_length=1, max_length=1_000)]
-#: What a field must be: empty as well, as answers have it where there is none.
+#: Exact value of a field; may be empty, because responses use the empty string for an absent value.
 Exactly = Annotated[str, Meta(max_length=1_000)]
 WebhookUrl = Annotated[
     str,
@@ -59,7 +59,7 @@ WebhookUrl = Annotated[
     ),
 ]
 PriorityName = Literal["high", "normal", "low"]
-#: Kept as it came, byte for byte.
+#: Kept byte for byte.
 Arguments = Annotated[
     Raw, Meta(description="The task's arguments by name.", extra_json_schema={"type": "object", "examples": [{"a": 1}]})
 ]
@@ -69,7 +69,7 @@ _PRIORITIES: Final[dict[int, PriorityName]] = {Priority.HIGH: "high", Priority.N
 
 
 class RequestBase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of everything that callers send."""
+    """Base of all request structs."""
 
 
 class NoQuery(RequestBase, frozen=True, kw_only=True):
@@ -77,58 +77,58 @@ class NoQuery(RequestBase, frozen=True, kw_only=True):
 
 
 class ReasonRequest(RequestBase, frozen=True, kw_only=True):
-    """Why an operator does something."""
+    """Reason for an operator's action."""
 
     reason: Reason
 
 
 class QueueQuery(RequestBase, frozen=True, kw_only=True):
-    """Which of several jobs of one id."""
+    """Selects one of several jobs with the same id."""
 
-    queue: Annotated[str | None, Meta(description="The job's queue, where several share the id.")] = None
+    queue: Annotated[str | None, Meta(description="The job's queue; needed if several jobs have this id.")] = None
 
 
 # Jobs --------------------------------------------------------------------------------------------------
 
 
 class SubmitRequest(RequestBase, frozen=True, kw_only=True):
-    """One job to be made."""
+    """A job to submit."""
 
     task: Name
     payload: Arguments | UnsetType = UNSET
     queue: Name | UnsetType = UNSET
     tenant_id: Annotated[Name, Meta(description="Default: the token's only tenant.")] | UnsetType = UNSET
     priority: PriorityName | UnsetType = UNSET
-    #: At the earliest so long from now …
+    #: Earliest start, in seconds from now …
     delay_s: Annotated[float, Meta(ge=0, le=31_536_000)] | UnsetType = UNSET
-    #: … or then; not both.
+    #: … or as an instant; not both.
     run_at: Annotated[datetime, Meta(tz=True)] | UnsetType = UNSET
     trace_id: Key | UnsetType = UNSET
     context: Annotated[Raw, Meta(extra_json_schema={"type": "object"})] | UnsetType = UNSET
-    durable: Annotated[bool, Meta(description="Answer only once the ledger has the job.")] = False
+    durable: Annotated[bool, Meta(description="Respond only when the job is in the ledger.")] = False
     webhook_url: WebhookUrl | UnsetType = UNSET
 
 
 class BulkSubmitItem(SubmitRequest, frozen=True, kw_only=True):
-    """One job of many."""
+    """One job of a bulk request."""
 
     idempotency_key: Key | UnsetType = UNSET
 
 
 class BulkSubmitRequest(RequestBase, frozen=True, kw_only=True):
-    """Many jobs to be made."""
+    """Jobs to submit."""
 
     jobs: Annotated[list[BulkSubmitItem], Meta(min_length=1, max_length=1_000)]
 
 
 class SubmitQuery(RequestBase, frozen=True, kw_only=True):
-    """Whether to wait."""
+    """Parameters of a submission."""
 
-    wait: Annotated[float, Meta(ge=0, le=60, description="Wait up to so many seconds for the job's end.")] = 0
+    wait: Annotated[float, Meta(ge=0, le=60, description="Seconds to wait for the job to end.")] = 0
 
 
 class JobErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a job did not succeed, or not yet."""
+    """Last failure of a job."""
 
     code: str
     message: str
@@ -136,7 +136,7 @@ class JobErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """A job at one moment."""
+    """A job at the time of the request."""
 
     job_id: str
     task: str
@@ -158,7 +158,7 @@ class JobResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobDetailResponse(JobResponse, frozen=True, kw_only=True):
-    """A job with what it carries."""
+    """A job with payload, context and result."""
 
     payload: Any
     context: Any = None
@@ -167,13 +167,13 @@ class JobDetailResponse(JobResponse, frozen=True, kw_only=True):
 
 
 class SubmitResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """A submission that is safe."""
+    """An accepted submission."""
 
     job_id: str
     queue: str
-    #: The idempotency key was known: this is the job that was there first.
+    #: The idempotency key was known; this is the job that was submitted first.
     duplicate: bool
-    #: The job's path.
+    #: Path of the job.
     location: str
 
 
@@ -184,7 +184,7 @@ class BulkSubmitError(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BulkSubmitResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one of many: a job, or an error."""
+    """Result for one job of a bulk request: a job or an error."""
 
     job_id: str | None = None
     queue: str | None = None
@@ -193,7 +193,7 @@ class BulkSubmitResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BulkSubmitResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """In the order of the request."""
+    """Results in the order of the request."""
 
     accepted: int
     refused: int
@@ -201,36 +201,36 @@ class BulkSubmitResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PageQuery(RequestBase, frozen=True, kw_only=True):
-    """A page of a list."""
+    """Page parameters of a list."""
 
     limit: Limit = 50
     cursor: Cursor | None = None
 
 
 class JobQuery(PageQuery, frozen=True, kw_only=True):
-    """Which jobs. Everything given must hold."""
+    """Filter for jobs. All given conditions must match."""
 
     cursor: JobCursor | None = None
     state: tuple[State, ...] = ()
     queue: tuple[Name, ...] = ()
     task: Name | None = None
     tenant_id: Name | None = None
-    since: Annotated[datetime, Meta(tz=True, description="Created then or later.")] | None = None
-    until: Annotated[datetime, Meta(tz=True, description="Created before.")] | None = None
-    error: Annotated[Text, Meta(description="Text in the last error, in any case.")] | None = None
+    since: Annotated[datetime, Meta(tz=True, description="Created at or after this instant.")] | None = None
+    until: Annotated[datetime, Meta(tz=True, description="Created before this instant.")] | None = None
+    error: Annotated[Text, Meta(description="Text contained in the last error; case is ignored.")] | None = None
     trace_id: Exactly | None = None
     idempotency_key: Exactly | None = None
 
 
 class JobListResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """While there is a cursor there may be more."""
+    """A page of jobs. A non-null cursor means that there may be more."""
 
     jobs: list[JobResponse]
     cursor: str | None
 
 
 class JobEventResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of a job's story."""
+    """One event of a job."""
 
     type: str
     job_id: str
@@ -248,21 +248,21 @@ class JobEventResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobEventsResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """A job's story so far."""
+    """A job's events so far, in order."""
 
     events: list[JobEventResponse]
 
 
-# Translations ------------------------------------------------------------------------------------------
+# Conversions -------------------------------------------------------------------------------------------
 
 
 def instant(ms: int) -> datetime | None:
-    """An engine's instant; 0 is none."""
+    """Convert an engine's instant; 0 means none."""
     return _EPOCH + timedelta(milliseconds=ms) if ms else None
 
 
 def plain(encoded: bytes | None) -> Any:
-    """JSON as it is; what is none (other programs write to queues, too) as text."""
+    """Return JSON unchanged, and anything else as text: foreign messages may not be JSON."""
     if encoded is None:
         return None
     try:
@@ -273,7 +273,7 @@ def plain(encoded: bytes | None) -> Any:
 
 
 def job_of_view(view: JobInfo) -> JobDetailResponse:
-    """A job as the engine has it."""
+    """Convert a job of the engine."""
     meta = view.meta
     return JobDetailResponse(
         job_id=view.job_id,
@@ -301,7 +301,7 @@ def job_of_view(view: JobInfo) -> JobDetailResponse:
 
 
 def job_of_row(row: JobRow) -> JobResponse:
-    """A job as the ledger's lists have it."""
+    """Convert a job of the ledger's lists."""
     error = None
     if row.error_code is not None:
         error = JobErrorResponse(code=row.error_code, message=row.last_error or "")
@@ -327,7 +327,7 @@ def job_of_row(row: JobRow) -> JobResponse:
 
 
 def event_of_row(row: EventRow) -> JobEventResponse:
-    """A line of the story as the ledger has it."""
+    """Convert an event of the ledger."""
     return JobEventResponse(
         type=row.type,
         job_id=row.job_id,
@@ -346,7 +346,7 @@ def event_of_row(row: EventRow) -> JobEventResponse:
 
 
 def event_of_feed(queue: str, event: Event) -> JobEventResponse:
-    """The same as the engine's feed tells it."""
+    """Convert an event of the engine's feed."""
     return JobEventResponse(
         type=event.type,
         job_id=event.job_id,
@@ -368,31 +368,31 @@ def _error(failure: Failure | None) -> JobErrorResponse | None:
 
 
 class BulkItemResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one."""
+    """Result for one item."""
 
     id: str
     done: bool
-    #: The job that it is now, if it is one.
+    #: The resulting job, if there is one.
     job_id: str = ""
     code: str = ""
     message: str = ""
 
 
 class BulkResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of all."""
+    """Results of a bulk operation."""
 
-    #: How many there were before anything was done.
+    #: Number of matches before anything was changed.
     matched: int
     done: int
     failed: int
     dry_run: bool
-    #: Why the rest was left as it is.
+    #: Why the remaining items were not processed; empty if all were.
     stopped: str
     results: list[BulkItemResponse]
 
 
 def bulk_response(report: BulkReport) -> BulkResponse:
-    """A report of the offices."""
+    """Convert a report of the operations."""
     results = [
         BulkItemResponse(id=each.id, done=each.done, job_id=each.job_id, code=each.code, message=each.message)
         for each in report.results

@@ -1,1 +1,1 @@
-"""The ledger: remembers every move of every job, and the effects and steps of tasks."""
+"""The ledger: the history of every job, queries on it, and the effects and steps of tasks."""

@@ -26,22 +26,22 @@ _DEFAULT: Final = "(the default one)"
 
 
 def check_owner(where: str, found: str, namespace: str) -> None:
-    """Raises `InvalidOption` for somebody else's ledger."""
+    """Raise `InvalidOption` if the ledger belongs to another namespace."""
     if found != namespace:
         raise InvalidOption(
             f"the ledger {where} belongs to namespace {found or _DEFAULT}, this is {namespace or _DEFAULT}; "
-            "set HOLDFAST_NAMESPACE to that, or give this one a ledger of its own"
+            "set HOLDFAST_NAMESPACE to the ledger's namespace, or use another ledger"
         )
 
 
 def engine_changed(where: str, found: str, engine: str) -> bool:
-    """Whether the ledger was last used with another engine, or another name of it; the log says so."""
+    """Whether the ledger was last used with another engine, or another name of it; logs a warning if so."""
     if found == engine or not engine:
         return False
     if found:
         _log.warning(
-            "the ledger %s was last used with the engine %s, this is %s. If both are in use, give each a ledger of its "
-            "own: they would run each other's jobs. If it has moved, or is the same by another name, all is well",
+            "the ledger %s was last used with the engine %s, this is %s; if both are in use, give each its own ledger, "
+            "because they would run each other's jobs; if the engine has moved or was renamed, ignore this warning",
             where,
             found,
             engine,
@@ -50,33 +50,33 @@ def engine_changed(where: str, found: str, engine: str) -> bool:
 
 
 def engine_name(url: str) -> str:
-    """An engine's address as the ledger notes it: kind, host, port and database, without user and password."""
+    """An engine's address as the ledger records it: kind, host, port and database, without user and password."""
     parts = urlsplit(url)
     if parts.scheme == "sqlite":
         return f"sqlite:///{Path(unquote(parts.path[1:])).resolve()}"
     if "+" in parts.scheme:
-        # Sentinels, or nodes of a Cluster; the order in which they are named says nothing.
+        # Sentinels or nodes of a Cluster: their order does not matter.
         hosts = ",".join(sorted(parts.netloc.rpartition("@")[2].lower().split(",")))
         return f"{parts.scheme}://{hosts}/{parts.path.strip('/')}"
     database = parts.path.strip("/") or "0"
     return f"{parts.scheme}://{parts.hostname or 'localhost'}:{parts.port or _REDIS_PORT}/{database}"
 
 
-#: Events that wait for longer make one wonder whether a relay runs.
+#: Events that wait longer suggest that no relay runs.
 _LONG_MS = 10 * 60_000
 
 
 def outbox_findings(backlog: OutboxBacklog, now_ms: int) -> list[Finding]:
-    """What waits in the outbox, if anything does."""
+    """Findings about unpublished and dead events, if there are any."""
     findings = []
     if backlog.waiting:
         age_ms = max(0, now_ms - (backlog.oldest_ms or now_ms))
         late = age_ms > _LONG_MS
         found = f"{backlog.waiting} events wait to be published, the oldest for {_age(age_ms)}"
-        advice = "see that `holdfast outbox relay` runs and knows their destinations, and that their broker is up"
+        advice = "check that `holdfast outbox relay` runs with their destinations, and that their broker is up"
         findings.append(Finding("outbox", not late, found, advice if late else "", warning=late))
     if backlog.dead:
-        advice = "`holdfast outbox list --status DEAD` says why; `holdfast outbox retry` tries them again"
+        advice = "see the causes with `holdfast outbox list --status DEAD`, then run `holdfast outbox retry`"
         found = f"{backlog.dead} events could not be published and are dead"
         findings.append(Finding("outbox dead", False, found, advice, warning=True))
     return findings

@@ -1,16 +1,17 @@
-"""A batch of feed events, folded into what the ledger is to write: one row a job, however much happened to it. Pure.
+"""Folds a batch of feed events into what the ledger writes: one row per job, however many events it has. Pure.
 
-`assume` needs no look-up: a job that begins in the batch is taken for new, any other for being where its first event
-says it was, in the attempt in which it was. The store holds both against its rows and has everything taken back if one
-does not fit; then `fold` is given what the ledger knows and tells the truth event by event. What does not fit the
-ledger's story is an anomaly:
+`fold_optimistic` needs no look-up. It assumes that a job created in the batch is new, and that any other is in the
+state and attempt from which its first event moves it. The store checks both against its rows and rolls everything back
+if one does not match; then `fold_known` gets what the ledger has and decides event by event. An event that does not
+fit the job's history in the ledger is an anomaly:
 
-- the ledger has the job's end: nothing follows an end, so the event is kept as an anomaly only;
-- the job is elsewhere, but open: the engine went on from an earlier point (a stale replica, a cut AOF). The story gets
-  a `ledger.forked` event to where the engine was, then the event. An earlier attempt in the same state is elsewhere;
-- the ledger has never heard of the job (its feed was cut before somebody read it): the same, after a creation of ours.
+- the job has ended in the ledger: nothing follows a final state, so the event is kept as an anomaly only;
+- the job is open, but in another state, or in a later attempt in the same state: the engine continued from an earlier
+  point (a stale replica, a truncated AOF). The history gets a `ledger.forked` event to the engine's state, then the
+  event;
+- the ledger does not have the job (its feed was trimmed before it was read): the same, after a substitute creation.
 
-What people did (`operator.…`) is no part of a job's story, and goes into the operators' log as it is.
+What operators did (`operator.…`) is not part of a job's history. It goes into the audit log unchanged.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from holdfast.ledger.fold_events import LAST_ERROR_LIMIT, dead_letter_id, failur
 #: Why an event is an anomaly.
 AFTER_THE_END: Final = "the job had ended in the ledger"
 CREATED_AGAIN: Final = "the ledger has this job already"
-FORKED: Final = "the engine went on from an earlier point than the ledger's"
-NEVER_HEARD: Final = "the ledger has no such job"
+FORKED: Final = "the engine continued from an earlier point than the ledger's"
+UNKNOWN_JOB: Final = "the ledger has no such job"
 _KEEP_ERRORS: Final = frozenset({State.DLQ_RECORDED, State.FAILED})
 
 #: Tenant and job id, within one queue.
@@ -36,11 +37,11 @@ Name = tuple[str, str]
 
 
 class BatchMismatch(Exception):
-    """The events of a batch do not follow one another, or do not follow on what the ledger has: look it up."""
+    """The events of a batch do not follow one another, or do not follow what the ledger has: look the jobs up."""
 
 
 class RecordedJob(msgspec.Struct, frozen=True):
-    """What the ledger has of a job."""
+    """A job as the ledger has it."""
 
     state: State
     last_seq: int
@@ -49,26 +50,26 @@ class RecordedJob(msgspec.Struct, frozen=True):
 
 
 class Anomaly(msgspec.Struct, frozen=True):
-    """An event that could not be written as it came."""
+    """An event that the ledger could not record as it came."""
 
     event: Event
     reason: str
 
 
 class JobDraft(msgspec.Struct, eq=False, gc=False):
-    """A job as the batch leaves it."""
+    """A job as it is after the batch."""
 
     tenant_id: str
     job_id: str
-    #: Where the ledger must have it; None: it is new, or only noted upon.
+    #: The state it must have in the ledger; None: it is new, or no event moves it.
     previous_state: State | None
-    #: The latest attempt that the ledger may have of it, and the retries, at most one less; None: any.
+    #: The ledger must not have a later attempt, and must have this retry count or one less (None: any).
     previous_attempt: int = 0
     previous_retries: int | None = 0
-    #: The number of its last event before the batch, where that is known.
+    #: The number of its last event before the batch, where known.
     seq: int = 0
     creation: Event | None = None
-    #: Where it is now; None: nothing has moved it yet.
+    #: Its state after the batch; None: no event has moved it.
     state: State | None = None
     ended: bool = False
     attempt: int = 0
@@ -81,11 +82,11 @@ class JobDraft(msgspec.Struct, eq=False, gc=False):
     result: str | None = None
     run_at_ms: int = 0
     next_retry_at_ms: int = 0
-    #: When it was made due before its time; what the ledger has of that time is over then. 0: it was not.
+    #: When it was expedited, which ends any later due time in the ledger; 0: it was not.
     expedited_at_ms: int = 0
     dlq_id: str | None = None
     dead_letter: Event | None = None
-    #: It was told to wait for people in this batch.
+    #: It entered `waiting_approval` in this batch.
     awaiting_approval: bool = False
     at_ms: int = 0
     events: list[Event] = []
@@ -101,11 +102,11 @@ class JobDraft(msgspec.Struct, eq=False, gc=False):
 
 
 class FoldedBatch(msgspec.Struct, frozen=True):
-    """What is to be written. Events of a draft are numbered on from its `seq`."""
+    """What to write. Events of a draft are numbered from its `seq` + 1."""
 
     drafts: list[JobDraft]
     anomalies: list[Anomaly]
-    #: What people did, to jobs and queues.
+    #: What operators did to jobs and queues.
     audit_events: list[Event] = []
 
 
@@ -113,12 +114,12 @@ class FoldedBatch(msgspec.Struct, frozen=True):
 
 
 def fold_optimistic(events: Iterable[Event]) -> FoldedBatch:
-    """Without a look at the ledger. Raises `Misfit` if the events contradict one another."""
+    """Fold without reading the ledger. Raises `BatchMismatch` if the events contradict one another."""
     drafts: dict[Name, JobDraft] = {}
-    deeds: list[Event] = []
+    audit_events: list[Event] = []
     for event in events:
         if event.to_state is None and event.type.startswith(OPERATOR_PREFIX):
-            deeds.append(event)
+            audit_events.append(event)
             continue
         name = (event.tenant_id, event.job_id)
         draft = drafts.get(name)
@@ -134,7 +135,7 @@ def fold_optimistic(events: Iterable[Event]) -> FoldedBatch:
                 if from_state is None or from_state in FINAL:
                     raise BatchMismatch(event)
                 draft.previous_state = from_state
-                # Both asked in place: this is where all of a busy queue's events pass.
+                # Both are inlined, because every event of a busy queue passes here.
                 draft.previous_attempt = event.attempt - 1 if event.to_state is State.RUNNING else event.attempt
                 draft.previous_retries = (
                     None if from_state is State.SUSPENDED and _resumes(event) else event.retry_count
@@ -142,17 +143,17 @@ def fold_optimistic(events: Iterable[Event]) -> FoldedBatch:
             elif from_state is not draft.state or draft.ended:
                 raise BatchMismatch(event)
         _apply(draft, event)
-    return FoldedBatch(list(drafts.values()), [], deeds)
+    return FoldedBatch(list(drafts.values()), [], audit_events)
 
 
 def fold_known(events: Iterable[Event], known: Mapping[Name, RecordedJob]) -> FoldedBatch:
-    """On what the ledger knows of these jobs."""
+    """Fold onto what the ledger has of these jobs."""
     drafts: dict[Name, JobDraft] = {}
     anomalies: list[Anomaly] = []
-    deeds: list[Event] = []
+    audit_events: list[Event] = []
     for event in events:
         if event.to_state is None and event.type.startswith(OPERATOR_PREFIX):
-            deeds.append(event)
+            audit_events.append(event)
             continue
         name = (event.tenant_id, event.job_id)
         draft = drafts.get(name)
@@ -162,7 +163,7 @@ def fold_known(events: Iterable[Event], known: Mapping[Name, RecordedJob]) -> Fo
             draft.ended = row.state in FINAL
         if draft is None:
             if event.to_state is None or event.from_state in FINAL:
-                anomalies.append(Anomaly(event, NEVER_HEARD))
+                anomalies.append(Anomaly(event, UNKNOWN_JOB))
                 continue
             draft = drafts[name] = JobDraft(*name, None)
             if event.from_state is None:
@@ -171,14 +172,14 @@ def fold_known(events: Iterable[Event], known: Mapping[Name, RecordedJob]) -> Fo
                 _create(draft, _creation(event))
                 _apply(draft, _fork(State.QUEUED, event))
                 _apply(draft, event)
-                anomalies.append(Anomaly(event, NEVER_HEARD))
+                anomalies.append(Anomaly(event, UNKNOWN_JOB))
         elif (reason := _continue(draft, event)) is not None:
             anomalies.append(Anomaly(event, reason))
-    return FoldedBatch([draft for draft in drafts.values() if draft.events], anomalies, deeds)
+    return FoldedBatch([draft for draft in drafts.values() if draft.events], anomalies, audit_events)
 
 
 def _continue(draft: JobDraft, event: Event) -> str | None:
-    """The next event of a job that the ledger has; why it is an anomaly, if it is."""
+    """Apply the next event of a job that the ledger has; the reason, if it is an anomaly."""
     state = draft.state or draft.previous_state
     if event.to_state is None or (event.from_state is state and not draft.ended and _follows(draft, event)):
         _apply(draft, event)
@@ -193,9 +194,9 @@ def _continue(draft: JobDraft, event: Event) -> str | None:
 
 
 def _follows(draft: JobDraft, event: Event) -> bool:
-    """Whether the event's counts go on from the job's, or from those of an earlier point in the same state.
+    """Whether the event's counts continue from the job's, and not from an earlier point in the same state.
 
-    An engine that forgets only ever goes back, so a later attempt than expected is none of its doing.
+    An engine that lost data only goes back, so an attempt later than expected is not a fork.
     """
     if _attempt_before(event) < draft.attempt:
         return False
@@ -203,24 +204,24 @@ def _follows(draft: JobDraft, event: Event) -> bool:
 
 
 def _attempt_before(event: Event) -> int:
-    """A claim begins a new attempt; everything else happens to the last one."""
+    """The attempt before the event: a claim starts a new one, other events belong to the last one."""
     return event.attempt - 1 if event.to_state is State.RUNNING else event.attempt
 
 
 def _resumes(event: Event) -> bool:
-    """Whether the retries are counted anew."""
+    """Whether the retry count starts again."""
     return event.from_state is State.SUSPENDED and event.to_state is State.QUEUED
 
 
 def _creation(event: Event) -> Event:
-    """Of a job whose own creation was lost."""
+    """A substitute for a creation event that was lost."""
     return Event(
         type=event_for(None, State.QUEUED),
         job_id=event.job_id,
         tenant_id=event.tenant_id,
         at_ms=event.at_ms,
         to_state=State.QUEUED,
-        message=NEVER_HEARD,
+        message=UNKNOWN_JOB,
     )
 
 
@@ -292,13 +293,13 @@ def _move(draft: JobDraft, event: Event, to_state: State, data: Mapping[str, Any
     elif to_state is State.QUEUED and due_ms:
         draft.run_at_ms = due_ms
     if data.get("started") is False:
-        # An attempt that never started is numbered again.
+        # The number of an attempt that never started is used again.
         draft.attempt = max(0, event.attempt - 1)
     if "dlq_id" in data:
         draft.dlq_id = str(data["dlq_id"])
     if event.type == RESTORED_EVENT:
         if to_state in (State.DLQ_PENDING, State.DLQ_RECORDED):
-            # It has its item, but the engine has forgotten what it was told of it: tell it again.
+            # The dead letter exists, but the engine has lost its confirmation: confirm it again.
             draft.dead_letter = event
     elif to_state is State.DLQ_PENDING:
         draft.dead_letter = event
@@ -319,7 +320,7 @@ def _set_errors(draft: JobDraft, failure: Failure | None) -> None:
 
 
 def split_batch(events: Sequence[Event]) -> Iterator[list[Event]]:
-    """Two smaller batches that may be written one after the other: by jobs, and a single job's by time."""
+    """Two smaller batches to write one after the other: split by job, or by time if there is a single job."""
     names = list(dict.fromkeys((event.tenant_id, event.job_id) for event in events))
     if len(names) > 1:
         first = set(names[: len(names) // 2])

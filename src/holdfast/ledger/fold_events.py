@@ -1,4 +1,4 @@
-"""What single feed events say: failure, envelope, attempts, approval requests (A2), audit entries (H5). Pure.
+"""What single feed events contain: failure, envelope, attempts, approval requests (A2), audit entries (H5). Pure.
 
 A job's approval request is a row of `approvals` from the event that holds the job. It stays open until it is decided or
 the job continues without a decision. What an operator did is a row of `operator_events`, never part of the job's
@@ -15,7 +15,17 @@ from uuid import NAMESPACE_URL, uuid5
 import msgspec
 
 from holdfast.core.codec import to_json
-from holdfast.core.job import ApprovalRequest, Attempt, Event, Failure, Meta, Priority
+from holdfast.core.job import (
+    ApprovalRequest,
+    Attempt,
+    Event,
+    Failure,
+    Meta,
+    Priority,
+    approval_data,
+    convert_meta,
+    decode_meta,
+)
 from holdfast.core.states import FORKED_EVENT, OPERATOR_PREFIX, RESTORED_EVENT, State
 from holdfast.core.text import clean
 from holdfast.core.verdict import operator_failure
@@ -26,38 +36,38 @@ if TYPE_CHECKING:
     from holdfast.ledger.fold import JobDraft
 
 
-#: `last_error` is for looking at; the events and the dead letter have the whole.
+#: `last_error` is a summary; events and the dead letter have the full text.
 LAST_ERROR_LIMIT: Final = 2_000
-#: A lost lease ended this attempt.
+#: Outcome of an attempt that a lost lease ended.
 RECLAIMED: Final = "reclaimed"
 
-#: What a job is called whose creation nobody told us, and its payload, which is no submission's.
+#: Task and payload of a job whose creation event was lost; a submission never has this payload.
 UNKNOWN_TASK: Final = "unknown"
 UNKNOWN_PAYLOAD: Final = "null"
 
-#: Written as they are in the job's row, and told from there.
+#: Moves whose data is written to the job's row and read from there.
 _IN_THE_ROW: Final = frozenset({State.SUCCEEDED})
 
 
 def failure_of(event: Event) -> Failure | None:
-    """Why it happened, where an event tells of a failure or of a person who ended the job."""
+    """The failure that an event reports, or the operator's reason for cancelling the job."""
     data = event.data or {}
     if "code" in data:
-        said = (data["code"], data.get("message"), data.get("type"), data.get("stack"))
-        return Failure(*(str(word or "") for word in said))
+        values = (data["code"], data.get("message"), data.get("type"), data.get("stack"))
+        return Failure(*(str(value or "") for value in values))
     if event.to_state is State.CANCELLED:
         return operator_failure(State.CANCELLED, str(data.get("actor") or "unknown"), str(data.get("reason") or ""))
     return None
 
 
-def dead_letter_event(letter: Event, story: Iterable[Event]) -> Event:
-    """The event that a dead letter is about: its own, or, if the job was only put back, the one in its story."""
-    deaths = [event for event in story if event.to_state is State.DLQ_PENDING and event.type != RESTORED_EVENT]
-    return deaths[-1] if letter.type == RESTORED_EVENT and deaths else letter
+def dead_letter_event(event: Event, history: Iterable[Event]) -> Event:
+    """The event that dead-lettered a job: the given one, or, if that only restored the job, the last in its history."""
+    failed = [past for past in history if past.to_state is State.DLQ_PENDING and past.type != RESTORED_EVENT]
+    return failed[-1] if event.type == RESTORED_EVENT and failed else event
 
 
 def dead_letter_id(event: Event) -> str:
-    """The same one whenever this is folded: an item is written once."""
+    """The same id each time the event is folded, so that a dead letter is written once."""
     return uuid5(NAMESPACE_URL, f"{event.tenant_id}/{event.job_id}/{event.at_ms}").hex
 
 
@@ -76,16 +86,16 @@ def envelope_of(draft: JobDraft) -> tuple[str, int, str, str, str, str | None, s
         data.get("payload", UNKNOWN_PAYLOAD),
         None if context is None else to_json(context),
         meta,
-        # Most have none, and need not be read.
+        # Most jobs have none, and are not decoded.
         _webhook_of(meta) if meta is not None and '"webhook"' in meta else None,
     )
 
 
 def meta_of(text: Any) -> Meta:
-    """Of an envelope, as text or decoded. Raises `msgspec.MsgspecError`."""
+    """`Meta` of an envelope, given as text or decoded. Raises `msgspec.MsgspecError`."""
     if isinstance(text, str):
-        return msgspec.json.decode(text, type=Meta) if text else Meta()
-    return msgspec.convert(text, Meta) if text else Meta()
+        return decode_meta(text)
+    return convert_meta(text) if text else Meta()
 
 
 def _webhook_of(meta: str) -> str | None:
@@ -96,22 +106,22 @@ def _webhook_of(meta: str) -> str | None:
 
 
 def data_of(event: Event) -> str | None:
-    """What the event's own row says beside its columns; the envelope and the result are in the job's row."""
+    """The `data` column of the event's row; the envelope and the result are in the job's row."""
     data = event.data
     if not data or event.to_state in _IN_THE_ROW:
         return None
     if event.from_state is None and event.to_state is not None:
-        # The row says when the job is due next, which may have changed since.
+        # The job's row has its current due time, which may differ.
         return to_json({"run_at_ms": data["run_at_ms"]}) if data.get("run_at_ms") else None
     if "history" in data:
-        # In full with the dead letter.
+        # The dead letter has it in full.
         data = {key: value for key, value in data.items() if key != "history"}
     return to_json(data)
 
 
-def attempts_of(events: Iterable[Event], told: Sequence[Any] = ()) -> str:
-    """Every attempt in a job's story, as JSON (requirement Y6); `told` is the engine's bounded history, for stories
-    that began before the ledger did."""
+def attempts_of(events: Iterable[Event], engine_history: Sequence[Any] = ()) -> str:
+    """All attempts in a job's history, as JSON (requirement Y6). The engine's bounded history is used if it has more:
+    the job is older than the ledger."""
     attempts: list[Any] = []
     begun: Event | None = None
     for event in events:
@@ -120,7 +130,7 @@ def attempts_of(events: Iterable[Event], told: Sequence[Any] = ()) -> str:
         if begun is not None and (event.data or {}).get("started") is not False:
             attempts.append(_attempt(begun, event))
         begun = event if event.to_state is State.RUNNING and event.type != FORKED_EVENT else None
-    return to_json(attempts if len(attempts) >= len(told) else list(told))
+    return to_json(attempts if len(attempts) >= len(engine_history) else list(engine_history))
 
 
 def _attempt(begun: Event, end: Event) -> Attempt:
@@ -129,7 +139,7 @@ def _attempt(begun: Event, end: Event) -> Attempt:
 
 
 def sanitize_event(event: Event) -> Event:
-    """The event with no text in it that a store would refuse; the same one if there is none."""
+    """The event without text that a store would refuse; the same object if there is none."""
     data = event.data
     if data:
         data = {key: clean(value) if type(value) is str else value for key, value in data.items()}
@@ -140,22 +150,22 @@ def sanitize_event(event: Event) -> Event:
     return msgspec.structs.replace(event, tenant_id=tenant_id, job_id=job_id, worker=worker, message=message, data=data)
 
 
-#: What an instant is in this store; of 0, None.
+#: Converts milliseconds to an instant of the store, 0 to None.
 AsInstant = Callable[[int], Any]
 Row = tuple[Any, ...]
 
 
-#: Why a question to people is withdrawn, if nobody says.
-WENT_ON: Final = "the job went on without an answer"
+#: Why an approval request is withdrawn, if the event gives no reason.
+SUPERSEDED: Final = "the job went on without an answer"
 
-#: What an open question comes to when its job moves on; one that people have decided stays as they left it.
+#: Status of an open approval request when its job continues; a decided one keeps its status.
 _STATUS: Final = {
     "approval.approved": ApprovalStatus.APPROVED,
     "approval.rejected": ApprovalStatus.REJECTED,
     "approval.expired": ApprovalStatus.EXPIRED,
 }
 
-#: Of a question to people, beside what its job says.
+#: Columns of an approval request, besides those taken from its job.
 APPROVAL_REQUEST_COLUMNS: Final = (
     "tenant_id",
     "job_id",
@@ -187,7 +197,7 @@ AUDIT_COLUMNS: Final = (
 
 
 class ApprovalClosing(msgspec.Struct, frozen=True):
-    """A job that does not wait any more: its open questions are closed, all but the one that `stays`."""
+    """Closes the open approval requests of a job, except the one that `stays`."""
 
     draft: JobDraft
     stays: str
@@ -197,54 +207,55 @@ class ApprovalClosing(msgspec.Struct, frozen=True):
 
 
 def feed_events(entries: Iterable[FeedEntry], queue: str) -> Iterator[Event]:
-    """Their events, in order; what people did is named by its place in the feed, so that it is written once."""
+    """Events of the entries, in order; an audit event gets an id from its position, so that it is written once."""
     for entry in entries:
         for number, event in enumerate(entry.events):
             if event.to_state is None and event.type.startswith(OPERATOR_PREFIX):
-                yield _named(event, f"{queue}/{entry.position}/{entry.nonce}/{number}")
+                yield _with_id(event, f"{queue}/{entry.position}/{entry.nonce}/{number}")
             else:
                 yield event
 
 
-def _named(event: Event, place: str) -> Event:
-    """With an id that is ordered by time, like a job's."""
-    digits = sha256(place.encode(errors="replace")).hexdigest()
+def _with_id(event: Event, position: str) -> Event:
+    """Add an id that is ordered by time, like a job's."""
+    digits = sha256(position.encode(errors="replace")).hexdigest()
     unique = f"{max(0, event.at_ms):012x}7{digits[:3]}8{digits[3:18]}"
     return msgspec.structs.replace(event, data={**(event.data or {}), "id": unique})
 
 
 def approval_requests(draft: JobDraft) -> list[tuple[Event, ApprovalRequest]]:
-    """The questions to people in a draft's events."""
-    asks = ((event, approval_request_of(event)) for event in draft.events if event.to_state is State.WAITING_APPROVAL)
-    return [(event, ask) for event, ask in asks if ask is not None]
+    """The approval requests in a draft's events."""
+    held = (event for event in draft.events if event.to_state is State.WAITING_APPROVAL)
+    return [(event, request) for event in held if (request := approval_request_of(event)) is not None]
 
 
 def approval_request_of(event: Event) -> ApprovalRequest | None:
-    """What people are asked by it: at the creation of a held job it is in the envelope, later in the event itself."""
+    """The event's approval request: in the envelope if the job is held at its creation, else in the event's data."""
     data = event.data or {}
     try:
         if event.from_state is None:
-            return meta_of(data.get("meta")).ask
-        return msgspec.convert(data["ask"], ApprovalRequest) if data.get("ask") else None
+            return meta_of(data.get("meta")).approval_request
+        request = approval_data(data, "approval_request")
+        return msgspec.convert(request, ApprovalRequest) if request else None
     except msgspec.MsgspecError:
-        # Held all the same; but there is no question that anybody could answer.
+        # The job is held all the same, but there is no request to decide.
         return None
 
 
 def approval_changes(
     drafts: Iterable[JobDraft],
 ) -> tuple[list[tuple[JobDraft, Event, ApprovalRequest]], list[ApprovalClosing]]:
-    """What jobs ask people, and whose questions nobody has to answer any more."""
-    asked, closed = [], []
+    """The approval requests to insert, and those to close."""
+    requested, closed = [], []
     for draft in drafts:
         if draft.awaiting_approval or (draft.previous_state is State.WAITING_APPROVAL and draft.state is not None):
-            asks = approval_requests(draft)
-            asked += [(draft, event, ask) for event, ask in asks]
+            requests = approval_requests(draft)
+            requested += [(draft, event, request) for event, request in requests]
             if draft.state is not State.WAITING_APPROVAL:
                 closed.append(_closing(draft, ""))
-            elif len(asks) > 1 or (asks and draft.previous_state is State.WAITING_APPROVAL):
-                closed.append(_closing(draft, asks[-1][1].approval_id))
-    return asked, closed
+            elif len(requests) > 1 or (requests and draft.previous_state is State.WAITING_APPROVAL):
+                closed.append(_closing(draft, requests[-1][1].approval_id))
+    return requested, closed
 
 
 def _closing(draft: JobDraft, stays: str) -> ApprovalClosing:
@@ -252,28 +263,28 @@ def _closing(draft: JobDraft, stays: str) -> ApprovalClosing:
     event = next(leaving, None)
     data = (event.data if event is not None else None) or {}
     status = _STATUS.get(event.type, ApprovalStatus.WITHDRAWN) if event is not None else ApprovalStatus.WITHDRAWN
-    if status is ApprovalStatus.APPROVED and not data.get("consent"):
+    if status is ApprovalStatus.APPROVED and not approval_data(data, "approval"):
         status = ApprovalStatus.WITHDRAWN
-    return ApprovalClosing(draft, stays, status, data.get("actor"), data.get("reason") or WENT_ON)
+    return ApprovalClosing(draft, stays, status, data.get("actor"), data.get("reason") or SUPERSEDED)
 
 
 # Rows ----------------------------------------------------------------------------------------------
 
 
-def approval_request_row(draft: JobDraft, event: Event, ask: ApprovalRequest, instant: AsInstant) -> Row:
-    """Of a question to people, in the order of `ASK_COLUMNS`."""
+def approval_request_row(draft: JobDraft, event: Event, request: ApprovalRequest, instant: AsInstant) -> Row:
+    """In the order of `APPROVAL_REQUEST_COLUMNS`."""
     return (
         draft.tenant_id,
         draft.job_id,
-        clean(ask.approval_id),
-        clean(ask.name),
-        clean(ask.payload_hash),
-        clean(to_json(ask.policies)),
-        clean(ask.reason),
-        None if ask.details is None else clean(to_json(ask.details)),
-        ask.quorum,
-        instant(ask.deadline_at_ms),
-        clean(ask.requested_by),
+        clean(request.approval_id),
+        clean(request.name),
+        clean(request.payload_hash),
+        clean(to_json(request.policies)),
+        clean(request.reason),
+        None if request.details is None else clean(to_json(request.details)),
+        request.quorum,
+        instant(request.deadline_at_ms),
+        clean(request.requested_by),
         instant(event.at_ms),
     )
 
@@ -292,7 +303,7 @@ def approval_closing_row(closing: ApprovalClosing, instant: AsInstant) -> Row:
 
 
 def audit_row(event: Event, queue: str, instant: AsInstant) -> Row:
-    """Of what a person did to a job or a queue, in the order of `DEED_COLUMNS`."""
+    """What an operator did to a job or queue, in the order of `AUDIT_COLUMNS`."""
     data = event.data or {}
     before, after = data.get("before"), data.get("after")
     target, target_id = ("job", event.job_id) if event.job_id else ("queue", queue)

@@ -25,9 +25,9 @@ from holdfast.ledger.fold_events import (
     failure_of,
 )
 
-#: Longer names do not fit an index; the event of an anomaly has them whole …
+#: Longer names do not fit an index; the event of an anomaly has them in full …
 _NAME_LIMIT: Final = 500
-#: … but is itself cut here.
+#: … but is itself truncated to this.
 _EVENT_LIMIT: Final = 64 * 1024
 
 JOB_COLUMNS: Final = (
@@ -77,7 +77,7 @@ ANOMALY_COLUMNS: Final = ("tenant_id", "id", "job_id", "queue", "reason", "event
 
 
 def job_row(draft: JobDraft, queue: str, instant: AsInstant) -> Row:
-    """Of a new job."""
+    """The row of a new job."""
     at = instant(draft.at_ms)
     return (
         draft.tenant_id,
@@ -103,7 +103,7 @@ def job_row(draft: JobDraft, queue: str, instant: AsInstant) -> Row:
 
 
 def event_rows(drafts: Iterable[JobDraft], queue: str, instant: AsInstant) -> list[Row]:
-    """Of all their events, numbered on from each draft's `seq`."""
+    """The rows of all events, numbered from each draft's `seq` + 1."""
     rows: list[Row] = []
     for draft in drafts:
         tenant_id, job_id = draft.tenant_id, draft.job_id
@@ -129,7 +129,7 @@ def event_rows(drafts: Iterable[JobDraft], queue: str, instant: AsInstant) -> li
 
 
 def shared_values(draft: JobDraft) -> Row:
-    """What many moves of known jobs have in common: tenant, events, from, attempt and retries then and now."""
+    """Values that many moves of known jobs share: tenant, events, from, attempt and retries then and now."""
     return (
         draft.tenant_id,
         len(draft.events),
@@ -142,7 +142,7 @@ def shared_values(draft: JobDraft) -> Row:
 
 
 def own_values(draft: JobDraft, instant: AsInstant) -> Row:
-    """Everything else that a move of a known job may change, beside its time."""
+    """All other values that a move of a known job may change, except its time."""
     return (
         draft.state,
         instant(draft.finished_at_ms),
@@ -159,7 +159,7 @@ def own_values(draft: JobDraft, instant: AsInstant) -> Row:
 
 
 def expedited_rows(drafts: Iterable[JobDraft], instant: AsInstant) -> list[Row]:
-    """Of known jobs that were made due: tenant, id, when."""
+    """Known jobs that were expedited: tenant, id, when."""
     return [
         (draft.tenant_id, draft.job_id, instant(draft.expedited_at_ms))
         for draft in drafts
@@ -167,31 +167,31 @@ def expedited_rows(drafts: Iterable[JobDraft], instant: AsInstant) -> list[Row]:
     ]
 
 
-def dead_letter_row(draft: JobDraft, job_type: str, story: Iterable[Event], instant: AsInstant) -> Row:
-    """Of a dead letter, with every attempt that the ledger knows of (requirements D2, Y6): tenant, job id, dlq id,
-    error code, error, stack, retries, history, failed at, acknowledged at, fingerprint."""
+def dead_letter_row(draft: JobDraft, job_type: str, history: Iterable[Event], instant: AsInstant) -> Row:
+    """A dead letter with all attempts that the ledger knows (requirements D2, Y6): tenant, job id, dlq id, error code,
+    error, stack, retries, history, failed at, acknowledged at, fingerprint."""
     assert draft.dead_letter is not None
-    story = list(story)
-    letter = dead_letter_event(draft.dead_letter, story)
-    failure = failure_of(letter) or Failure("UNKNOWN", letter.message)
-    told = (letter.data or {}).get("history") or ()
+    history = list(history)
+    event = dead_letter_event(draft.dead_letter, history)
+    failure = failure_of(event) or Failure("UNKNOWN", event.message)
+    engine_history = (event.data or {}).get("history") or ()
     return (
         draft.tenant_id,
         draft.job_id,
-        draft.dlq_id or (letter.data or {}).get("dlq_id") or dead_letter_id(letter),
+        draft.dlq_id or (event.data or {}).get("dlq_id") or dead_letter_id(event),
         failure.code,
         failure.message,
         failure.stack,
-        letter.retry_count,
-        attempts_of(story, told),
-        instant(letter.at_ms),
+        event.retry_count,
+        attempts_of(history, engine_history),
+        instant(event.at_ms),
         instant(draft.at_ms) if draft.state is State.FAILED else None,
         error_fingerprint(job_type, failure),
     )
 
 
 def anomaly_rows(anomalies: Sequence[Anomaly], queue: str, instant: AsInstant) -> list[Row]:
-    """Of events that could not be written as they came, cut to what any store takes."""
+    """The rows of anomalies, truncated to what every store accepts."""
     return [
         (
             clean(anomaly.event.tenant_id)[:_NAME_LIMIT],
@@ -209,7 +209,7 @@ def anomaly_rows(anomalies: Sequence[Anomaly], queue: str, instant: AsInstant) -
 def published_rows(
     publishing: EventPublishing, drafts: Iterable[JobDraft], queue: str, instant: Callable[[int], Any]
 ) -> list[PublishedRow]:
-    """Of the events of a batch, numbered on from each draft's `seq`."""
+    """Outbox rows of the events to publish, numbered from each draft's `seq` + 1."""
     return [
         publishing.row(queue, seq, event, instant)
         for draft in drafts

@@ -1,18 +1,18 @@
-"""Opens a queue's intake after its engine has lost its memory, may have lost some of it, or for the first time.
+"""Opens a queue's intake for the first time, or again after its engine has lost data or may have lost some.
 
-With a ledger, a queue takes jobs only while its feed has a reader that was registered in this very memory: a wipe takes
-the registration away together with everything else, a restart or a replica that takes over is another incarnation.
-Whoever finds out (a submission that is answered `FeedUnread`, a projector whose feed has forked) calls `admit`: the
-idempotency keys that the ledger knows go back into the engine first, then the reader is registered. So a job that the
-ledger had before is still a duplicate after it.
+With a ledger, a queue accepts jobs only while its feed has a reader that was attached in the current epoch. A wipe
+removes the reader together with everything else; a restart or a fail-over begins a new epoch. The caller that notices
+(a submission refused with `FeedDetached`, a projector whose feed has forked) calls `reopen_intake`: it restores the
+idempotency keys that the ledger knows to the engine, then attaches the reader. A job that the ledger already had is
+therefore still a duplicate.
 
-Nothing has to go back if the feed still has the entry that the ledger read last: a job's key and its feed entry are
+No keys are restored if the feed still has the entry that the ledger read last: a job's key and its feed entry are
 written in one step, and a replica gets all steps in order (decision 0019).
 
-Any number may do so at once, here or in other processes: a key that is known stays as it is. The ledger being down must
-not stop intake: for a submission the queue is then opened without its keys, and the log says so. It does not wait for
-long to find that out (`Patience`); but once the ledger has answered, all keys are waited for. Whoever cannot go on
-without the ledger anyway (projector, reconciler, replays) opens nothing without it (`insist`), and tries again later.
+Any number of callers may do this at once, also in other processes: a key that is known is not changed. A ledger outage
+must not stop intake: for a submission the queue is then opened without its keys, and a warning is logged. The wait for
+the ledger's first answer is short (`LedgerProbe`), but once it has answered, all keys are waited for. Callers that need
+the ledger anyway (projector, reconciler, replays) pass `insist`: nothing is opened without it, and they retry later.
 """
 
 from __future__ import annotations
@@ -37,82 +37,82 @@ _log: Final = logging.getLogger("holdfast.admission")
 
 T = TypeVar("T")
 
-#: A ledger that has not answered by then does not answer …
+#: A ledger that does not answer within this time is unreachable …
 _ANSWER_S: Final = 2.0
-#: … and is not waited for again so soon.
+#: … and is not waited for again for this long.
 _SILENT_S: Final = 5.0
-#: A ledger that has failed so often in a row is down.
+#: A ledger that fails this often in a row is down.
 _TRIES: Final = 3
 
 
 class LedgerProbe:
-    """How long somebody waits for the ledger's first answer. One event loop."""
+    """Limits the wait for the ledger's first answer. Used on one event loop."""
 
     def __init__(self, answer_s: float = _ANSWER_S, silent_s: float = _SILENT_S) -> None:
         self._answer_s = answer_s
         self._silent_s = silent_s
         self._silent_until = 0.0
-        self._questions: set[asyncio.Task[Any]] = set()
+        self._in_flight: set[asyncio.Task[Any]] = set()
 
-    async def call(self, question: Coroutine[Any, Any, T]) -> T:
-        """The answer. Raises `LedgerUnavailable` if there is none in time, or was none a moment ago."""
+    async def call(self, query: Coroutine[Any, Any, T]) -> T:
+        """Run the query. Raises `LedgerUnavailable` if it gets no answer in time, or if another did not just before."""
         if time.monotonic() < self._silent_until:
-            question.close()
+            query.close()
             raise LedgerUnavailable("the ledger did not answer a moment ago")
-        asked = asyncio.create_task(question)
+        task = asyncio.create_task(query)
         # Not cancelled when it takes too long: that, too, would wait for the server.
-        self._questions.add(asked)
-        asked.add_done_callback(self._answered)
-        await asyncio.wait({asked}, timeout=self._answer_s)
-        if asked.done():
-            return asked.result()
+        self._in_flight.add(task)
+        task.add_done_callback(self._on_done)
+        await asyncio.wait({task}, timeout=self._answer_s)
+        if task.done():
+            return task.result()
         self._silent_until = time.monotonic() + self._silent_s
-        raise LedgerUnavailable(f"the ledger has not answered for {self._answer_s:g} s")
+        raise LedgerUnavailable(f"the ledger did not answer within {self._answer_s:g} s")
 
     async def close(self) -> None:
-        """Nobody wants to know any longer."""
-        for question in (questions := list(self._questions)):
-            question.cancel()
-        await asyncio.gather(*questions, return_exceptions=True)
+        """Cancel the queries in flight."""
+        for task in (tasks := list(self._in_flight)):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _answered(self, asked: asyncio.Task[Any]) -> None:
-        self._questions.discard(asked)
-        if not asked.cancelled():
-            # Looked at, so that asyncio does not complain.
-            asked.exception()
+    def _on_done(self, task: asyncio.Task[Any]) -> None:
+        self._in_flight.discard(task)
+        if not task.cancelled():
+            # Retrieved, or asyncio would log it.
+            task.exception()
 
 
 async def reopen_intake(
-    engine: Engine, ledger: Ledger | None, queue: str, patience: LedgerProbe | None = None, *, insist: bool = False
+    engine: Engine, ledger: Ledger | None, queue: str, probe: LedgerProbe | None = None, *, insist: bool = False
 ) -> int:
-    """Refill the queue's keys, then register its reader; how many keys the ledger gave. Repeatable.
+    """Restore the queue's keys, then attach its reader; the number of keys that the ledger had. Repeatable.
 
-    With `insist` raises what the ledger raises, and nothing is opened; without, the queue is opened all the same.
+    With `insist`, raises what the ledger raises and opens nothing; without, the queue is opened all the same.
     """
     count = 0
-    # Before anything else: if another memory takes over meanwhile, what is registered is not the one that takes jobs.
-    incarnation = await engine.epoch(queue)
+    # Read first: if another epoch begins meanwhile, the reader is attached to the old one and intake stays closed.
+    epoch = await engine.epoch(queue)
     if ledger is not None:
         try:
-            count = await _refill_in_earnest(engine, ledger, queue, patience)
+            count = await _restore_keys_with_retries(engine, ledger, queue, probe)
         except (LedgerUnavailable, SchemaMismatch, InvalidOption) as exc:
             if insist:
                 raise
-            # Without its tables, or with somebody else's, it is as good as down: who opens it is told.
+            # A ledger without tables or of another namespace counts as down; opening it reports that.
             _log.warning(
-                "queue %s takes jobs again although the ledger cannot be asked for its idempotency keys; "
-                "a second submission of a job from before may be accepted: %s",
+                "queue %s accepts jobs without the idempotency keys of the ledger, "
+                "a repeated submission of an earlier job may be accepted: %s",
                 queue,
                 exc,
             )
-    await engine.attach_reader(queue, incarnation, reminded=count > 0)
+    await engine.attach_reader(queue, epoch, keys_restored=count > 0)
     if count:
-        _log.warning("the engine had lost its memory of queue %s; %d idempotency keys are known again", queue, count)
+        _log.warning("engine lost data of queue %s; restored %d idempotency keys", queue, count)
     return count
 
 
 class RecoveringSubmitter:
-    """Takes jobs of the ledger one by one, and opens the queue's intake before, where that is needed."""
+    """Submits jobs of the ledger one by one, and reopens the queue's intake first where needed."""
 
     def __init__(self, engine: Engine, ledger: Ledger) -> None:
         self._engine = engine
@@ -128,12 +128,12 @@ class RecoveringSubmitter:
         return receipt
 
 
-async def _refill_in_earnest(engine: Engine, ledger: Ledger, queue: str, patience: LedgerProbe | None) -> int:
-    """Try again if it fails: one connection that breaks is no ledger that is down, and would cost all keys."""
+async def _restore_keys_with_retries(engine: Engine, ledger: Ledger, queue: str, probe: LedgerProbe | None) -> int:
+    """One broken connection does not mean that the ledger is down, and must not cost all keys."""
     backoff = Backoff()
     while True:
         try:
-            return await _refill(engine, ledger, queue, patience)
+            return await _restore_keys(engine, ledger, queue, probe)
         except LedgerUnavailable:
             raise_if_cancelled()
             if backoff.failures == _TRIES - 1:
@@ -141,12 +141,12 @@ async def _refill_in_earnest(engine: Engine, ledger: Ledger, queue: str, patienc
             await asyncio.sleep(backoff.next_s())
 
 
-async def _refill(engine: Engine, ledger: Ledger, queue: str, patience: LedgerProbe | None) -> int:
+async def _restore_keys(engine: Engine, ledger: Ledger, queue: str, probe: LedgerProbe | None) -> int:
     if ledger.projection is None:
         return 0
-    question = ledger.recovery.queues()
-    # A queue that the ledger has never heard of has no keys; a search in a large ledger would delay its first job.
-    if queue not in await (question if patience is None else patience.call(question)):
+    queues = ledger.recovery.queues()
+    # A queue that the ledger does not know has no keys; a search in a large ledger would delay its first job.
+    if queue not in await (queues if probe is None else probe.call(queues)):
         return 0
     if await _has_read(engine, ledger.projection, queue):
         return 0
@@ -158,13 +158,13 @@ async def _refill(engine: Engine, ledger: Ledger, queue: str, patience: LedgerPr
 
 
 async def _has_read(engine: Engine, projection: Projection, queue: str) -> bool:
-    """Whether the engine has all that the ledger has read: its feed has the entry that was read last."""
+    """Whether the engine has everything that the ledger has read: its feed has the entry that was read last."""
     position = await projection.position(queue)
     while position.position:
         entries = await engine.read_feed(queue, position.position, 1)
         if entries and (entries[0].position, entries[0].nonce) == (position.position, position.nonce):
             return True
-        # Or it was trimmed, because the ledger has read on.
+        # Or the entry was trimmed, because the ledger has read further.
         before, position = position, await projection.position(queue)
         if position == before:
             break

@@ -1,7 +1,7 @@
-"""Brings a ledger's tables up to this release, or back down; all or nothing, and harmless when two do it at once.
+"""Migrates a ledger's tables to this release, or back; all or nothing, and harmless when two callers do it at once.
 
-The embedded ledger is part of the engine's file, which has versions of its own (`engine.sqlite.upgrade`). The tables of
-other ledgers have revisions, which Alembic applies (`ledger.revisions`); it comes with the extra [postgres].
+The embedded ledger is part of the engine's file, which has its own versions (`engine.sqlite.ledger_schema`). The tables
+of other ledgers have revisions, which Alembic applies (`ledger.revisions`); it comes with the extra [postgres].
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 
 BASE: Final = "base"
 UNKNOWN_VERSION: Final = (
-    f"no release of holdfast has had that version, so somebody has changed the table {TABLE}; put the right one back, "
-    "or restore the ledger from a backup"
+    f"no release of holdfast has had that version, so the table {TABLE} was changed by other means; put the right "
+    "version back, or restore the ledger from a backup"
 )
 
 
 class Migration(msgspec.Struct, frozen=True):
-    """One step."""
+    """One migration."""
 
     version: str
     title: str
 
 
 class MigrationStatus(msgspec.Struct, frozen=True):
-    """Where a ledger is. `pending` is what `up` would do."""
+    """The version of a ledger. `pending` is what `up` would apply."""
 
     ledger: str
     version: str | None
@@ -54,7 +54,7 @@ class MigrationStatus(msgspec.Struct, frozen=True):
 
 
 class MigrationChange(msgspec.Struct, frozen=True):
-    """What a run did."""
+    """The versions before and after a run."""
 
     ledger: str
     before: str | None
@@ -83,9 +83,9 @@ async def up(store: Target, to: str = "head") -> MigrationChange:
 
 
 async def down(store: Target, to: str = BASE) -> MigrationChange:
-    """Take migrations back. What only they had room for is lost; `base` drops all of the ledger's tables."""
+    """Revert migrations. Data that only they can hold is lost; `base` drops all of the ledger's tables."""
     if isinstance(store, EngineFile):
-        raise InvalidOption(f"the ledger in {store.path} cannot be taken out of the engine's file: they are one")
+        raise InvalidOption(f"the ledger in {store.path} is part of the engine's file and cannot be migrated down")
     _require_alembic()
     from holdfast.ledger import revisions
 
@@ -93,7 +93,7 @@ async def down(store: Target, to: str = BASE) -> MigrationChange:
 
 
 async def status(store: Target) -> MigrationStatus:
-    """Looks; changes nothing."""
+    """Read the version; changes nothing."""
     if isinstance(store, EngineFile):
         return await asyncio.to_thread(_engine_status, store.path)
     _require_alembic()
@@ -103,7 +103,7 @@ async def status(store: Target) -> MigrationStatus:
 
 
 def migration_store(url: str) -> PostgresStore:
-    """A store for migrations: a single connection, patient enough for a big table, and no look at the version."""
+    """A store for migrations: one connection, a timeout long enough for a big table, no version check."""
     if not url.startswith(("postgresql://", "postgres://")):
         raise InvalidOption("migrations run on postgresql:// and sqlite:// ledgers")
     require("migrating a ledger on PostgreSQL", "alembic", "asyncpg")
@@ -113,7 +113,7 @@ def migration_store(url: str) -> PostgresStore:
 
 
 def _require_alembic() -> None:
-    require("migrating a ledger with tables of its own", "alembic")
+    require("migrating a ledger that is not embedded", "alembic")
 
 
 def _upgrade_engine(path: Path) -> MigrationChange:
@@ -124,7 +124,7 @@ def _upgrade_engine(path: Path) -> MigrationChange:
 
 def _engine_status(path: Path) -> MigrationStatus:
     found, wanted = _engine_version(path), str(SCHEMA_VERSION)
-    pending = [] if found == wanted else [Migration(wanted, "the engine's file, and the ledger in it")]
+    pending = [] if found == wanted else [Migration(wanted, "the engine's file with the embedded ledger")]
     return MigrationStatus(str(path), found, wanted, pending)
 
 

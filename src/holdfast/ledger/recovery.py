@@ -1,8 +1,8 @@
-"""What the reconciler and the admission read from the ledger, in SQL that every store speaks.
+"""What the reconciler and intake recovery read from the ledger, in SQL common to all stores.
 
-Open jobs are found in the partial index `jobs_by_state`, tenant by tenant (a loose scan over the index) and state by
-state, so that the millions that have ended are never looked at. The state is written out in the statements, and so is
-`state <> 'succeeded'`: neither store can prove that a parameter is in a partial index.
+Open jobs are found in the partial index `jobs_by_state`, tenant by tenant (a loose index scan) and state by state, so
+that the millions of finished jobs are never read. The state is a literal in the statements, and so is
+`state <> 'succeeded'`: neither store can prove that a parameter satisfies the predicate of a partial index.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from holdfast.core.job import Event, JobKey, Meta
+from holdfast.core.job import Event, JobKey, decode_meta
 from holdfast.core.states import FINAL, State
 from holdfast.engine.port.feed import SubmissionKey
 from holdfast.errors import LedgerUnavailable
 from holdfast.ledger.port.ledger import OpenJob, Recovery
 from holdfast.schema import feed_positions, job_events, jobs
 
-#: Jobs asked for by key in one statement.
+#: Jobs read by key in one statement.
 _KEYS: Final = 500
 
 _OPEN: Final = tuple(state for state in State if state not in FINAL)
 _NOT_ORDINARY: Final = text("state <> 'succeeded'")
-#: What a store says of itself; its own translation, if it has one, goes before.
+#: Errors of a store that is down, unless its own handler has already translated them.
 _DOWN: Final = (InterfaceError, OperationalError, PoolTimeout)
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _MILLISECOND: Final = timedelta(milliseconds=1)
 
-#: Where a page of a tenant ended: the state's place, creation, id.
+#: Where a page of a tenant ended: the state's index in `_OPEN`, creation, id.
 _Mark = tuple[int, datetime, str]
 
 
@@ -62,32 +62,32 @@ class SqlRecovery(Recovery):
     async def still_open(self, keys: Sequence[JobKey]) -> list[OpenJob]:
         found: list[OpenJob] = []
         columns = (jobs.c.tenant_id, jobs.c.queue, jobs.c.job_id, jobs.c.state, jobs.c.last_seq, jobs.c.created_at)
-        for condition in _chosen(jobs.c, keys):
+        for condition in _key_conditions(jobs.c, keys):
             query = select(*columns).where(condition, jobs.c.state.not_in([state.value for state in FINAL]))
             found += [_open_job(row) for row in await self._rows(query)]
         return found
 
     async def histories(self, keys: Sequence[JobKey]) -> dict[JobKey, list[Event]]:
         envelopes: dict[JobKey, dict[str, Any]] = {}
-        for condition in _chosen(jobs.c, keys):
+        for condition in _key_conditions(jobs.c, keys):
             for row in await self._rows(select(jobs).where(condition)):
                 envelopes[_key(row)] = _envelope(row)
-        stories: dict[JobKey, list[Event]] = {key: [] for key in keys}
-        for condition in _chosen(job_events.c, keys):
+        histories: dict[JobKey, list[Event]] = {key: [] for key in keys}
+        for condition in _key_conditions(job_events.c, keys):
             query = select(job_events).where(condition).order_by(job_events.c.job_id, job_events.c.seq)
             for row in await self._rows(query):
                 key = _key(row)
-                # A story that begins without its row has been pruned under our eyes.
+                # Events without a row: the job was pruned meanwhile.
                 if key in envelopes:
-                    stories[key].append(_event(row, envelopes[key]))
-        return stories
+                    histories[key].append(_event(row, envelopes[key]))
+        return histories
 
     async def submission_keys(self, queue: str, window_ms: int, limit: int) -> AsyncIterator[list[SubmissionKey]]:
         now = datetime.now(UTC)
         window = timedelta(milliseconds=window_ms)
         async for rows in self._recent_keys(queue, now - window, limit):
             yield [_known_key(row, now, window) for row in rows]
-        # Older ones live as long as their jobs are open.
+        # Older keys are kept as long as their jobs are open.
         async for rows in self._open_rows(queue, limit, now - window):
             keyed = [row for row in rows if row.idempotency_key != row.job_id]
             if keyed:
@@ -135,23 +135,23 @@ class SqlRecovery(Recovery):
 
 
 def _open_page(tenant: str, queue: str, mark: _Mark | None, before: datetime | None, limit: int) -> Any:
-    """The next open jobs of a tenant, state by state; within a state, oldest first."""
+    """The next open jobs of a tenant, state by state, oldest first within a state."""
     first = mark[0] if mark else 0
     parts = []
-    for place in range(first, len(_OPEN)):
+    for index in range(first, len(_OPEN)):
         conditions: list[Any] = [
             jobs.c.tenant_id == tenant,
-            jobs.c.state == literal_column(f"'{_OPEN[place]}'"),
+            jobs.c.state == literal_column(f"'{_OPEN[index]}'"),
             _NOT_ORDINARY,
             jobs.c.queue == queue,
         ]
-        if mark and place == first:
+        if mark and index == first:
             conditions.append(_after(jobs.c.created_at, jobs.c.job_id, mark[1], mark[2]))
         if before is not None:
             conditions.append(jobs.c.created_at <= before)
         part = (
             select(
-                literal_column(str(place)).label("place"),
+                literal_column(str(index)).label("place"),
                 jobs.c.tenant_id,
                 jobs.c.queue,
                 jobs.c.job_id,
@@ -188,15 +188,15 @@ def _after(created_at: Any, job_id: Any, mark_at: datetime, mark_id: str) -> Col
     return tuple_(created_at, job_id) > mark
 
 
-def _chosen(columns: Any, keys: Sequence[JobKey]) -> list[ColumnElement[bool]]:
-    """Conditions that find these jobs by the primary key, some of one tenant and queue at a time."""
+def _key_conditions(columns: Any, keys: Sequence[JobKey]) -> list[ColumnElement[bool]]:
+    """Conditions that find these jobs by primary key, each for some jobs of one tenant and queue."""
     ids: dict[tuple[str, str], list[str]] = defaultdict(list)
     for key in keys:
         ids[key.tenant_id, key.queue].append(key.job_id)
     return [
-        and_(columns.tenant_id == tenant, columns.queue == queue, columns.job_id.in_(of_one[start : start + _KEYS]))
-        for (tenant, queue), of_one in ids.items()
-        for start in range(0, len(of_one), _KEYS)
+        and_(columns.tenant_id == tenant, columns.queue == queue, columns.job_id.in_(job_ids[start : start + _KEYS]))
+        for (tenant, queue), job_ids in ids.items()
+        for start in range(0, len(job_ids), _KEYS)
     ]
 
 
@@ -218,14 +218,14 @@ def _known_key(row: Row[Any], now: datetime, window: timedelta) -> SubmissionKey
 
 
 def _own_window(meta: str | None) -> timedelta | None:
-    # Most have none, and need not be read.
+    # Most jobs have none, and are not decoded.
     if meta is None or '"key_window_ms"' not in meta:
         return None
-    return timedelta(milliseconds=msgspec.json.decode(meta, type=Meta).key_window_ms)
+    return timedelta(milliseconds=decode_meta(meta).key_window_ms)
 
 
 def _envelope(row: Row[Any]) -> dict[str, Any]:
-    """What a creation says, from the job's row: it is not copied into the event."""
+    """Data of a creation event, from the job's row: it is not copied into the event."""
     return {
         "task": row.job_type,
         "payload": row.payload,
@@ -268,5 +268,5 @@ def _ms(instant: datetime) -> int:
 
 
 def _cause(exc: BaseException) -> str:
-    # SQLAlchemy's own text has the whole statement in it, and with it a user's data.
+    # SQLAlchemy's own text contains the whole statement, and with it user data.
     return str(getattr(exc, "orig", None) or type(exc).__name__)

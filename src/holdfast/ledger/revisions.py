@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _SCRIPTS: Final = Path(__file__).parent / "migrations"
-#: Any number will do, as long as all of us take the same one.
+#: Any number will do, as long as every process uses the same one.
 _LOCK: Final = 0x686F6C64
 
 
@@ -46,7 +46,7 @@ async def up(store: PostgresStore | Path, to: str) -> MigrationChange:
 
 
 async def down(store: PostgresStore | Path, to: str) -> MigrationChange:
-    """Take revisions back; without any left, their version table is dropped, too."""
+    """Revert revisions; if none is left, the version table is dropped, too."""
 
     def work(connection: Connection) -> MigrationChange:
         change = _change(connection, name, lambda config: command.downgrade(config, to))
@@ -62,7 +62,7 @@ async def status(store: PostgresStore | Path) -> MigrationStatus:
     """Read the version; changes nothing."""
     name = _name(store)
     missing = isinstance(store, Path) and not await asyncio.to_thread(store.exists)
-    found = None if missing else await _run(store, _found, only_look=True)
+    found = None if missing else await _run(store, _found, read_only=True)
     known = _known()
     pending = [one for one in known.values() if found is None or (found in known and one.version > found)]
     return MigrationStatus(name, found, HEAD, pending)
@@ -103,26 +103,26 @@ def _name(store: PostgresStore | Path) -> str:
     return str(store) if isinstance(store, Path) else store.name
 
 
-async def _run(store: PostgresStore | Path, work: Callable[[Connection], T], *, only_look: bool = False) -> T:
+async def _run(store: PostgresStore | Path, work: Callable[[Connection], T], *, read_only: bool = False) -> T:
     if isinstance(store, Path):
-        return await asyncio.to_thread(_run_on_file, store, work, only_look)
+        return await asyncio.to_thread(_run_on_file, store, work, read_only)
     async with store.read_engine.connect() as connection, connection.begin():
-        if not only_look:
-            # Held until the end of the transaction: the second one waits, then finds nothing to do.
+        if not read_only:
+            # Held until the end of the transaction: a second caller waits, then finds nothing to do.
             await connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
         return await connection.run_sync(work)
 
 
-def _run_on_file(path: Path, work: Callable[[Connection], T], only_look: bool) -> T:
+def _run_on_file(path: Path, work: Callable[[Connection], T], read_only: bool) -> T:
     engine = create_engine(
         URL.create("sqlite", database=str(path)), poolclass=NullPool, connect_args={"timeout": BUSY_TIMEOUT_MS / 1000}
     )
-    event.listen(engine, "connect", _let_us_begin)
-    event.listen(engine, "begin", _begin_to_look if only_look else _begin)
+    event.listen(engine, "connect", _disable_implicit_begin)
+    event.listen(engine, "begin", _begin_read if read_only else _begin)
     try:
         with engine.begin() as connection:
             _check_file(connection, path)
-            if not only_look:
+            if not read_only:
                 connection.exec_driver_sql(f"PRAGMA application_id = {APPLICATION_ID}")
             return work(connection)
     except Exception as exc:
@@ -134,8 +134,8 @@ def _run_on_file(path: Path, work: Callable[[Connection], T], only_look: bool) -
         engine.dispose()
 
 
-def _let_us_begin(connection: Any, _record: object) -> None:
-    # Else the driver begins and commits where it thinks fit, and DDL is outside of every transaction.
+def _disable_implicit_begin(connection: Any, _record: object) -> None:
+    # Otherwise the driver begins and commits implicitly, and DDL is outside every transaction.
     connection.isolation_level = None
 
 
@@ -143,12 +143,12 @@ def _begin(connection: Connection) -> None:
     connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 
-def _begin_to_look(connection: Connection) -> None:
+def _begin_read(connection: Connection) -> None:
     connection.exec_driver_sql("BEGIN")
 
 
 def _check_file(connection: Connection, path: Path) -> None:
-    """Raises `InvalidOption` for anybody else's file."""
+    """Raise `InvalidOption` for a file that is not a ledger's."""
     tables = connection.exec_driver_sql("SELECT count(*) FROM sqlite_schema").scalar_one()
     owner = connection.exec_driver_sql("PRAGMA application_id").scalar_one()
     if owner != APPLICATION_ID and (tables or owner):

@@ -31,12 +31,12 @@ from holdfast.schema import anomalies, approvals, dlq_items, job_events, jobs
 
 _WAITING: Final = State.WAITING_APPROVAL.value
 _REQUESTED: Final = ApprovalStatus.REQUESTED.value
-#: By these events people's decisions reach a job.
+#: Events by which decisions reach a job.
 _DECISIONS: Final = {
     ApprovalStatus.APPROVED: {"approval.approved"},
     ApprovalStatus.REJECTED: {"approval.rejected"},
     ApprovalStatus.EXPIRED: {"approval.expired"},
-    # Sent back to work without anybody's yes, to be asked for again.
+    # Also `approval.approved` without an approval: the job is queued, and its approval is requested again.
     ApprovalStatus.WITHDRAWN: {"approval.withdrawn", "approval.approved"},
 }
 _ALL_DECISIONS: Final = frozenset().union(*_DECISIONS.values())
@@ -45,7 +45,7 @@ Add = Callable[[JobKey, str], None]
 
 
 async def check_approvals(snapshot: Snapshot, add: Add, since: datetime | None) -> None:
-    """Open ones whose jobs do not wait, and decided ones that their jobs know nothing of."""
+    """Find open approval requests whose jobs do not wait, and decided ones that contradict their jobs' events."""
     a = approvals.c
     of_job = and_(jobs.c.tenant_id == a.tenant_id, jobs.c.job_id == a.job_id, jobs.c.queue == a.queue)
     lost = (
@@ -66,15 +66,15 @@ async def _check_delivered(snapshot: Snapshot, add: Add, since: datetime | None)
         *(e.tenant_id == a.tenant_id, e.job_id == a.job_id, e.queue == a.queue),
         *(e.from_state == _WAITING, e.at >= a.requested_at),
     )
-    told = (
+    delivered = (
         select(a.tenant_id, a.queue, a.job_id, a.approval_id, a.status, e.type, jobs.c.state)
         .select_from(approvals.join(jobs, of_job).outerjoin(job_events, leaving))
         .where(a.status != _REQUESTED, a.acked_at.is_not(None))
         .order_by(a.tenant_id, a.approval_id, e.seq)
     )
     last: Any = None
-    async for row in snapshot.rows(told if since is None else told.where(a.requested_at >= since)):
-        # The first event after the question is the one that answers it.
+    async for row in snapshot.rows(delivered if since is None else delivered.where(a.requested_at >= since)):
+        # The first event after the request is the one that answers it.
         if last != (last := (row.tenant_id, row.approval_id)) and (fault := _disagreement(row)):
             add(_key(row), fault)
 
@@ -88,15 +88,15 @@ def _disagreement(row: Any) -> str | None:
 
 
 async def check_dead_letters(snapshot: Snapshot, add: Add, since: datetime | None) -> None:
-    """Letters whose status is not what people did to them."""
+    """Find dead letters whose status is not what operators did to them."""
     d = dlq_items.c
     touched = select(dlq_items).where(or_(d.status != DeadLetterStatus.OPEN.value, d.replay_pending == 1))
     async for row in snapshot.rows(touched if since is None else touched.where(d.failed_at >= since)):
-        for fault in _letter_faults(row):
+        for fault in _dead_letter_faults(row):
             add(_key(row), f"dead letter {row.dlq_id} {fault}")
 
 
-def _letter_faults(row: Any) -> Iterator[str]:
+def _dead_letter_faults(row: Any) -> Iterator[str]:
     status = DeadLetterStatus(row.status)
     if row.replay_pending and status is not DeadLetterStatus.REPLAYED:
         yield f"is to be replayed, but is {status}"
@@ -104,9 +104,9 @@ def _letter_faults(row: Any) -> Iterator[str]:
         case DeadLetterStatus.REPLAYED if not row.replayed_as or row.replay_count < 1:
             yield "is replayed, but has no new job"
         case DeadLetterStatus.DISCARD_REQUESTED if not row.requested_by or row.confirmed_by:
-            yield "is to be discarded, but not by one person"
+            yield "is to be discarded, but not by one operator"
         case DeadLetterStatus.DISCARDED if not row.requested_by or not row.confirmed_by:
-            yield "is discarded, but not by two people"
+            yield "is discarded, but not by two operators"
         case DeadLetterStatus.DISCARDED if row.requested_by == row.confirmed_by:
             yield f"is discarded by {row.requested_by} alone"
 
@@ -115,18 +115,18 @@ def _key(row: Any) -> JobKey:
     return JobKey(row.tenant_id, row.queue, row.job_id)
 
 
-#: Faults that are told one by one; all are counted.
+#: Faults that are kept with their text; all are counted.
 KEPT_FAULTS: Final = 100
-#: A call of `progress` for so many events.
+#: Events between two calls of `progress`.
 PROGRESS_EVERY: Final = 10_000
 
-_WITH_LETTER: Final = (State.DLQ_RECORDED.value, State.FAILED.value)
-#: Dead letters that somebody has still to decide about keep their job from being pruned.
-_UNDECIDED: Final = ("open", "discard_requested")
+_WITH_DEAD_LETTER: Final = (State.DLQ_RECORDED.value, State.FAILED.value)
+#: Dead letters that await a decision keep their job from being pruned.
+_AWAITING_DECISION: Final = ("open", "discard_requested")
 
 
 class LedgerFault(msgspec.Struct, frozen=True):
-    """What is wrong with one job."""
+    """A fault of one job."""
 
     key: JobKey
     message: str
@@ -136,7 +136,7 @@ class LedgerFault(msgspec.Struct, frozen=True):
 
 
 class LedgerReport(msgspec.Struct, kw_only=True):
-    """What was read, and what is wrong with it."""
+    """What was read, and its faults."""
 
     jobs: int = 0
     open_jobs: int = 0
@@ -148,7 +148,7 @@ class LedgerReport(msgspec.Struct, kw_only=True):
     dead_letters: int = 0
     approvals: int = 0
     fault_count: int = 0
-    #: The first of them.
+    #: The first `KEPT_FAULTS` of them.
     faults: list[LedgerFault] = []
 
     @property
@@ -156,13 +156,13 @@ class LedgerReport(msgspec.Struct, kw_only=True):
         return not self.fault_count
 
     def add(self, key: JobKey, message: str) -> None:
-        """One more fault."""
+        """Add a fault."""
         self.fault_count += 1
         if len(self.faults) < KEPT_FAULTS:
             self.faults.append(LedgerFault(key, message))
 
     def assert_valid(self, *, ended: bool = False) -> None:
-        """For tests: raises `AssertionError` with the faults; with `ended`, open jobs are one, too."""
+        """For tests: raise `AssertionError` with the faults; with `ended`, also if jobs are open."""
         if ended and self.open_jobs:
             raise AssertionError(f"{self.open_jobs} of {self.jobs} jobs in the ledger have no final event")
         if not self.ok:
@@ -179,26 +179,26 @@ async def verify_ledger(
     """Check all jobs, or those created at `since` or later. Raises `LedgerUnavailable`."""
     report = LedgerReport()
     async with queries.snapshot() as snapshot:
-        await _read_stories(snapshot, report, since, progress or (lambda _: None))
+        await _read_histories(snapshot, report, since, progress or (lambda _: None))
         await _find_lone_events(snapshot, report, since)
-        await _find_missing_letters(snapshot, report, since)
-        await _find_lone_letters(snapshot, report, since)
+        await _find_missing_dead_letters(snapshot, report, since)
+        await _find_lone_dead_letters(snapshot, report, since)
         await check_approvals(snapshot, report.add, since)
         await check_dead_letters(snapshot, report.add, since)
         report.anomalies = await snapshot.scalar(
             _recent(select(func.count()).select_from(anomalies), anomalies.c.at, since)
         )
-        letters = _recent(select(func.count()).select_from(dlq_items), dlq_items.c.failed_at, since)
-        report.dead_letters = await snapshot.scalar(letters)
-        asked = _recent(select(func.count()).select_from(approvals), approvals.c.requested_at, since)
-        report.approvals = await snapshot.scalar(asked)
+        dead_letters = _recent(select(func.count()).select_from(dlq_items), dlq_items.c.failed_at, since)
+        report.dead_letters = await snapshot.scalar(dead_letters)
+        requested = _recent(select(func.count()).select_from(approvals), approvals.c.requested_at, since)
+        report.approvals = await snapshot.scalar(requested)
     return report
 
 
-# Stories -------------------------------------------------------------------------------------------
+# Histories -----------------------------------------------------------------------------------------
 
 
-async def _read_stories(snapshot: Snapshot, report: LedgerReport, since: datetime | None, progress: Progress) -> None:
+async def _read_histories(snapshot: Snapshot, report: LedgerReport, since: datetime | None, progress: Progress) -> None:
     reader: _JobReader | None = None
     async for row in snapshot.rows(_side_by_side(since)):
         if reader is None or not reader.is_about(row):
@@ -219,7 +219,7 @@ class _JobReader:
     def __init__(self, row: Any) -> None:
         self._row = row
         self._key = JobKey(row.tenant_id, row.queue, row.job_id)
-        self._story = JobHistory(row.job_id)
+        self._history = JobHistory(row.job_id)
         #: The event of the last move.
         self._last: Any = None
 
@@ -238,32 +238,32 @@ class _JobReader:
             attempt=row.event_attempt,
             retry_count=row.event_retry_count,
         )
-        for fault in self._story.add(event, row.seq):
+        for fault in self._history.add(event, row.seq):
             report.add(self._key, fault)
         if row.to_state is not None:
             self._last = row
 
     def close(self, report: LedgerReport) -> None:
-        story = self._story
+        history = self._history
         report.jobs += 1
         report.open_jobs += self._row.state not in FINAL
-        report.forks += story.forks
-        report.restores += story.restores
+        report.forks += history.forks
+        report.restores += history.restores
         if self._last is None:
-            report.add(self._key, "has no event that tells of its creation")
+            report.add(self._key, "has no creation event")
             return
-        for name, said, told in self._compared():
-            if said != told:
-                report.add(self._key, f"its row says {name} {said}, its events say {told}")
+        for name, in_row, in_events in self._compare():
+            if in_row != in_events:
+                report.add(self._key, f"its row says {name} {in_row}, its events say {in_events}")
 
-    def _compared(self) -> list[tuple[str, Any, Any]]:
+    def _compare(self) -> list[tuple[str, Any, Any]]:
         row, last = self._row, self._last
         ended = last.at if last.to_state in FINAL else None
         return [
             ("state", row.state, last.to_state),
             ("attempt", row.attempt, last.event_attempt),
             ("retry count", row.retry_count, last.event_retry_count),
-            ("last event", row.last_seq, self._story.events),
+            ("last event", row.last_seq, self._history.events),
             ("end", row.finished_at, ended),
         ]
 
@@ -291,11 +291,11 @@ def _side_by_side(since: datetime | None) -> Select[Any]:
     return _recent(statement, jobs.c.created_at, since).order_by(*order)
 
 
-# What stands alone -----------------------------------------------------------------------------------
+# Rows without their counterpart ----------------------------------------------------------------------
 
 
 async def _find_lone_events(snapshot: Snapshot, report: LedgerReport, since: datetime | None) -> None:
-    # Counting is cheaper than looking, and nearly always enough.
+    # Counting is cheaper than searching, and nearly always enough.
     if since is None and report.events == await snapshot.scalar(select(func.count()).select_from(job_events)):
         return
     event = job_events.c
@@ -305,13 +305,13 @@ async def _find_lone_events(snapshot: Snapshot, report: LedgerReport, since: dat
         report.add(JobKey(row.tenant_id, row.queue, row.job_id), f"has {row.events} events and no row")
 
 
-async def _find_missing_letters(snapshot: Snapshot, report: LedgerReport, since: datetime | None) -> None:
-    letter = and_(dlq_items.c.tenant_id == jobs.c.tenant_id, dlq_items.c.dlq_id == jobs.c.dlq_id)
+async def _find_missing_dead_letters(snapshot: Snapshot, report: LedgerReport, since: datetime | None) -> None:
+    dead_letter = and_(dlq_items.c.tenant_id == jobs.c.tenant_id, dlq_items.c.dlq_id == jobs.c.dlq_id)
     missing = (
         select(jobs.c.tenant_id, jobs.c.queue, jobs.c.job_id, jobs.c.state, jobs.c.dlq_id)
-        # Said twice for the index, which knows the second.
-        .where(jobs.c.state.in_(_WITH_LETTER), jobs.c.state != State.SUCCEEDED.value)
-        .where(~select(dlq_items.c.dlq_id).where(letter, dlq_items.c.job_id == jobs.c.job_id).exists())
+        # The second condition is implied, but only with it the planner uses the partial index.
+        .where(jobs.c.state.in_(_WITH_DEAD_LETTER), jobs.c.state != State.SUCCEEDED.value)
+        .where(~select(dlq_items.c.dlq_id).where(dead_letter, dlq_items.c.job_id == jobs.c.job_id).exists())
     )
     async for row in snapshot.rows(_recent(missing, jobs.c.created_at, since)):
         report.add(
@@ -319,10 +319,10 @@ async def _find_missing_letters(snapshot: Snapshot, report: LedgerReport, since:
         )
 
 
-async def _find_lone_letters(snapshot: Snapshot, report: LedgerReport, since: datetime | None) -> None:
+async def _find_lone_dead_letters(snapshot: Snapshot, report: LedgerReport, since: datetime | None) -> None:
     item = dlq_items.c
     alone = select(item.tenant_id, item.queue, item.job_id, item.dlq_id).where(
-        item.status.in_(_UNDECIDED), ~select(jobs.c.job_id).where(_same_job(dlq_items)).exists()
+        item.status.in_(_AWAITING_DECISION), ~select(jobs.c.job_id).where(_same_job(dlq_items)).exists()
     )
     async for row in snapshot.rows(_recent(alone, item.failed_at, since)):
         report.add(JobKey(row.tenant_id, row.queue, row.job_id), f"has dead letter {row.dlq_id} and no row")

@@ -24,13 +24,13 @@ from holdfast.ledger.port.ledger import FeedPosition, Projection
 
 
 class CommitWaiter:
-    """Somebody's place in the waiting room."""
+    """One waiter for commits of a queue."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
 
     async def wait(self, timeout_s: float) -> bool:
-        """Wait for news since the last call; False if none came in time."""
+        """Wait for a commit since the last call; False if there was none in time."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._event.wait()
@@ -44,68 +44,68 @@ class CommitWaiter:
 
 
 class CommitWaiters:
-    """Who waits for which queue. `changed` is called with +1 and -1 as people come and go."""
+    """The waiters of each queue. `changed` is called with +1 when one is added and with -1 when one is removed."""
 
     def __init__(self, changed: Callable[[int], None]) -> None:
         self._changed = changed
-        self._turns: dict[str, set[CommitWaiter]] = {}
+        self._waiters: dict[str, set[CommitWaiter]] = {}
 
     @contextmanager
     def waiting_for(self, queue: str) -> Iterator[CommitWaiter]:
-        """Be told when this queue's feed has moved in the ledger."""
-        turn = CommitWaiter()
-        self._turns.setdefault(queue, set()).add(turn)
+        """A waiter that is notified when this queue's feed has moved in the ledger."""
+        waiter = CommitWaiter()
+        self._waiters.setdefault(queue, set()).add(waiter)
         self._changed(+1)
         try:
-            yield turn
+            yield waiter
         finally:
-            turns = self._turns[queue]
-            turns.discard(turn)
-            if not turns:
-                del self._turns[queue]
+            waiters = self._waiters[queue]
+            waiters.discard(waiter)
+            if not waiters:
+                del self._waiters[queue]
             self._changed(-1)
 
     def notify(self, queues: Iterable[str]) -> None:
         for queue in queues:
-            for turn in self._turns.get(queue, ()):
-                turn.notify()
+            for waiter in self._waiters.get(queue, ()):
+                waiter.notify()
 
     def notify_all(self) -> None:
-        self.notify(list(self._turns))
+        self.notify(list(self._waiters))
 
 
-#: News may be late or lost (a connection broke): look again after this long all the same.
-_LOOK_S: Final = 5.0
+#: A notification may be late or lost (a connection broke): check again after this long all the same.
+_CHECK_S: Final = 5.0
 
-Look = Callable[[str, Sequence[JobKey]], Awaitable[set[JobKey]]]
+FindRecorded = Callable[[str, Sequence[JobKey]], Awaitable[set[JobKey]]]
 
 
 class CommitSource(Protocol):
-    """Where to wait for a queue."""
+    """Where to wait for commits of a queue."""
 
     def of(self, queue: str) -> AbstractContextManager[CommitWaiter]: ...
 
 
 class _QueueWaiters:
-    """Who waits for jobs of one queue."""
+    """The callers that wait for jobs of one queue."""
 
     def __init__(self) -> None:
         self.waiting: dict[JobKey, set[asyncio.Future[None]]] = {}
-        self.turn: CommitWaiter | None = None
+        self.commits: CommitWaiter | None = None
         self.task: asyncio.Task[None] | None = None
 
 
 class RecordedWaiter:
-    """Of one store, on one event loop. `look` says which of some jobs of a queue are there."""
+    """Waits on one store and event loop. `find` returns those of some jobs of a queue that are in the ledger."""
 
-    def __init__(self, look: Look, news: CommitSource) -> None:
-        self._look = look
-        self._news = news
-        self._halls: dict[str, _QueueWaiters] = {}
+    def __init__(self, find: FindRecorded, commits: CommitSource) -> None:
+        self._find = find
+        self._commits = commits
+        self._queues: dict[str, _QueueWaiters] = {}
 
     async def wait(self, keys: Sequence[JobKey], wait_ms: int) -> set[JobKey]:
-        """Those that are there, once all are, or after `wait_ms`. Raises what `look` raises."""
-        futures = {key: self._enter(key) for key in set(keys)}
+        """Those that are in the ledger, once all are, or after `wait_ms`. Raises what `find` raises."""
+        futures = {key: self._add(key) for key in set(keys)}
         try:
             async with asyncio.timeout(wait_ms / 1000):
                 await asyncio.gather(*futures.values())
@@ -113,83 +113,83 @@ class RecordedWaiter:
             pass
         finally:
             for key, future in futures.items():
-                self._leave(key, future)
-        return {key for key, future in futures.items() if _is_there(future)}
+                self._remove(key, future)
+        return {key for key, future in futures.items() if _is_recorded(future)}
 
     async def close(self) -> None:
-        """Nobody waits any longer: those who do are cancelled."""
-        tasks = [hall.task for hall in self._halls.values() if hall.task is not None]
-        for hall in self._halls.values():
-            for futures in hall.waiting.values():
+        """Cancel all waiting callers."""
+        tasks = [waiters.task for waiters in self._queues.values() if waiters.task is not None]
+        for waiters in self._queues.values():
+            for futures in waiters.waiting.values():
                 for future in futures:
                     future.cancel()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _enter(self, key: JobKey) -> asyncio.Future[None]:
-        hall = self._halls.setdefault(key.queue, _QueueWaiters())
+    def _add(self, key: JobKey) -> asyncio.Future[None]:
+        waiters = self._queues.setdefault(key.queue, _QueueWaiters())
         future = asyncio.get_running_loop().create_future()
-        hall.waiting.setdefault(key, set()).add(future)
-        if hall.task is None:
-            hall.task = asyncio.create_task(self._watch(key.queue, hall), name="holdfast-ledger-presence")
-        elif hall.turn is not None:
-            hall.turn.notify()
+        waiters.waiting.setdefault(key, set()).add(future)
+        if waiters.task is None:
+            waiters.task = asyncio.create_task(self._watch(key.queue, waiters), name="holdfast-ledger-presence")
+        elif waiters.commits is not None:
+            waiters.commits.notify()
         return future
 
-    def _leave(self, key: JobKey, future: asyncio.Future[None]) -> None:
+    def _remove(self, key: JobKey, future: asyncio.Future[None]) -> None:
         if future.done() and not future.cancelled():
-            # Looked at, so that nobody complains about it: one error is raised for all.
+            # Retrieved, or asyncio would log it: one error is raised for all.
             future.exception()
-        hall = self._halls.get(key.queue)
-        if hall is None or key not in hall.waiting:
+        waiters = self._queues.get(key.queue)
+        if waiters is None or key not in waiters.waiting:
             return
-        hall.waiting[key].discard(future)
-        if not hall.waiting[key]:
-            del hall.waiting[key]
+        waiters.waiting[key].discard(future)
+        if not waiters.waiting[key]:
+            del waiters.waiting[key]
 
-    async def _watch(self, queue: str, hall: _QueueWaiters) -> None:
+    async def _watch(self, queue: str, waiters: _QueueWaiters) -> None:
         try:
-            await self._look_again_and_again(queue, hall)
+            await self._check_until_found(queue, waiters)
         finally:
-            del self._halls[queue]
+            del self._queues[queue]
 
-    async def _look_again_and_again(self, queue: str, hall: _QueueWaiters) -> None:
-        with self._news.of(queue) as hall.turn:
-            while hall.waiting:
+    async def _check_until_found(self, queue: str, waiters: _QueueWaiters) -> None:
+        with self._commits.of(queue) as waiters.commits:
+            while waiters.waiting:
                 try:
-                    found = await self._look(queue, list(hall.waiting))
-                except Exception as exc:  # noqa: BLE001 - handed to everyone who waits
-                    self._fail(hall, exc)
+                    found = await self._find(queue, list(waiters.waiting))
+                except Exception as exc:  # noqa: BLE001 - raised in every waiting caller
+                    self._fail(waiters, exc)
                     break
                 for key in found:
-                    for future in hall.waiting.pop(key, ()):
+                    for future in waiters.waiting.pop(key, ()):
                         if not future.done():
                             future.set_result(None)
-                if hall.waiting:
-                    await hall.turn.wait(_LOOK_S)
+                if waiters.waiting:
+                    await waiters.commits.wait(_CHECK_S)
 
-    def _fail(self, hall: _QueueWaiters, error: Exception) -> None:
-        for futures in hall.waiting.values():
+    def _fail(self, waiters: _QueueWaiters, error: Exception) -> None:
+        for futures in waiters.waiting.values():
             for future in futures:
                 if not future.done():
                     future.set_exception(error)
-        hall.waiting.clear()
+        waiters.waiting.clear()
 
 
-def _is_there(future: asyncio.Future[None]) -> bool:
+def _is_recorded(future: asyncio.Future[None]) -> bool:
     return future.done() and not future.cancelled() and future.exception() is None
 
 
 async def wait_position_change(
-    projection: Projection, news: CommitSource, queue: str, than: FeedPosition, wait_ms: int
+    projection: Projection, commits: CommitSource, queue: str, than: FeedPosition, wait_ms: int
 ) -> FeedPosition:
-    """`Projection.wait_moved` on any store."""
+    """`Projection.wait_position_change` on any store."""
     until = time.monotonic() + wait_ms / 1000
-    with news.of(queue) as turn:
+    with commits.of(queue) as waiter:
         while True:
-            now_at = await projection.position(queue)
+            position = await projection.position(queue)
             left_s = until - time.monotonic()
-            if now_at != than or left_s <= 0:
-                return now_at
-            await turn.wait(min(left_s, _LOOK_S))
+            if position != than or left_s <= 0:
+                return position
+            await waiter.wait(min(left_s, _CHECK_S))

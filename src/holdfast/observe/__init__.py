@@ -1,1 +1,1 @@
-"""What operators see: counts now; metrics, tracing and logs as they are built."""
+"""Observability: counters, metrics, tracing, logs and redaction."""

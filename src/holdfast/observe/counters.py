@@ -13,12 +13,12 @@ from typing import Any, Final, Protocol
 
 from holdfast.core.verdict import DeadLetter, Hold, Release, RetryLater, Settlement, SettleResult, Succeed, Suspend
 
-#: Upper bounds of the histogram of run times, in seconds; a last bucket takes what is longer.
+#: Upper bounds of the histogram buckets, in seconds; one more bucket has no bound.
 BOUNDS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
 class Histogram:
-    """How long runs of one result took: a number for each bucket, and their sum."""
+    """Durations of runs with one result: counts per bucket, and their sum."""
 
     __slots__ = ("buckets", "total_s")
 
@@ -27,13 +27,13 @@ class Histogram:
         self.total_s = 0.0
 
     def add_one(self, seconds: float) -> None:
-        """This run alone."""
+        """Add one duration."""
         self.buckets[bisect_left(BOUNDS_S, seconds)] += 1
         self.total_s += seconds
 
     def add(self, seconds: Sequence[float]) -> None:
-        """These runs. A value on a bound belongs below it, as Prometheus has it."""
-        # Once for a batch: fifteen looks into a sorted list cost less than one for each of hundreds of runs.
+        """Add durations. A value equal to a bound counts below it, as in Prometheus."""
+        # One search per bucket in the sorted batch costs less than one search per duration.
         ordered, below = sorted(seconds), 0
         for bucket, bound in enumerate(BOUNDS_S):
             upto = bisect_right(ordered, bound, below)
@@ -46,13 +46,13 @@ class Histogram:
 
 
 class TriggerStats(Protocol):
-    """What is told of a trigger's messages (`triggers.counts`)."""
+    """Counters of a trigger's messages (see `triggers.state`)."""
 
     @property
     def queue(self) -> str: ...
     @property
     def consumed(self) -> Mapping[Any, int]:
-        """By status, `ledger.trigger_book.Status`."""
+        """By `ExecutionStatus`."""
         ...
 
     @property
@@ -67,24 +67,24 @@ class TriggerStats(Protocol):
     def active_workers(self) -> int: ...
     @property
     def lag(self) -> int | None:
-        """None: the broker does not say."""
+        """None if the broker does not report it."""
         ...
 
 
 @dataclass(slots=True)
 class OutboxStats:
-    """What became of events that a relay of this process tried to publish, and how long that took."""
+    """Publish attempts of this process's relay by result, with their durations."""
 
     success: Histogram = field(default_factory=Histogram)
     failure: Histogram = field(default_factory=Histogram)
     dead: Histogram = field(default_factory=Histogram)
-    #: From when they were written to when they were sent.
+    #: Time from write to publish.
     delay: Histogram = field(default_factory=Histogram)
 
 
 @dataclass(slots=True)
 class Counters:
-    """What happened since the process began."""
+    """Counts since the start of the process."""
 
     submitted: int = 0
     duplicates: int = 0
@@ -101,41 +101,41 @@ class Counters:
     held: int = 0
     released: int = 0
     promoted: int = 0
-    #: Claims that met a job which was running or final already (requirement Y5).
+    #: Claims of a job that was already running or final (requirement Y5).
     skipped: int = 0
-    #: Messages that met a job which waits for its time: they do not run it before that (requirement Y5).
+    #: Messages for a job that is not due yet; they do not run it early (requirement Y5).
     not_due: int = 0
-    #: Dead letters that an operator made.
+    #: Jobs that an operator dead-lettered.
     moved_to_dlq: int = 0
-    #: Looks for lost leases that failed.
+    #: Failed attempts to reclaim expired leases.
     reclaim_errors: int = 0
     #: Settles refused because the lease was lost (requirement Q6).
     stale_settles: int = 0
     leases_lost: int = 0
-    #: Long runs that told that they are alive (requirement Q4).
+    #: Heartbeat events of long runs (requirement Q4).
     heartbeats: int = 0
     #: Moves refused by the state table (requirement S2).
     illegal_moves: int = 0
     reconnects: int = 0
-    #: Effects that were reserved again while their first holder was still at them: they may have happened twice.
+    #: Effects reserved again while the first holder was still running them; they may have happened twice.
     effect_duplicates: int = 0
-    #: Events that reached the ledger from the feed …
+    #: Events written from the feed to the ledger …
     projected: int = 0
-    #: … how many of them did not fit its story, or could not be read, and how often the feed was another one.
+    #: … those that could not be recorded as they came or could not be read, and the number of feed forks.
     anomalies: int = 0
     forks: int = 0
-    #: Batches that did not fit at first sight: they cost a look-up.
+    #: Batches that could not be written directly and needed a query.
     slow_batches: int = 0
-    #: How old the oldest event is that is not in the ledger, or was when it got there in the last turn.
+    #: Age of the oldest event not yet in the ledger, or its age when it was written in the last pass.
     feed_lag_ms: int = 0
-    #: Deliveries of webhooks that were answered well, and tries that were not.
+    #: Successful webhook deliveries, and failed attempts.
     webhooks_delivered: int = 0
     webhooks_failed: int = 0
-    #: Of the relay, if one runs here.
+    #: Of the relay, if this process runs one.
     outbox: OutboxStats | None = None
-    #: Alerts that this process knows to stand, by key.
+    #: Active alerts known to this process, by key.
     alerts: set[str] = field(default_factory=set)
-    #: How long runs took whose verdict the engine has applied.
+    #: Durations of runs whose verdict the engine has applied.
     run_succeeded: Histogram = field(default_factory=Histogram)
     run_retried: Histogram = field(default_factory=Histogram)
     run_dead: Histogram = field(default_factory=Histogram)
@@ -154,7 +154,7 @@ _FIELDS: Final[dict[type, str]] = {
 
 
 def count_settlements(counts: Counters, settlements: Sequence[Settlement], answers: Sequence[SettleResult]) -> None:
-    """Applied ones by their verdict; stale ones apart; second copies were counted the first time."""
+    """Count applied settlements by verdict, and stale ones separately. Repeated ones were counted the first time."""
     applied = Counter(
         type(settlement.verdict)
         for settlement, answer in zip(settlements, answers, strict=True)

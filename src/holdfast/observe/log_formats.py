@@ -1,4 +1,4 @@
-"""Log formatters of the command line: JSON or plain lines, without control characters and secrets."""
+"""Log formatters of the command line: JSON or plain lines, without control characters or secrets."""
 
 from __future__ import annotations
 
@@ -16,33 +16,32 @@ from holdfast.clock import iso
 from holdfast.observe.logs import current_claim, log_fields
 from holdfast.observe.redact import redact, redact_and_truncate, redact_value
 
-#: Of a traceback, in characters.
+#: Maximum length of a traceback, in characters.
 _STACK_LIMIT: Final = 16_000
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
-#: What every record has; the rest was given by the caller with `extra=`.
-#: `color_message` is uvicorn's, for terminals.
+#: Attributes of every record; others were passed with `extra=`. Uvicorn adds `color_message` for terminals.
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 
 
 class SafeFormatter(logging.Formatter):
-    """Tracebacks that cannot break the log: bounded, and readable whatever the exception does when it is looked at."""
+    """Formats tracebacks safely: bounded in length, and without failing when the exception's own code fails."""
 
     def formatException(self, exc_info: Any) -> str:
         try:
             text = super().formatException(exc_info)
-        except Exception as exc:  # noqa: BLE001 - formatting calls the user's code
+        except Exception as exc:  # noqa: BLE001 - formatting calls user code
             return f"(the traceback cannot be formatted: {type(exc).__name__})"
         if len(text) <= _STACK_LIMIT:
             return text
-        # Both ends: a huge message would leave nothing of the frames, or nothing of the last one.
+        # Keep both ends: a huge message would otherwise displace the frames.
         half = _STACK_LIMIT // 2
         first, last = redact_and_truncate(text, half), redact_and_truncate(text, half, end=True)
         return f"{first}\n… {len(text) - _STACK_LIMIT} characters …\n{last}"
 
 
 class JsonFormatter(SafeFormatter):
-    """One JSON object a line: time, level, logger, message, the job at hand, then what the caller added."""
+    """One JSON object per line: time, level, logger, message, the current job, then the caller's `extra`."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -58,15 +57,15 @@ class JsonFormatter(SafeFormatter):
             line["stack"] = self.formatException(record.exc_info)
         if record.stack_info:
             line["stack_info"] = self.formatStack(record.stack_info)
-        # Before it is JSON: what looks for secrets must not meet quotes and escapes that are ours.
+        # Redact before encoding, so that JSON quotes and escapes do not disturb the patterns.
         return _encode(redact_value(line))
 
 
 class PlainFormatter(SafeFormatter):
-    """The message alone, redacted; rich adds time and level."""
+    """Only the redacted message; rich adds time and level."""
 
     def format(self, record: logging.LogRecord) -> str:
-        # Escape codes of an exception's message must not reach the terminal.
+        # Escape codes in an exception's message must not reach the terminal.
         return _CONTROL.sub(lambda found: repr(found[0])[1:-1], redact(super().format(record)))
 
 
@@ -79,7 +78,7 @@ def _encode(line: Any) -> str:
 
 
 def log_to_stderr(level: str, *, as_json: bool) -> None:
-    """Send all logs there; JSON unless a person looks, or if told so."""
+    """Send all logs to stderr, as JSON if `as_json` is set or stderr is not a terminal."""
     handler: logging.Handler
     if as_json or not sys.stderr.isatty():
         handler = logging.StreamHandler(sys.stderr)

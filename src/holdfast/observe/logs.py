@@ -11,12 +11,12 @@ from typing import Any, Final
 
 from holdfast.core.job import Claim
 
-#: The run that this task or thread is in. An asyncio task has a context of its own, so that nothing has to be reset.
+#: Claim of the current run. Every asyncio task has its own context, so that it need not be reset.
 current_claim: Final[ContextVar[Claim | None]] = ContextVar("holdfast_current", default=None)
 
 
 def log_fields(claim: Claim) -> dict[str, Any]:
-    """The fields by which a log line names a run, for `extra=`."""
+    """Fields that identify a run in a log record, for `extra=`."""
     return {
         "trace_id": claim.trace_id,
         "job_id": claim.job_id,

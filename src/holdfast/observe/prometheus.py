@@ -30,24 +30,24 @@ from holdfast.observe.counters import BOUNDS_S, Counters, Histogram, OutboxStats
 
 
 def outbox_metrics(numbers: OutboxStats | None, backlog: int | None) -> Iterator[Metric]:
-    """`numbers` is None where no relay runs; `backlog` where there is no outbox, or it does not answer."""
+    """Metrics of the outbox. `numbers` is None without a relay; `backlog` without a reachable outbox."""
     if backlog is not None:
-        yield GaugeMetricFamily("outbox_backlog", "Events that wait to be published.", value=backlog)
+        yield GaugeMetricFamily("outbox_backlog", "Events not yet published.", value=backlog)
     if numbers is None:
         return
     results = {"success": numbers.success, "failure": numbers.failure, "dead": numbers.dead}
-    total = CounterMetricFamily("outbox_publish", "Tries to publish an event.", labels=["result"])
+    total = CounterMetricFamily("outbox_publish", "Attempts to publish an event, by result.", labels=["result"])
     seconds = HistogramMetricFamily(
-        "outbox_publish_seconds", "How long the broker took to confirm, or not to.", labels=["result"]
+        "outbox_publish_seconds",
+        "Duration of publish attempts, until the broker confirmed or the attempt failed.",
+        labels=["result"],
     )
     for result, durations in results.items():
         total.add_metric([result], sum(durations.buckets))
         seconds.add_metric([result], _histogram_buckets(durations), durations.total_s)
     yield total
     yield seconds
-    delay = HistogramMetricFamily(
-        "outbox_publish_delay_seconds", "From when events were written to when they were sent."
-    )
+    delay = HistogramMetricFamily("outbox_publish_delay_seconds", "Time from the write of an event to its publication.")
     delay.add_metric([], _histogram_buckets(numbers.delay), numbers.delay.total_s)
     yield delay
 
@@ -58,25 +58,27 @@ def _histogram_buckets(durations: Histogram) -> list[tuple[str, float]]:
 
 
 def trigger_metrics(triggers: Iterable[TriggerStats]) -> Iterator[Metric]:
-    """Nothing if there are no triggers in this process. Several of one queue are told together."""
+    """Metrics of this process's triggers, if it has any. Triggers of one queue are aggregated."""
     by_queue: dict[str, list[TriggerStats]] = defaultdict(list)
     for counts in triggers:
         by_queue[counts.queue].append(counts)
     if not by_queue:
         return
     consumed = CounterMetricFamily(
-        "queue_messages_consumed", "Messages that are done with, by what became of them.", labels=["queue", "status"]
+        "queue_messages_consumed", "Messages handled, by status.", labels=["queue", "status"]
     )
     seconds = HistogramMetricFamily(
-        "queue_processing_duration_seconds", "From the receipt of a message to its end.", labels=["queue"]
+        "queue_processing_duration_seconds",
+        "Time from the receipt of a message to the end of its processing.",
+        labels=["queue"],
     )
     delay = HistogramMetricFamily(
-        "queue_consume_delay_seconds", "From when a message was written to its receipt.", labels=["queue"]
+        "queue_consume_delay_seconds", "Time from the write of a message to its receipt.", labels=["queue"]
     )
-    calls = CounterMetricFamily("queue_runtime_calls", "Tries of a hand-over to the runtime.", labels=["queue"])
-    active = GaugeMetricFamily("queue_active_workers", "Workers that take messages now.", labels=["queue"])
-    hits = CounterMetricFamily("queue_dedup_hits", "Messages that had been handed over before.", labels=["queue"])
-    lag = GaugeMetricFamily("queue_consumer_lag", "Messages that wait for the group.", labels=["queue"])
+    calls = CounterMetricFamily("queue_runtime_calls", "Calls to the runtime, including retries.", labels=["queue"])
+    active = GaugeMetricFamily("queue_active_workers", "Workers that consume messages.", labels=["queue"])
+    hits = CounterMetricFamily("queue_dedup_hits", "Messages skipped as duplicates.", labels=["queue"])
+    lag = GaugeMetricFamily("queue_consumer_lag", "Messages not yet consumed by the group.", labels=["queue"])
     for queue, group in sorted(by_queue.items()):
         for status in sorted({status for counts in group for status in counts.consumed}):
             consumed.add_metric([queue, str(status)], sum(counts.consumed.get(status, 0) for counts in group))
@@ -88,7 +90,7 @@ def trigger_metrics(triggers: Iterable[TriggerStats]) -> Iterator[Metric]:
         hits.add_metric([queue], sum(counts.dedup_hits for counts in group))
         known = [counts.lag for counts in group if counts.lag is not None]
         if known:
-            # Each group has a lag of its own: the worst one tells.
+            # Each consumer group has its own lag: report the largest.
             lag.add_metric([queue], max(known))
     yield from (consumed, seconds, delay, calls, active, hits, lag)
 
@@ -101,15 +103,15 @@ def _summed_buckets(group: list[Histogram]) -> list[tuple[str, float]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueGauges:
-    """A queue at one moment."""
+    """Gauges of one queue."""
 
     queue: str
-    #: Names of its streams, and how long they are.
+    #: Stream name → length.
     streams: dict[str, int]
     task_stream: str
     group: str
     pending: int
-    #: Jobs in line, and those and the running ones.
+    #: Ready jobs; then ready and running ones.
     waiting: int
     backlog: int
     backlog_alert: int | None
@@ -117,57 +119,57 @@ class QueueGauges:
     workers: int
     dead_letters: int
     retrying_ratio: float
-    #: How far the ledger is behind the feed; None: there is no ledger apart, or it does not answer.
+    #: Lag of the ledger behind the feed; None without a separate ledger, or if it is unreachable.
     feed_lag_entries: int | None = None
     feed_lag_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreGauges:
-    """What a scrape has seen."""
+    """Gauges of the stores, read at a scrape."""
 
     engine_up: bool
     queues: list[QueueGauges] = field(default_factory=list)
-    #: None: there is no ledger.
+    #: None without a ledger.
     ledger_up: bool | None = None
     dlq_pending: dict[str, int] = field(default_factory=dict)
     approvals_waiting: dict[str, int] = field(default_factory=dict)
     alerts: Iterable[str] = ()
-    #: Events of the outbox that wait; None: there is none, or it does not answer.
+    #: Unpublished events of the outbox; None without one, or if it is unreachable.
     outbox_backlog: int | None = None
 
 
 #: Counters without labels: name, help, field.
 _PLAIN: Final = (
     ("jobs_submitted", "Jobs accepted by this process.", "submitted"),
-    ("jobs_duplicate", "Submissions that met a job with their idempotency key.", "duplicates"),
+    ("jobs_duplicate", "Submissions whose idempotency key was already known.", "duplicates"),
     ("jobs_claimed", "Jobs leased to this process.", "claimed"),
-    ("jobs_adopted", "Messages of other programs that became jobs.", "adopted"),
+    ("jobs_adopted", "Foreign messages adopted as jobs.", "adopted"),
     ("jobs_suspended", "Runs whose job was suspended.", "suspended"),
     ("jobs_held", "Runs whose job now waits for an approval.", "held"),
-    ("jobs_released", "Runs that were given back.", "released"),
-    ("jobs_promoted", "Jobs put in line because they were due.", "promoted"),
+    ("jobs_released", "Runs released unfinished.", "released"),
+    ("jobs_promoted", "Due jobs made ready.", "promoted"),
     ("jobs_poisoned", "Poison pills: jobs that lost too many leases.", "poisoned"),
-    ("heartbeats", "Signs of life of long runs, at most one per interval and run.", "heartbeats"),
-    ("leases_lost", "Runs that were stopped because their lease was lost.", "leases_lost"),
-    ("stale_settles", "Verdicts that came too late and changed nothing.", "stale_settles"),
+    ("heartbeats", "Heartbeat events of long runs, at most one per interval and run.", "heartbeats"),
+    ("leases_lost", "Runs stopped because their lease was lost.", "leases_lost"),
+    ("stale_settles", "Verdicts refused because the lease was stale.", "stale_settles"),
     ("illegal_moves", "Moves refused by the state table (WF_STATE_TRANSITION_INVALID).", "illegal_moves"),
-    ("intake_refused", "Submissions refused: intake paused, over its limit, or the feed is full.", "intake_refused"),
-    ("engine_reconnects", "Times the engine answered again after it had not.", "reconnects"),
+    ("intake_refused", "Submissions refused: intake paused, backlog at its limit, or feed full.", "intake_refused"),
+    ("engine_reconnects", "Times the engine recovered after it was unreachable.", "reconnects"),
     ("effect_duplicates", "Effects that may have happened twice.", "effect_duplicates"),
-    ("ledger_events", "Events brought from the feed to the ledger.", "projected"),
-    ("ledger_anomalies", "Events that did not fit the ledger's story.", "anomalies"),
-    ("feed_forks", "Times a feed was found to be another one.", "forks"),
+    ("ledger_events", "Events written from the feed to the ledger.", "projected"),
+    ("ledger_anomalies", "Events that the ledger could not record as they came.", "anomalies"),
+    ("feed_forks", "Feed forks detected.", "forks"),
 )
 
 
 class MetricsCollector(Collector):
     """All metrics of one scrape."""
 
-    def __init__(self, prefix: str, counts: Counters, sight: StoreGauges) -> None:
+    def __init__(self, prefix: str, counts: Counters, gauges: StoreGauges) -> None:
         self._prefix = prefix
         self._counts = counts
-        self._sight = sight
+        self._gauges = gauges
 
     def collect(self) -> Iterator[Metric]:
         yield from self._runs()
@@ -175,7 +177,7 @@ class MetricsCollector(Collector):
         yield from self._stores()
         yield from self._queues()
         yield from trigger_metrics(self._counts.triggers.values())
-        yield from outbox_metrics(self._counts.outbox, self._sight.outbox_backlog)
+        yield from outbox_metrics(self._counts.outbox, self._gauges.outbox_backlog)
 
     # Of this process ---------------------------------------------------------------------------------
 
@@ -184,15 +186,15 @@ class MetricsCollector(Collector):
         results = {
             "succeeded": counts.succeeded,
             "retry": counts.retried,
-            # A message that cannot be read is dead at once.
+            # A malformed message is dead-lettered at once.
             "dead": counts.dead + counts.malformed,
             "skipped": counts.skipped,
             "not_due": counts.not_due,
         }
-        yield self._counter("task_process", "Runs and messages by what came of them.", "result", results)
+        yield self._counter("task_process", "Runs and messages by result.", "result", results)
         seconds = HistogramMetricFamily(
             f"{self._prefix}_task_process_seconds",
-            "How long runs took, from their slot to their verdict.",
+            "Duration of runs, from slot to verdict.",
             labels=["result"],
         )
         durations = {"succeeded": counts.run_succeeded, "retry": counts.run_retried, "dead": counts.run_dead}
@@ -200,36 +202,34 @@ class MetricsCollector(Collector):
             seconds.add_metric([result], _buckets(kind), kind.total_s)
         yield seconds
         dead = counts.dead + counts.malformed + counts.moved_to_dlq
-        yield CounterMetricFamily(f"{self._prefix}_task_dlq", "Jobs that became dead letters.", value=dead)
+        yield CounterMetricFamily(f"{self._prefix}_task_dlq", "Jobs dead-lettered.", value=dead)
 
     def _counters(self) -> Iterator[Metric]:
         counts = self._counts
         for name, text, source in _PLAIN:
             yield CounterMetricFamily(f"{self._prefix}_{name}", text, value=getattr(counts, source))
         reclaims = {"claimed": counts.reclaimed, "error": counts.reclaim_errors}
-        yield self._counter(
-            "stream_reclaim", "Lost leases taken over, and looks for them that failed.", "result", reclaims
-        )
-        tries = {"delivered": counts.webhooks_delivered, "failed": counts.webhooks_failed}
-        yield self._counter("webhooks", "Tries to deliver a webhook.", "result", tries)
+        yield self._counter("stream_reclaim", "Expired leases reclaimed, and failed attempts.", "result", reclaims)
+        attempts = {"delivered": counts.webhooks_delivered, "failed": counts.webhooks_failed}
+        yield self._counter("webhooks", "Attempts to deliver a webhook.", "result", attempts)
 
     # Of the stores -------------------------------------------------------------------------------------
 
     def _stores(self) -> Iterator[Metric]:
-        sight = self._sight
-        yield self._gauge("engine_up", "Whether the engine answered.", value=sight.engine_up)
-        if sight.ledger_up is not None:
-            yield self._gauge("ledger_up", "Whether the ledger answered.", value=sight.ledger_up)
+        gauges = self._gauges
+        yield self._gauge("engine_up", "Whether the engine answered.", value=gauges.engine_up)
+        if gauges.ledger_up is not None:
+            yield self._gauge("ledger_up", "Whether the ledger answered.", value=gauges.ledger_up)
         pending = self._gauge("dlq_pending", "Jobs in dlq_pending, by tenant.", labels=["tenant"])
-        for tenant, number in sight.dlq_pending.items():
+        for tenant, number in gauges.dlq_pending.items():
             pending.add_metric([tenant], number)
         yield pending
-        waiting = self._gauge("approvals_waiting", "Questions that people have not answered.", labels=["tenant"])
-        for tenant, number in sight.approvals_waiting.items():
+        waiting = self._gauge("approvals_waiting", "Approval requests not yet decided.", labels=["tenant"])
+        for tenant, number in gauges.approvals_waiting.items():
             waiting.add_metric([tenant], number)
         yield waiting
-        alerts = self._gauge("alerts_standing", "Alerts that stand at the moment.", labels=["alert"])
-        for alert in sorted(set(sight.alerts)):
+        alerts = self._gauge("alerts_standing", "Active alerts.", labels=["alert"])
+        for alert in sorted(set(gauges.alerts)):
             alerts.add_metric([alert], 1)
         yield alerts
 
@@ -237,34 +237,36 @@ class MetricsCollector(Collector):
         length = self._gauge("stream_length", "Entries of a stream.", labels=["stream"])
         pending = self._gauge("stream_pending", "Entries delivered and not acknowledged.", labels=["stream", "group"])
         jobs = self._gauge("jobs", "Open jobs.", labels=["queue", "state"])
-        lag = self._gauge("queue_lag", "Jobs in line that nobody has taken.", labels=["queue"])
-        backlog = self._gauge("backlog", "Jobs in line or running.", labels=["queue"])
-        threshold = self._gauge("backlog_alert", "The backlog that raises an alert.", labels=["queue"])
+        lag = self._gauge("queue_lag", "Ready jobs not yet claimed.", labels=["queue"])
+        backlog = self._gauge("backlog", "Ready and running jobs.", labels=["queue"])
+        threshold = self._gauge("backlog_alert", "Backlog at which an alert is raised.", labels=["queue"])
         workers = self._gauge("active_workers", "Workers that claim from the queue.", labels=["queue"])
-        letters = self._gauge("dead_letters", "Dead letters that the engine keeps.", labels=["queue"])
-        ratio = self._gauge("retrying_ratio", "The part of the open work that waits for a retry.", labels=["queue"])
-        behind = self._gauge("feed_lag_entries", "Feed entries that are not in the ledger.", labels=["queue"])
-        behind_s = self._gauge("feed_lag_seconds", "Age of the oldest of them.", labels=["queue"])
-        for seen in self._sight.queues:
-            for stream, number in seen.streams.items():
+        dead_letters = self._gauge("dead_letters", "Dead letters kept by the engine.", labels=["queue"])
+        ratio = self._gauge("retrying_ratio", "Share of open jobs that wait for a retry.", labels=["queue"])
+        behind = self._gauge("feed_lag_entries", "Feed entries not yet in the ledger.", labels=["queue"])
+        behind_s = self._gauge(
+            "feed_lag_seconds", "Age of the oldest feed entry not yet in the ledger.", labels=["queue"]
+        )
+        for queue in self._gauges.queues:
+            for stream, number in queue.streams.items():
                 length.add_metric([stream], number)
-            pending.add_metric([seen.task_stream, seen.group], seen.pending)
-            for state, number in seen.states.items():
-                jobs.add_metric([seen.queue, state], number)
+            pending.add_metric([queue.task_stream, queue.group], queue.pending)
+            for state, number in queue.states.items():
+                jobs.add_metric([queue.queue, state], number)
             pairs = (
-                (lag, seen.waiting),
-                (backlog, seen.backlog),
-                (threshold, seen.backlog_alert),
-                (workers, seen.workers),
-                (letters, seen.dead_letters),
-                (ratio, seen.retrying_ratio),
-                (behind, seen.feed_lag_entries),
-                (behind_s, seen.feed_lag_s),
+                (lag, queue.waiting),
+                (backlog, queue.backlog),
+                (threshold, queue.backlog_alert),
+                (workers, queue.workers),
+                (dead_letters, queue.dead_letters),
+                (ratio, queue.retrying_ratio),
+                (behind, queue.feed_lag_entries),
+                (behind_s, queue.feed_lag_s),
             )
             for family, value in pairs:
                 if value is not None:
-                    family.add_metric([seen.queue], value)
-        yield from (length, pending, jobs, lag, backlog, threshold, workers, letters, ratio, behind, behind_s)
+                    family.add_metric([queue.queue], value)
+        yield from (length, pending, jobs, lag, backlog, threshold, workers, dead_letters, ratio, behind, behind_s)
 
     def _counter(self, name: str, text: str, label: str, values: dict[str, int]) -> Metric:
         family = CounterMetricFamily(f"{self._prefix}_{name}", text, labels=[label])
@@ -286,22 +288,22 @@ def _buckets(durations: Histogram) -> list[tuple[str, float]]:
 _log: Final = logging.getLogger("holdfast.metrics")
 
 _HEAD_LIMIT: Final = 16 * 1024
-_PATIENCE_S: Final = 10.0
+_TIMEOUT_S: Final = 10.0
 _TEXT: Final = "text/plain; charset=utf-8"
 _JSON: Final = "application/json"
 
-#: The text, and its content type.
+#: Returns the metrics text and its content type.
 Exposition = Callable[[], Awaitable[tuple[bytes, str]]]
 
 
 class HealthApp(msgspec.Struct, frozen=True, kw_only=True):
-    """The process answers."""
+    """Response of a liveness check."""
 
     status: str
 
 
 class Readiness(Protocol):
-    """Whether the process can do its work, and what else is to be known, as JSON."""
+    """Whether the process is ready; encoded as JSON with its other fields."""
 
     @property
     def ready(self) -> bool: ...
@@ -314,28 +316,28 @@ AskReadiness = Callable[[], Awaitable[Readiness]]
 async def serve_metrics(
     host: str, port: int, exposition: Exposition, readiness: AskReadiness | None = None
 ) -> AsyncIterator[int]:
-    """Serve until the block ends; gives the port (0 asks for a free one). `InvalidOption` if it cannot be had.
+    """Serve until the block ends; yields the port (0 selects a free one). Raises `InvalidOption` if that fails.
 
     With `readiness`, `/readyz` answers 200 or 503.
     """
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            async with asyncio.timeout(_PATIENCE_S):
+            async with asyncio.timeout(_TIMEOUT_S):
                 head = await reader.readuntil(b"\r\n\r\n")
                 writer.write(await _reply(head, exposition, readiness))
                 await writer.drain()
         except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError) as exc:
-            _log.debug("a scrape came to nothing: %r", exc)
+            _log.debug("scrape aborted: %r", exc)
         except Exception:  # noqa: BLE001 - top of a connection
-            _log.exception("a scrape failed in an unexpected way")
+            _log.exception("scrape failed unexpectedly")
 
-    async with AsyncExitStack() as door:
+    async with AsyncExitStack() as stack:
         try:
-            bound = await door.enter_async_context(serve_tcp(answer, host, port, limit=_HEAD_LIMIT))
+            bound = await stack.enter_async_context(serve_tcp(answer, host, port, limit=_HEAD_LIMIT))
         except OSError as exc:
             raise InvalidOption(
-                f"metrics cannot be served on {host}:{port}: {exc.strerror or exc}; choose another"
+                f"cannot serve metrics on {host}:{port}: {exc.strerror or exc}; choose another port"
             ) from exc
         _log.info("metrics on http://%s:%d/metrics", host, bound)
         yield bound
@@ -345,8 +347,8 @@ async def _reply(head: bytes, exposition: Exposition, readiness: AskReadiness | 
     method, _, rest = head.partition(b" ")
     path = rest.partition(b" ")[0].partition(b"?")[0]
     if path not in (b"/metrics", b"/livez", b"/readyz") or (path == b"/readyz" and readiness is None):
-        here = b"only /metrics, /livez and /readyz are here\n" if readiness else b"only /metrics and /livez are here\n"
-        return _response("404 Not Found", _TEXT, here)
+        paths = b"/metrics, /livez or /readyz" if readiness else b"/metrics or /livez"
+        return _response("404 Not Found", _TEXT, b"not found; use " + paths + b"\n")
     if method not in (b"GET", b"HEAD"):
         return _response("405 Method Not Allowed", _TEXT, b"only GET and HEAD are allowed\n")
     status, content_type = "200 OK", _JSON

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 MASK: Final = "***"
 
-#: A name ends here, or goes on after `_` or `-`: `secret_access_key` is one, `max_tokens` is none.
+#: A secret name ends here or continues after `_` or `-`: `secret_access_key` matches, `max_tokens` does not.
 _NAMES: Final = (
     "password",
     "passwd",
@@ -31,15 +31,15 @@ _NAMES: Final = (
     "cookie",
     "signature",
 )
-#: A text that has none of these is not searched for `_NAMES`: looking for plain words is a hundred times as quick.
+#: A text without any of these is not searched for `_NAMES`: a substring search is 100 times faster.
 _STEMS: Final = (
     *("passw", "passphrase", "pwd", "secret", "token", "credential", "cookie", "signature"),
     *(f"{kind}{joint}key" for kind in ("api", "access", "private") for joint in ("", "_", "-")),
 )
 _AWS_STEMS: Final = ("AKIA", "ASIA", "AGPA", "AIDA", "AROA", "ANPA", "ANVA")
-#: Texts are cut to so many times what is kept of them before they are looked at.
+#: Texts are truncated to this multiple of the limit before they are searched.
 _SLACK: Final = 4
-#: How deep values are looked into.
+#: Maximum depth of nested values; deeper ones are masked.
 _DEPTH: Final = 20
 
 _PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
@@ -47,33 +47,33 @@ _PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
 _PRIVATE_KEY: Final = re.compile(
     r"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY-----.*?(?:-----END [A-Z0-9 ]{0,40}PRIVATE KEY-----|\Z)", re.DOTALL
 )
-#: A text that was cut in the middle of a key.
+#: End of a private key in a text that was truncated inside it.
 _REST_OF_KEY: Final = re.compile(r"\A.*-----END [A-Z0-9 ]{0,40}PRIVATE KEY-----", re.DOTALL)
-# Greedy up to the last "@" of the word: a password may itself hold a "@", ":" or "/".
+# Greedy up to the last "@" of the word: a password may contain "@", ":" or "/".
 _CREDENTIALS: Final = re.compile(r"(?P<user>://[^\s:@/]{0,200}):\S{1,4000}@")
-#: Where there is a name alone, it is a key: nobody is called something on the web.
+#: In a web URL, a user name without a password is usually an API key.
 _WEB_KEY: Final = re.compile(r"(?P<scheme>\bhttps?://)[^\s:@/?#]{1,4000}@", re.IGNORECASE)
-#: To the end of the line: a digest has many parts.
+#: To the end of the line: digest credentials have several parts.
 _AUTHORIZATION: Final = re.compile(r"(?P<name>authorization\\?[\"']?\s{0,3}[:=,]\s{0,3})[^\r\n]+", re.IGNORECASE)
 _BEARER: Final = re.compile(r"\b(?P<name>bearer|basic)\s{1,3}(?=[^\s]*[\d=._-])[A-Za-z0-9._~+/=-]{8,}", re.IGNORECASE)
 _OWN_TOKEN: Final = re.compile(r"\b(?P<name>hf_[0-9A-Za-z]{1,64}_)[0-9A-Za-z_-]{4,}")
 _AWS_KEY: Final = re.compile(rf"\b(?:{'|'.join(_AWS_STEMS)})[0-9A-Z]{{16}}\b")
-#: Never from within a word of its own characters: each such start would be looked at to the word's end.
+#: Does not start inside a word: each such start would be scanned to the end of the word.
 _JWT: Final = re.compile(r"(?<![A-Za-z0-9_-])eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}(?:\.[A-Za-z0-9_-]*)?")
 
 
 def _named_values(names: Iterable[str]) -> re.Pattern[str]:
-    """`name=value`, `name: value`, `'name': 'value'`, the same inside of an escaped text, and `name", "value`."""
+    """Pattern for `name=value`, `name: value`, `'name': 'value'`, and the same inside an escaped text."""
     return re.compile(
         rf"(?P<name>(?:{'|'.join(names)})(?:[_-][\w-]{{0,40}})?\\?[\"']?\]?\s{{0,3}}(?:=>|[:=])\s{{0,3}})"
-        # Quoted, with what it escapes; quoted inside of a quoted text; else up to the next blank or parameter.
+        # Quoted, including escapes; quoted inside a quoted text; otherwise up to the next blank or parameter.
         r"(?:[bru]?\"(?:[^\"\\]|\\.)*\"?|[bru]?'(?:[^'\\]|\\.)*'?|\\\"(?:(?!\\\").)*(?:\\\")?|[^\s&]+)",
         re.IGNORECASE,
     )
 
 
 class _Rules:
-    """What is looked for in this process. Rules are added, never taken away."""
+    """Redaction rules of this process. Rules are only added, never removed."""
 
     def __init__(self) -> None:
         self._given: set[str] = set()
@@ -100,23 +100,23 @@ class _Rules:
 
 
 def compile_rule(rule: str) -> re.Pattern[str]:
-    """A rule of the setting `redact` that is no plain name. Raises `ValueError` for what is no regular expression."""
+    """Compile a rule of the setting `redact` that is not a plain name. Raises `ValueError` if it is invalid."""
     try:
         return re.compile(rule)
     except re.error as exc:
-        raise ValueError(f"{rule!r} is neither a name nor a regular expression: {exc}") from exc
+        raise ValueError(f"{rule!r} is neither a name nor a valid regular expression: {exc}") from exc
 
 
 _rules: Final = _Rules()
 
 
 def add_redaction_rules(rules: Iterable[str]) -> None:
-    """Look for these, too, in this process: names of secret values, or regular expressions."""
+    """Add rules in this process: names of secret values, or regular expressions."""
     _rules.add(rules)
 
 
 def redact(text: str) -> str:
-    """The text with its secrets blotted out.
+    """Mask the secrets in a text.
 
     >>> redact("redis://app:s3cret@cache:6379/0 with password=s3cret")
     'redis://app:***@cache:6379/0 with password=***'
@@ -145,9 +145,9 @@ def redact(text: str) -> str:
 
 
 def redact_and_truncate(text: str, limit: int, *, end: bool = False) -> str:
-    """The text's beginning, or its `end`, without secrets. However long it is, only a part of it is looked at.
+    """Return the start of a text, or its `end`, with secrets masked. Only part of a long text is searched.
 
-    Where it had to be cut, the word at the cut is left out: half of a secret may not be known for one.
+    The word at the cut is dropped, because half a secret may not be recognised.
     """
     if len(text) > _SLACK * limit:
         whole = text
@@ -162,7 +162,7 @@ def redact_and_truncate(text: str, limit: int, *, end: bool = False) -> str:
 
 
 def redact_value(value: Any, depth: int = _DEPTH) -> Any:
-    """A JSON-like value with the secrets in its texts, and under telling names, blotted out."""
+    """Mask the secrets of a JSON-like value: in its texts, and under names of secrets."""
     if isinstance(value, str):
         return redact(value)
     if value is None or isinstance(value, bool | int | float):

@@ -1,13 +1,13 @@
-"""OpenTelemetry spans from submission to outcome (requirement M3), where they are wanted.
+"""OpenTelemetry spans from submission to settle result (requirement M3), if tracing is enabled.
 
     submit (producer) ─┬─ run, attempt 1 (consumer) ── settle
                        └─ run, attempt 2 (consumer) ── settle
 
-The submitter's W3C trace context travels in `Meta.traceparent`, so that all attempts, in whatever process, are in its
-trace. While the user's code runs its span is the current one: what it traces, and what it submits, lies below.
+The submitter's W3C trace context travels in `Meta.traceparent`, so that all attempts, in any process, belong to its
+trace. While the user's code runs, its span is current: spans and submissions of that code become its children.
 
-Off, nothing here is loaded and nothing is added to a message. On: the setting `tracing`, or a tracer provider that the
-program has set up itself before it opened its app.
+Tracing is enabled by the setting `tracing`, or by a tracer provider that the program sets up before it opens the app.
+Otherwise OpenTelemetry is not loaded and messages carry nothing extra.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ _HEADER: Final = "traceparent"
 _MESSAGE_LIMIT: Final = 2_000
 
 
-def tracer_for(wanted: bool | None) -> Tracer | None:
-    """The tracer to use: None if tracing is off, or left open while the program has no tracer provider."""
-    if wanted is False or (wanted is None and "opentelemetry.trace" not in sys.modules):
+def tracer_for(enabled: bool | None) -> Tracer | None:
+    """Return the tracer; None if tracing is off, or unset and the program has no tracer provider."""
+    if enabled is False or (enabled is None and "opentelemetry.trace" not in sys.modules):
         return None
     require("tracing", "opentelemetry.trace")
     from opentelemetry import trace
 
     provider = trace.get_tracer_provider()
     if isinstance(provider, trace.ProxyTracerProvider | trace.NoOpTracerProvider):
-        if not wanted:
+        if not enabled:
             return None
         provider = _own_provider()
-        # For the user's code, too: what it traces inside of a run belongs to the same trace.
+        # Set it globally, so that spans of the user's code inside a run belong to the same trace.
         trace.set_tracer_provider(provider)
     return Tracer(provider)
 
 
 class Tracer:
-    """Begins spans."""
+    """Starts spans for submissions and runs."""
 
     def __init__(self, provider: TracerProvider) -> None:
         from opentelemetry import context, trace
@@ -65,13 +65,13 @@ class Tracer:
 
     @contextmanager
     def submit_span(self, envelopes: Sequence[Envelope]) -> Iterator[tuple[list[Envelope], Span]]:
-        """The submissions with the trace context that their runs go on with; one span for all that go together."""
+        """Yield the envelopes with a trace context for their runs, and the span of the whole submission."""
         first = envelopes[0]
         name = f"submit {first.task}"
-        span = self.tracer.start_span(name, self._above(first), kind=self.trace.SpanKind.PRODUCER)
+        span = self.tracer.start_span(name, self._parent_context(first), kind=self.trace.SpanKind.PRODUCER)
         carrier: dict[str, str] = {}
         self._carry.inject(carrier, self.trace.set_span_in_context(span))
-        # Empty for a span that is not recorded and has no parent: then there is no trace to go on with.
+        # Empty for a span that is not recorded and has no parent: then there is no trace to continue.
         traceparent = carrier.get(_HEADER, "")
         trace_id = self.trace.format_trace_id(span.get_span_context().trace_id) if traceparent else ""
         span.set_attributes(
@@ -96,8 +96,8 @@ class Tracer:
             span.end()
 
     def start_run(self, claim: Claim) -> RunTrace:
-        """A run has got its slot."""
-        above = self._carry.extract({_HEADER: claim.meta.traceparent}) if claim.meta.traceparent else None
+        """Start the span of a run when it gets its slot."""
+        parent = self._carry.extract({_HEADER: claim.meta.traceparent}) if claim.meta.traceparent else None
         attributes: dict[str, str | int] = {
             "holdfast.job_id": claim.job_id,
             "holdfast.task": claim.task,
@@ -107,23 +107,23 @@ class Tracer:
             "holdfast.worker": claim.lease.worker,
             "holdfast.trace_id": claim.trace_id,
         }
-        # Without a submitter's context a root of its own: whatever span the worker is in has nothing to do with it.
+        # Without a submitter's context the run is a root span: the worker's current span is unrelated.
         span = self.tracer.start_span(
             f"run {claim.task}",
-            above if above is not None else self.context.Context(),
+            parent if parent is not None else self.context.Context(),
             kind=self.trace.SpanKind.CONSUMER,
             attributes=attributes,
         )
         return RunTrace(self, span)
 
     def headers(self) -> dict[str, str]:
-        """The W3C trace context of the current span, for a request to another service."""
+        """W3C trace context of the current span, for a request to another service."""
         carrier: dict[str, str] = {}
         self._carry.inject(carrier)
         return carrier
 
     def fail(self, span: Span, failure: Failure) -> None:
-        """What went wrong, without secrets: failures have been looked through already."""
+        """Record a failure on a span. Failures are already redacted."""
         details = {"exception.type": failure.type or failure.code, "exception.message": failure.message}
         if failure.stack:
             details["exception.stacktrace"] = failure.stack
@@ -131,8 +131,8 @@ class Tracer:
         span.set_attribute("holdfast.error_code", failure.code)
         span.set_status(self.trace.StatusCode.ERROR, failure.message)
 
-    def _above(self, envelope: Envelope) -> Context | None:
-        """The span that the caller is in; else what came with the submission, over HTTP say."""
+    def _parent_context(self, envelope: Envelope) -> Context | None:
+        """Parent context: the caller's current span, otherwise the context in the envelope, for example from HTTP."""
         here = self.trace.get_current_span().get_span_context()
         if here.is_valid or not envelope.meta.traceparent:
             return None
@@ -140,7 +140,7 @@ class Tracer:
 
 
 class RunTrace:
-    """The spans of one attempt: its run, then its settling."""
+    """Spans of one attempt: the run, then the settle."""
 
     __slots__ = ("_settling", "_span", "_tracer")
 
@@ -150,28 +150,28 @@ class RunTrace:
         self._settling: Span | None = None
 
     def enter(self) -> None:
-        """In the task or thread that runs the user's code: from here on its spans lie below this one."""
+        """Make the run's span current. Call it in the task or thread that runs the user's code."""
         self._tracer.context.attach(self._tracer.trace.set_span_in_context(self._span))
 
     def end(self, verdict: Verdict) -> None:
-        """The verdict is given; it is on its way to the engine."""
+        """End the run's span with the verdict and start the settle span."""
         self._span.set_attribute("holdfast.outcome", TARGETS[type(verdict)].value)
         failure: Any = getattr(verdict, "failure", None)
         if failure is not None:
             self._tracer.fail(self._span, failure)
         self._span.end()
-        above = self._tracer.trace.set_span_in_context(self._span)
-        self._settling = self._tracer.tracer.start_span("settle", above)
+        parent = self._tracer.trace.set_span_in_context(self._span)
+        self._settling = self._tracer.tracer.start_span("settle", parent)
 
     def settled(self, answer: SettleResult) -> None:
-        """The engine has answered."""
+        """End the settle span with the engine's answer."""
         if self._settling is not None:
             self._settling.set_attribute("holdfast.answer", answer.value)
             self._settling.end()
             self._settling = None
 
     def abandon(self) -> None:
-        """The lease is someone else's: there is no verdict."""
+        """End the run's span without a verdict, because the lease was lost."""
         self._span.set_attribute("holdfast.outcome", "lost")
         self._span.end()
 
@@ -184,7 +184,7 @@ def _with_trace(envelope: Envelope, traceparent: str, trace_id: str) -> Envelope
 
 
 def _own_provider() -> TracerProvider:
-    """Sends spans by OTLP over HTTP; where to is said by OpenTelemetry's own variables (`OTEL_EXPORTER_OTLP_…`)."""
+    """Create a provider that sends spans by OTLP over HTTP, configured by `OTEL_EXPORTER_OTLP_…` variables."""
     require("tracing", "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import SERVICE_NAME, Resource
@@ -194,7 +194,7 @@ def _own_provider() -> TracerProvider:
     resource = Resource.create()
     if str(resource.attributes.get(SERVICE_NAME, "")).startswith("unknown_service"):
         resource = resource.merge(Resource({SERVICE_NAME: _SCOPE}))
-    # Ends what is on its way when the program ends.
+    # The provider flushes pending spans at exit.
     provider = TracerProvider(resource=resource)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     return provider

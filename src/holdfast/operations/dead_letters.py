@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import msgspec
 
 from holdfast.core.codec import decode_json
-from holdfast.core.job import Envelope, Meta, Receipt, ReplayOrigin
+from holdfast.core.job import Envelope, Meta, Receipt, ReplayOrigin, decode_meta
 from holdfast.core.principal import Permission, Principal
 from holdfast.engine.port import Engine
 from holdfast.errors import (
@@ -46,14 +46,14 @@ if TYPE_CHECKING:
 
 
 class _Absent(msgspec.Struct, frozen=True):
-    """Stands where there is no value, since null is one."""
+    """Marks an absent value; null is a value."""
 
 
 ABSENT: Final = _Absent()
 
 
 class PayloadChange(msgspec.Struct, frozen=True):
-    """One place that differs: its JSON pointer, and both values; `ABSENT` where there was or is none."""
+    """One difference: its JSON pointer and both values; `ABSENT` where there was or is none."""
 
     path: str
     before: Any
@@ -61,28 +61,28 @@ class PayloadChange(msgspec.Struct, frozen=True):
 
     @property
     def document(self) -> dict[str, Any]:
-        """Plain JSON: without `before` for what is new, without `after` for what is gone."""
+        """Plain JSON: without `before` for added values, without `after` for removed ones."""
         sides = {"before": self.before, "after": self.after}
         return {"path": self.path} | {side: value for side, value in sides.items() if value is not ABSENT}
 
 
 def diff_payloads(before: Any, after: Any, path: str = "") -> list[PayloadChange]:
-    """All places that differ, in the order of the first document; nothing if they are equal."""
+    """Return all differences, in the order of the first document."""
     if isinstance(before, dict) and isinstance(after, dict):
         names = [*before, *(name for name in after if name not in before)]
         pairs = [(str(name), before.get(name, ABSENT), after.get(name, ABSENT)) for name in names]
     elif isinstance(before, list) and isinstance(after, list):
         longest = range(max(len(before), len(after)))
-        pairs = [(str(place), _item(before, place), _item(after, place)) for place in longest]
+        pairs = [(str(index), _item(before, index), _item(after, index)) for index in longest]
     else:
-        # 1 and true are equal to Python, and not to JSON.
+        # 1 and true are equal in Python, but not in JSON.
         same = type(before) is type(after) and before == after
         return [] if same else [PayloadChange(path, before, after)]
     return [change for name, old, new in pairs for change in diff_payloads(old, new, f"{path}/{_escaped(name)}")]
 
 
-def _item(values: list[Any], place: int) -> Any:
-    return values[place] if place < len(values) else ABSENT
+def _item(values: list[Any], index: int) -> Any:
+    return values[index] if index < len(values) else ABSENT
 
 
 def _escaped(name: str) -> str:
@@ -93,7 +93,7 @@ _PAGE: Final = 200
 
 
 class JobSubmitter(Protocol):
-    """Where jobs are handed in, with the app's guards before it."""
+    """Submits jobs, usually after the app's guards."""
 
     async def submit(self, envelope: Envelope) -> Receipt: ...
 
@@ -105,204 +105,226 @@ class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
     tenant_id: str
     queue: str
     job_id: str
-    #: The how manyeth replay of the letter it is.
+    #: Number of this replay of the dead letter, from 1.
     number: int
 
 
 class DeadLetterOperations:
-    """What people do with dead letters. All methods raise `Unknown` for what the person may not see."""
+    """Operations on dead letters. All methods raise `NotFound` for what the principal may not see."""
 
     def __init__(
         self,
         engine: Engine,
         ledger: Ledger,
-        desk: JobSubmitter | None = None,
+        submitter: JobSubmitter | None = None,
         plans: Mapping[str, PayloadDecoder] | None = None,
     ) -> None:
-        """Without a desk the engine itself takes the jobs, and guards see them when they are run."""
+        """Without a submitter, jobs go directly to the engine, and guards see them when they run."""
         self._engine = engine
         self._ledger = ledger
-        self._people = ledger.operators
-        self._desk = desk or _EngineSubmitter(engine)
+        self._operators = ledger.operators
+        self._submitter = submitter or _EngineSubmitter(engine)
         self._plans = plans or {}
 
-    # Looking ---------------------------------------------------------------------------------------
+    # Reads -----------------------------------------------------------------------------------------
 
     async def list(
-        self, person: Principal, wanted: DeadLetterFilter, limit: int = 50, cursor: str | None = None
+        self, principal: Principal, filters: DeadLetterFilter, limit: int = 50, cursor: str | None = None
     ) -> DeadLetterPage:
-        """A page of letters, newest first."""
-        person.require(Permission.READ)
-        return await self._ledger.queries.dead_letters(_narrowed(person, wanted), limit, cursor)
+        """Return a page of dead letters, newest first."""
+        principal.require(Permission.READ)
+        return await self._ledger.queries.dead_letters(_restrict(principal, filters), limit, cursor)
 
-    async def groups(self, person: Principal, wanted: DeadLetterFilter) -> Sequence[DeadLetterGroup]:
-        """Letters by the kind of error that they died of, the most frequent first."""
-        person.require(Permission.READ)
-        return await self._ledger.queries.dead_letter_groups(_narrowed(person, wanted))
+    async def groups(self, principal: Principal, filters: DeadLetterFilter) -> Sequence[DeadLetterGroup]:
+        """Group dead letters by kind of error, the most frequent first."""
+        principal.require(Permission.READ)
+        return await self._ledger.queries.dead_letter_groups(_restrict(principal, filters))
 
-    async def count(self, person: Principal, wanted: DeadLetterFilter) -> int:
-        """How many there are."""
-        person.require(Permission.READ)
-        return await self._ledger.queries.dead_letter_count(_narrowed(person, wanted))
+    async def count(self, principal: Principal, filters: DeadLetterFilter) -> int:
+        """Count dead letters."""
+        principal.require(Permission.READ)
+        return await self._ledger.queries.dead_letter_count(_restrict(principal, filters))
 
-    async def show(self, person: Principal, dlq_id: str) -> DeadLetterDetail:
-        """One letter with all that is known of it: payload, error, stack, every attempt, every event of its job."""
-        person.require(Permission.READ)
-        return await self._ledger.queries.dead_letter(visible_tenants(person), dlq_id)
+    async def show(self, principal: Principal, dlq_id: str) -> DeadLetterDetail:
+        """Return one dead letter: payload, error, stack, every attempt, every event of its job."""
+        principal.require(Permission.READ)
+        return await self._ledger.queries.dead_letter(visible_tenants(principal), dlq_id)
 
-    async def diff(self, person: Principal, dlq_id: str, payload: bytes) -> Sequence[PayloadChange]:
-        """What an edited payload changes. Raises `InvalidPayload` if it is none, or none for the letter's task."""
-        letter = await self.show(person, dlq_id)
-        after = self._checked(letter.job_type, payload)
-        return diff_payloads(letter.payload.value, after)
+    async def diff(self, principal: Principal, dlq_id: str, payload: bytes) -> Sequence[PayloadChange]:
+        """Return what an edited payload changes. Raises `InvalidPayload` if the task cannot be called with it."""
+        dead_letter = await self.show(principal, dlq_id)
+        after = self._check_payload(dead_letter.job_type, payload)
+        return diff_payloads(dead_letter.payload.value, after)
 
-    # Back to work ----------------------------------------------------------------------------------
+    # Replay ----------------------------------------------------------------------------------------
 
     async def replay(
-        self, person: Principal, dlq_id: str, *, reason: str, payload: bytes | None = None, expected: int | None = None
+        self,
+        principal: Principal,
+        dlq_id: str,
+        *,
+        reason: str,
+        payload: bytes | None = None,
+        expected: int | None = None,
     ) -> ReplayResult:
-        """The letter as a new job, with its payload as it was or as edited.
+        """Submit the dead letter as a new job, with its original or an edited payload.
 
-        `expected` is how often the caller has seen it replayed, else as it is now: of two who saw the same, the second
-        gets the first one's job while that is on its way, and `Conflict` afterwards. Raises `Denied`, `IntakeRefused`
-        and the like as any submission does, and the letter is open again then.
+        `expected` is the `replay_count` that the caller has read; default: the current one. Of two callers that read
+        the same count, the second gets the first one's job while that is being submitted, and `Conflict` afterwards.
+        Raises `Denied`, `IntakeRefused` and others like any submission; the dead letter is then open again.
         """
-        letter = await self.show(person, dlq_id)
-        person.require(Permission.OPERATE)
+        dead_letter = await self.show(principal, dlq_id)
+        principal.require(Permission.OPERATE)
         return await self._replay(
-            person, letter, reason, payload, letter.replay_count if expected is None else expected
+            principal, dead_letter, reason, payload, dead_letter.replay_count if expected is None else expected
         )
 
     async def replay_many(
         self,
-        person: Principal,
-        wanted: DeadLetterFilter,
+        principal: Principal,
+        filters: DeadLetterFilter,
         *,
         reason: str,
         rate_per_s: float = DEFAULT_RATE,
         dry_run: bool = False,
         progress: Progress = no_progress,
     ) -> BulkReport:
-        """Every open letter of the filter as a new job; those that were replayed before are left alone, so that a call
-        that was broken off is just repeated."""
+        """Submit every open dead letter that matches as a new job.
 
-        async def act(letter: DeadLetterRow) -> BulkResult:
-            # As it was seen: whoever was faster has made the job.
-            done = await self._replay(person, letter, reason, None, letter.replay_count)
-            return BulkResult(id=letter.dlq_id, done=True, job_id=done.job_id)
+        Dead letters that were already replayed are skipped, so an interrupted call can be repeated.
+        """
 
-        return await self._many(person, wanted, DeadLetterStatus.OPEN, act, dry_run, rate_per_s, progress)
+        async def act(dead_letter: DeadLetterRow) -> BulkResult:
+            # The count as read: if another caller was faster, it has made the job.
+            replayed = await self._replay(principal, dead_letter, reason, None, dead_letter.replay_count)
+            return BulkResult(id=dead_letter.dlq_id, done=True, job_id=replayed.job_id)
+
+        return await self._many(principal, filters, DeadLetterStatus.OPEN, act, dry_run, rate_per_s, progress)
 
     async def submit_pending(self, limit: int = 100) -> int:
-        """Hand in what is marked and was left behind, so many at a time; how many. Those that the engine refuses are
-        tried again later, and hinder no others.
+        """Submit replays that were reserved and not submitted, in pages of `limit`; return how many.
 
-        Raises in the end if the engine did not answer for some of them.
+        Those that the engine refuses are retried later and do not block others. Raises at the end if the engine did
+        not answer for some of them.
         """
         count, last = 0, None
-        away: dict[str, EngineUnavailable] = {}
+        unreachable: dict[str, EngineUnavailable] = {}
         while True:
-            rows = await self._people.unsubmitted_replays(limit, last)
+            rows = await self._operators.unsubmitted_replays(limit, last)
             for row in rows:
-                if row.queue in away:
+                if row.queue in unreachable:
                     continue
                 try:
-                    count += await self._hand_in(row)
+                    count += await self._submit_reserved(row)
                 except EngineUnavailable as exc:
                     # Other queues may be on a part of the store that answers.
-                    away[row.queue] = exc
+                    unreachable[row.queue] = exc
             if len(rows) < limit:
                 break
             last = rows[-1]
-        for failure in away.values():
+        for failure in unreachable.values():
             raise failure
         return count
 
-    async def _hand_in(self, row: ReplayReservation) -> bool:
+    async def _submit_reserved(self, row: ReplayReservation) -> bool:
         try:
-            receipt = await self._desk.submit(await self._envelope(row))
-            _check_own(row, receipt)
+            receipt = await self._submitter.submit(await self._envelope(row))
+            _check_receipt(row, receipt)
         except IntakeRefused:
             return False
         except Conflict as exc:
-            await self._people.cancel_replay(row, person=row.actor, reason=str(exc))
+            await self._operators.cancel_replay(row, actor=row.actor, reason=str(exc))
             return False
-        await self._people.mark_submitted([row])
+        await self._operators.mark_submitted([row])
         return True
 
-    # Away with it ----------------------------------------------------------------------------------
+    # Discard ---------------------------------------------------------------------------------------
 
-    async def discard(self, person: Principal, dlq_id: str, reason: str) -> None:
-        """Ask for a letter to be thrown away; somebody else has to confirm."""
-        await self.show(person, dlq_id)
-        self._check_discard(person, reason)
-        await self._people.request_discard(visible_tenants(person), dlq_id, person=person.name, reason=reason)
+    async def discard(self, principal: Principal, dlq_id: str, reason: str) -> None:
+        """Request the discard of a dead letter; another principal has to confirm it."""
+        await self.show(principal, dlq_id)
+        self._check_discard(principal, reason)
+        await self._operators.request_discard(visible_tenants(principal), dlq_id, actor=principal.name, reason=reason)
 
-    async def confirm(self, person: Principal, dlq_id: str) -> None:
-        """Throw it away, as another person has asked for."""
-        await self.show(person, dlq_id)
-        self._check_confirm(person)
-        await self._people.confirm_discard(visible_tenants(person), dlq_id, person=person.name)
+    async def confirm(self, principal: Principal, dlq_id: str) -> None:
+        """Discard a dead letter, as another principal has requested."""
+        await self.show(principal, dlq_id)
+        self._check_confirm(principal)
+        await self._operators.confirm_discard(visible_tenants(principal), dlq_id, actor=principal.name)
 
-    async def keep(self, person: Principal, dlq_id: str, reason: str = "") -> None:
-        """Keep it after all."""
-        await self.show(person, dlq_id)
-        person.require(Permission.OPERATE)
-        await self._people.keep(visible_tenants(person), dlq_id, person=person.name, reason=reason)
+    async def keep(self, principal: Principal, dlq_id: str, reason: str = "") -> None:
+        """Withdraw a requested discard."""
+        await self.show(principal, dlq_id)
+        principal.require(Permission.OPERATE)
+        await self._operators.keep(visible_tenants(principal), dlq_id, actor=principal.name, reason=reason)
 
     async def discard_many(
         self,
-        person: Principal,
-        wanted: DeadLetterFilter,
+        principal: Principal,
+        filters: DeadLetterFilter,
         *,
         reason: str,
         dry_run: bool = False,
         progress: Progress = no_progress,
     ) -> BulkReport:
-        """Ask for every open letter of the filter to be thrown away."""
-        self._check_discard(person, reason)
+        """Request the discard of every open dead letter that matches."""
+        self._check_discard(principal, reason)
 
-        async def act(letter: DeadLetterRow) -> BulkResult:
-            await self._people.request_discard([letter.tenant_id], letter.dlq_id, person=person.name, reason=reason)
-            return BulkResult(id=letter.dlq_id, done=True)
+        async def act(dead_letter: DeadLetterRow) -> BulkResult:
+            await self._operators.request_discard(
+                [dead_letter.tenant_id], dead_letter.dlq_id, actor=principal.name, reason=reason
+            )
+            return BulkResult(id=dead_letter.dlq_id, done=True)
 
-        return await self._many(person, wanted, DeadLetterStatus.OPEN, act, dry_run, _FAST, progress)
+        return await self._many(principal, filters, DeadLetterStatus.OPEN, act, dry_run, _MARK_RATE, progress)
 
     async def confirm_many(
-        self, person: Principal, wanted: DeadLetterFilter, *, dry_run: bool = False, progress: Progress = no_progress
+        self,
+        principal: Principal,
+        filters: DeadLetterFilter,
+        *,
+        dry_run: bool = False,
+        progress: Progress = no_progress,
     ) -> BulkReport:
-        """Throw every letter of the filter away that another person has asked for."""
-        self._check_confirm(person)
+        """Discard every matching dead letter whose discard another principal has requested."""
+        self._check_confirm(principal)
 
-        async def act(letter: DeadLetterRow) -> BulkResult:
-            await self._people.confirm_discard([letter.tenant_id], letter.dlq_id, person=person.name)
-            return BulkResult(id=letter.dlq_id, done=True)
+        async def act(dead_letter: DeadLetterRow) -> BulkResult:
+            await self._operators.confirm_discard([dead_letter.tenant_id], dead_letter.dlq_id, actor=principal.name)
+            return BulkResult(id=dead_letter.dlq_id, done=True)
 
-        return await self._many(person, wanted, DeadLetterStatus.DISCARD_REQUESTED, act, dry_run, _FAST, progress)
+        return await self._many(
+            principal, filters, DeadLetterStatus.DISCARD_REQUESTED, act, dry_run, _MARK_RATE, progress
+        )
 
-    # Inside ----------------------------------------------------------------------------------------
+    # Internals -------------------------------------------------------------------------------------
 
     async def _replay(
-        self, person: Principal, letter: DeadLetterRow, reason: str, payload: bytes | None, expected: int
+        self, principal: Principal, dead_letter: DeadLetterRow, reason: str, payload: bytes | None, expected: int
     ) -> ReplayResult:
-        self._checked(letter.job_type, letter.payload.text.encode() if payload is None else payload)
-        row = await self._people.reserve_replay(
-            [letter.tenant_id], letter.dlq_id, person=person.name, reason=reason, payload=payload, expected=expected
+        self._check_payload(dead_letter.job_type, dead_letter.payload.text.encode() if payload is None else payload)
+        row = await self._operators.reserve_replay(
+            [dead_letter.tenant_id],
+            dead_letter.dlq_id,
+            actor=principal.name,
+            reason=reason,
+            payload=payload,
+            expected=expected,
         )
         try:
-            _check_own(row, await self._desk.submit(await self._envelope(row)))
+            _check_receipt(row, await self._submitter.submit(await self._envelope(row)))
         except EngineUnavailable as exc:
-            # Nobody knows whether it got there. The mark stays, and the same job is handed in again.
+            # It is unknown whether the engine has the job. The mark stays, and the same job is submitted again.
             raise EngineUnavailable(
-                f"the replay of {letter.dlq_id} is marked, and upkeep hands it in once the engine is back: {exc}"
+                f"the replay of {dead_letter.dlq_id} is recorded, and upkeep submits it once the engine answers: {exc}"
             ) from exc
         except Unavailable:
             raise
         except HoldfastError as exc:
-            # Refused: by a guard, by a queue that takes nothing. Then nobody must hand it in later.
-            await self._people.cancel_replay(row, person=person.name, reason=str(exc))
+            # Refused by a guard or by the queue: it must not be submitted later.
+            await self._operators.cancel_replay(row, actor=principal.name, reason=str(exc))
             raise
-        await self._people.mark_submitted([row])
+        await self._operators.mark_submitted([row])
         return ReplayResult(
             dlq_id=row.dlq_id, tenant_id=row.tenant_id, queue=row.queue, job_id=row.new_job_id, number=row.number
         )
@@ -324,24 +346,24 @@ class DeadLetterOperations:
                 max_retries=first.max_retries,
                 webhook=first.webhook,
                 replay=ReplayOrigin(row.dlq_id, row.job_id, row.idempotency_key),
-                # It is their wish, edited or not: where a guard wants it approved, by somebody else.
+                # The operator counts as submitter, edited or not: another principal has to approve it if needed.
                 submitted_by=row.actor,
             ),
         )
 
     async def _first_meta(self, row: ReplayReservation) -> Meta:
-        """What the dead job was submitted with, as far as the ledger remembers."""
+        """Return the metadata the failed job was submitted with, as far as the ledger still has it."""
         try:
             job = await self._ledger.queries.job(row.job_id, row.tenant_id, row.queue)
         except UnknownJob:
             return Meta()
         try:
-            return Meta() if job.meta is None else msgspec.json.decode(job.meta.text, type=Meta)
+            return Meta() if job.meta is None else decode_meta(job.meta.text)
         except msgspec.DecodeError:
             return Meta()
 
-    def _checked(self, task: str, payload: bytes) -> Any:
-        """The payload's values, if its task can be called with it."""
+    def _check_payload(self, task: str, payload: bytes) -> Any:
+        """Return the decoded payload. Raises `InvalidPayload` if its task cannot be called with it."""
         limit = self._engine.options.payload_limit
         if len(payload) > limit:
             raise PayloadTooLarge(f"the payload of task {task!r}", len(payload), limit)
@@ -349,54 +371,54 @@ class DeadLetterOperations:
         if not isinstance(value, dict | list):
             raise InvalidPayload(f"the payload of task {task!r} must be a JSON object (by name) or array (by position)")
         if not task:
-            raise UsageError("the message named no task; nothing can be made of it but a new submission")
+            raise UsageError("the message names no task and cannot be replayed; submit it as a new job")
         if (plan := self._plans.get(task)) is not None:
             plan.decode(payload)
         return value
 
     async def _many(
         self,
-        person: Principal,
-        wanted: DeadLetterFilter,
+        principal: Principal,
+        filters: DeadLetterFilter,
         status: DeadLetterStatus,
         act: Callable[[DeadLetterRow], Awaitable[BulkResult]],
         dry_run: bool,
         rate_per_s: float,
         progress: Progress,
     ) -> BulkReport:
-        person.require(Permission.OPERATE)
-        chosen = msgspec.structs.replace(_narrowed(person, wanted), statuses=frozenset({status}))
-        matched = await self._ledger.queries.dead_letter_count(chosen)
+        principal.require(Permission.OPERATE)
+        selected = msgspec.structs.replace(_restrict(principal, filters), statuses=frozenset({status}))
+        matched = await self._ledger.queries.dead_letter_count(selected)
         if dry_run:
             return BulkReport(matched=matched, dry_run=True)
-        walk = self._walk(chosen)
+        walk = self._walk(selected)
         return await run_bulk(
             walk,
             act,
-            lambda letter: letter.dlq_id,
-            lambda letter: letter.queue,
+            lambda dead_letter: dead_letter.dlq_id,
+            lambda dead_letter: dead_letter.queue,
             matched=matched,
             rate_per_s=rate_per_s,
             progress=progress,
         )
 
-    async def _walk(self, chosen: DeadLetterFilter) -> AsyncIterator[DeadLetterRow]:
+    async def _walk(self, selected: DeadLetterFilter) -> AsyncIterator[DeadLetterRow]:
         cursor: str | None = None
         while True:
-            page = await self._ledger.queries.dead_letters(chosen, _PAGE, cursor)
-            for letter in page.dead_letters:
-                yield letter
+            page = await self._ledger.queries.dead_letters(selected, _PAGE, cursor)
+            for dead_letter in page.dead_letters:
+                yield dead_letter
             cursor = page.cursor
             if cursor is None:
                 return
 
-    def _check_discard(self, person: Principal, reason: str) -> None:
-        self._check_confirm(person)
+    def _check_discard(self, principal: Principal, reason: str) -> None:
+        self._check_confirm(principal)
         require_reason(reason)
 
-    def _check_confirm(self, person: Principal) -> None:
-        person.require(Permission.OPERATE)
-        require_verified(person, "a discard")
+    def _check_confirm(self, principal: Principal) -> None:
+        principal.require(Permission.OPERATE)
+        require_verified(principal, "a discard")
 
 
 class _EngineSubmitter:
@@ -407,22 +429,20 @@ class _EngineSubmitter:
         return (await self._engine.submit([envelope]))[0]
 
 
-#: Marks in the ledger burden nobody else.
-_FAST: Final = 10_000.0
+#: Marks in the ledger need no rate limit.
+_MARK_RATE: Final = 10_000.0
 
 
-def _check_own(row: ReplayReservation, receipt: Receipt) -> None:
-    """A replay's key can be guessed: if another job has it, the letter has not become a job, and must not be gone."""
+def _check_receipt(row: ReplayReservation, receipt: Receipt) -> None:
+    """Raise `Conflict` if another job has the replay's key, which can be guessed: there is no new job then."""
     if receipt.job_id != row.new_job_id:
-        raise Conflict(
-            f"the key of this replay is taken by job {receipt.job_id}, which somebody has submitted under it; try again"
-        )
+        raise Conflict(f"the idempotency key of this replay is already used by job {receipt.job_id}; retry")
 
 
-def _narrowed(person: Principal, wanted: DeadLetterFilter) -> DeadLetterFilter:
-    """The filter, for what this person may see."""
-    mine = visible_tenants(person)
-    if mine is None:
-        return wanted
-    both = mine if wanted.tenants is None else tuple(tenant for tenant in wanted.tenants if tenant in mine)
-    return msgspec.structs.replace(wanted, tenants=both)
+def _restrict(principal: Principal, filters: DeadLetterFilter) -> DeadLetterFilter:
+    """Return the filter restricted to tenants that the principal may see."""
+    visible = visible_tenants(principal)
+    if visible is None:
+        return filters
+    tenants = visible if filters.tenants is None else tuple(tenant for tenant in filters.tenants if tenant in visible)
+    return msgspec.structs.replace(filters, tenants=tenants)

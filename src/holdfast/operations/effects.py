@@ -1,4 +1,4 @@
-"""Effects in doubt as a person has to see them: also those whose holder is lost, and the jobs that wait for them."""
+"""Effects in doubt for operators, including those whose holder is lost, and the jobs suspended for them."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
     from holdfast.ledger.queries.operators import EffectKeyRow
 
 
-#: Keys that are reserved or in doubt are few; more than these nobody looks through.
+#: Limit for lists of keys that are reserved or in doubt; usually there are few.
 MANY: Final = 10_000
 
 
 async def with_lost_holders(engine: Engine, rows: Sequence[EffectKeyRow]) -> list[EffectKeyRow]:
-    """The same rows; a reserved one whose holder is lost is in doubt, though nobody has come to write that down."""
+    """Return the rows, with reserved keys whose holder is lost shown as in doubt; nothing is written."""
     reserved: dict[str, set[str]] = {}
     for row in rows:
         if row.state == EffectState.RESERVED:
             reserved.setdefault(row.queue, set()).add(row.job_id)
     views: dict[tuple[str, str], JobInfo] = {}
     for queue, job_ids in reserved.items():
-        wanted = iter(job_ids)
-        while batch := list(islice(wanted, MAX_BATCH)):
+        remaining = iter(job_ids)
+        while batch := list(islice(remaining, MAX_BATCH)):
             views |= {(queue, view.job_id): view for view in await engine.get(queue, batch) if view is not None}
-    return [_as_it_is(row, views.get((row.queue, row.job_id))) for row in rows]
+    return [_with_current_state(row, views.get((row.queue, row.job_id))) for row in rows]
 
 
-def _as_it_is(row: EffectKeyRow, holder: JobInfo | None) -> EffectKeyRow:
+def _with_current_state(row: EffectKeyRow, holder: JobInfo | None) -> EffectKeyRow:
     if row.state != EffectState.RESERVED:
         return row
     if holder is not None and (holder.state, holder.attempt, holder.worker) == (State.RUNNING, row.attempt, row.worker):
@@ -47,8 +47,8 @@ def _as_it_is(row: EffectKeyRow, holder: JobInfo | None) -> EffectKeyRow:
     return msgspec.structs.replace(row, state=EffectState.IN_DOUBT.value, reason=reason)
 
 
-async def resume_waiting(engine: Engine, queries: Queries, row: EffectKeyRow, person: Principal) -> list[str]:
-    """Send every job back to work that is suspended for this key; one that waits for something else stays."""
+async def resume_waiting(engine: Engine, queries: Queries, row: EffectKeyRow, principal: Principal) -> list[str]:
+    """Resume every job that is suspended for this key, and no other; return their ids."""
     resumed = []
     for queue, job_id in dict.fromkeys([(row.queue, row.job_id), *await _suspended(queries, row)]):
         (view,) = await engine.get(queue, [job_id])
@@ -60,13 +60,13 @@ async def resume_waiting(engine: Engine, queries: Queries, row: EffectKeyRow, pe
                 queue,
                 job_id,
                 State.QUEUED,
-                actor=person.name,
+                actor=principal.name,
                 reason=reason,
                 expected=State.SUSPENDED,
                 audit=f"{OPERATOR_PREFIX}resume",
             )
         except TransitionInvalid:
-            # Somebody was faster.
+            # Another operator has moved it.
             continue
         resumed.append(job_id)
     return resumed
@@ -80,15 +80,15 @@ def _waits_for(view: JobInfo, key: str) -> bool:
 
 
 async def _suspended(queries: Queries, row: EffectKeyRow) -> list[tuple[str, str]]:
-    """Queue and id of the tenant's jobs that are suspended for an effect, as the ledger knows them."""
+    """Return queue and id of the tenant's jobs that are suspended for an effect, from the ledger."""
     from holdfast.ledger.queries.job_list import JobFilter
     from holdfast.ledger.queries.paging import MAX_LIMIT
 
-    wanted = JobFilter(states=frozenset({State.SUSPENDED}), tenant_id=row.tenant_id)
+    filters = JobFilter(states=frozenset({State.SUSPENDED}), tenant_id=row.tenant_id)
     found: list[tuple[str, str]] = []
     cursor: str | None = None
     while True:
-        page = await queries.jobs(wanted, MAX_LIMIT, cursor)
+        page = await queries.jobs(filters, MAX_LIMIT, cursor)
         found += [(job.queue, job.job_id) for job in page.jobs if job.error_code == EffectInDoubt.code]
         cursor = page.cursor
         if cursor is None:

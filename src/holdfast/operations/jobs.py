@@ -42,38 +42,38 @@ if TYPE_CHECKING:
     from holdfast.ledger.queries.operator_filters import AuditFilter, AuditPage
 
 
-async def find_in_queues(engine: Engine, queues: Iterable[str], job_id: str, person: Principal) -> JobInfo | None:
-    """The job, if one of these queues has it and the person may see it.
+async def find_in_queues(engine: Engine, queues: Iterable[str], job_id: str, principal: Principal) -> JobInfo | None:
+    """Return the job if one of these queues has it and the principal may see it.
 
-    Raises `EngineUnavailable` if it may be in one that does not answer.
+    Raises `EngineUnavailable` if it may be in a queue that does not answer.
     """
     found: JobInfo | None = None
 
-    async def look(queue: str) -> None:
+    async def read(queue: str) -> None:
         nonlocal found
         if found is None:
             (view,) = await engine.get(queue, [job_id])
-            found = view if view is not None and person.can_see(view.tenant_id) else None
+            found = view if view is not None and principal.can_see(view.tenant_id) else None
 
-    _, away = await engine.for_each_queue(queues, look)
-    if found is None and away:
-        raise unreachable_error(away)
+    _, unreachable = await engine.for_each_queue(queues, read)
+    if found is None and unreachable:
+        raise unreachable_error(unreachable)
     return found
 
 
-def unreachable_error(away: Mapping[str, EngineUnavailable]) -> EngineUnavailable:
-    """Which queues did not answer, and why the first of them did not."""
-    return EngineUnavailable(f"no answer for {', '.join(sorted(away))}: {next(iter(away.values()))}")
+def unreachable_error(unreachable: Mapping[str, EngineUnavailable]) -> EngineUnavailable:
+    """Return an error that names the queues that did not answer, with the cause of the first."""
+    return EngineUnavailable(f"no answer for {', '.join(sorted(unreachable))}: {next(iter(unreachable.values()))}")
 
 
-#: Somebody else is faster so often only if a program fights us.
-_TRIES: Final = 20
-#: Names that are shown instead of an unknown one.
+#: Attempts to change a control; more are needed only if another program changes it continuously.
+_MAX_TRIES: Final = 20
+#: Similar names suggested for an unknown queue.
 _NEAREST: Final = 3
 
 
 class JobOperations:
-    """Finds, cancels, resumes, suspends and hurries jobs; looks at queues and controls them."""
+    """Operations on jobs and queues."""
 
     def __init__(self, engine: Engine, ledger: Ledger | None) -> None:
         self._engine = engine
@@ -81,68 +81,68 @@ class JobOperations:
 
     # One job ---------------------------------------------------------------------------------------
 
-    async def find(self, person: Principal, job_id: str, queue: str | None = None) -> JobInfo:
-        """The job as it is now, in the queue that was named or in any; an ended one as the ledger remembers it.
+    async def find(self, principal: Principal, job_id: str, queue: str | None = None) -> JobInfo:
+        """Return the job as it is now, in the given queue or in any; an ended one as the ledger has it.
 
-        Raises `UnknownJob`: there is none, or none that this person may see.
+        Raises `UnknownJob` if there is none, or none that the principal may see.
         """
-        person.require(Permission.READ)
-        live = await self._live(person, job_id, queue)
+        principal.require(Permission.READ)
+        live = await self._live(principal, job_id, queue)
         if live is not None:
             return live
-        row = await self._remembered(person, job_id, queue)
+        row = await self._find_in_ledger(principal, job_id, queue)
         if row is None:
             raise UnknownJob(job_id)
         (view,) = await self._engine.get(row.queue, [job_id])
-        return view if view is not None and person.can_see(view.tenant_id) else await self._as_remembered(row)
+        return view if view is not None and principal.can_see(view.tenant_id) else await self._rebuild(row)
 
     async def cancel(
-        self, person: Principal, job_id: str, *, queue: str | None = None, reason: str, expected: State | None = None
+        self, principal: Principal, job_id: str, *, queue: str | None = None, reason: str, expected: State | None = None
     ) -> State:
-        """A job that has not ended, cancelled; the state it came from. A running one is taken from its worker."""
-        return await self._move(person, job_id, State.CANCELLED, "cancel", queue, reason, expected)
+        """Cancel a job that has not ended; return its previous state. A running job loses its lease."""
+        return await self._move(principal, job_id, State.CANCELLED, "cancel", queue, reason, expected)
 
     async def resume(
-        self, person: Principal, job_id: str, *, queue: str | None = None, reason: str, expected: State | None = None
+        self, principal: Principal, job_id: str, *, queue: str | None = None, reason: str, expected: State | None = None
     ) -> State:
-        """A suspended job back to work: its retries start again, its history stays."""
+        """Resume a suspended job: its retries start again, its history stays."""
         if expected not in (None, State.SUSPENDED):
             raise TransitionInvalid(job_id, expected, State.QUEUED)
-        return await self._move(person, job_id, State.QUEUED, "resume", queue, reason, State.SUSPENDED)
+        return await self._move(principal, job_id, State.QUEUED, "resume", queue, reason, State.SUSPENDED)
 
     async def suspend(
-        self, person: Principal, job_id: str, *, queue: str | None = None, reason: str, expected: State | None = None
+        self, principal: Principal, job_id: str, *, queue: str | None = None, reason: str, expected: State | None = None
     ) -> State:
-        """A job put aside until somebody resumes it."""
-        return await self._move(person, job_id, State.SUSPENDED, "suspend", queue, reason, expected)
+        """Suspend a job until an operator resumes it."""
+        return await self._move(principal, job_id, State.SUSPENDED, "suspend", queue, reason, expected)
 
-    async def discard(self, person: Principal, job_id: str, *, queue: str | None = None, reason: str) -> State:
-        """A suspended job given up: `cancelled`, by one operator with a reason (requirement D6)."""
+    async def discard(self, principal: Principal, job_id: str, *, queue: str | None = None, reason: str) -> State:
+        """Discard a suspended job: it ends as `cancelled`, by one operator with a reason (requirement D6)."""
         require_reason(reason)
         return await self._move(
-            person, job_id, State.CANCELLED, "discard_suspended", queue, reason, State.SUSPENDED
+            principal, job_id, State.CANCELLED, "discard_suspended", queue, reason, State.SUSPENDED
         )  # fmt: skip
 
     async def expedite(
-        self, person: Principal, job_id: str, *, queue: str | None = None, reason: str, expected: State | None = None
+        self, principal: Principal, job_id: str, *, queue: str | None = None, reason: str, expected: State | None = None
     ) -> State:
-        """A job that waits for its time is due now; the state that it is in, and stays in until a worker has it."""
-        view = await self._for_operator(person, job_id, queue)
+        """Make a waiting job due now; return its state, which stays until a worker claims it."""
+        view = await self._for_operator(principal, job_id, queue)
         if expected is not None and view.state is not expected:
             raise TransitionInvalid(job_id, view.state, State.RUNNING)
         await self._engine.expedite(
-            view.queue, job_id, actor=person.name, reason=reason, audit=f"{OPERATOR_PREFIX}retry"
+            view.queue, job_id, actor=principal.name, reason=reason, audit=f"{OPERATOR_PREFIX}retry"
         )  # fmt: skip
         return view.state
 
     # Queues ----------------------------------------------------------------------------------------
 
-    async def require_queue(self, person: Principal, queue: str) -> None:
-        """Raise `Unknown`, with the nearest names, for a queue that has no job, no worker and no control, and had none.
+    async def require_queue(self, principal: Principal, queue: str) -> None:
+        """Raise `NotFound`, with similar names, for a queue that has no job, worker or control and never had a job.
 
-        What an unreachable part of the engine would have to say raises `EngineUnavailable`.
+        Raises `EngineUnavailable` if the part of the engine that would know it does not answer.
         """
-        self._check_queues(person)
+        self._check_queues(principal)
         stats = await self._engine.stats(queue)
         if queue == DEFAULT_QUEUE or stats.workers or any(stats.states.values()) or stats.control != QueueControl():
             return
@@ -153,82 +153,85 @@ class JobOperations:
             raise NotFound("queue", queue[:200], f"{advice}no job was ever submitted to it")
 
     async def update_control(
-        self, person: Principal, queue: str, *, reason: str, verb: str, **changes: Any
+        self, principal: Principal, queue: str, *, reason: str, verb: str, **changes: Any
     ) -> QueueControl:
-        """The queue's controls with these changes; others' changes of the same moment are kept.
+        """Change controls of a queue and return them; concurrent changes by others are kept.
 
-        Without a change nothing is written. Raises `Forbidden` unless the person is of every tenant.
+        Without a change nothing is written. Raises `Forbidden` unless the principal has all tenants.
         """
-        self._check_queues(person)
-        return await self._change(person, queue, reason, verb, lambda old: msgspec.structs.replace(old, **changes))
+        self._check_queues(principal)
+        return await self._change(principal, queue, reason, verb, lambda old: msgspec.structs.replace(old, **changes))
 
     async def update_tenant(
-        self, person: Principal, queue: str, tenant_id: str, *, reason: str, **changes: Any
+        self, principal: Principal, queue: str, tenant_id: str, *, reason: str, **changes: Any
     ) -> QueueControl:
-        """The controls of one tenant's part of the queue: `weight`, `concurrency`, `intake_limit`."""
-        self._check_queues(person)
+        """Change controls of one tenant in a queue: `weight`, `concurrency`, `intake_limit`."""
+        self._check_queues(principal)
 
         def change(old: QueueControl) -> QueueControl:
             part = msgspec.structs.replace(old.tenants.get(tenant_id, TenantControl()), **changes)
             others = {name: control for name, control in old.tenants.items() if name != tenant_id}
-            # As it would be anyway: it needs no place of its own.
+            # Defaults are not stored.
             return msgspec.structs.replace(
                 old, tenants=others if part == TenantControl() else {**others, tenant_id: part}
             )
 
-        return await self._change(person, queue, reason, "tenant", change)
+        return await self._change(principal, queue, reason, "tenant", change)
 
-    async def queues(self, person: Principal, names: Sequence[str] = ()) -> list[QueueInfo]:
-        """Every queue, or those named. Who is not of every tenant sees those with jobs of their own, and only these.
+    async def queues(self, principal: Principal, names: Sequence[str] = ()) -> list[QueueInfo]:
+        """Return all queues, or the named ones.
 
-        Raises `PartlyDone`, with the others, if the engine does not answer for some.
+        A principal without all tenants sees only queues with jobs of its tenants, and counts only those jobs. Raises
+        `PartialFailure`, with the other queues, if the engine does not answer for some.
         """
-        person.require(Permission.READ)
-        wanted = list(dict.fromkeys(names)) or await self._engine.queues()
+        principal.require(Permission.READ)
+        selected = list(dict.fromkeys(names)) or await self._engine.queues()
 
-        async def look(name: str) -> QueueInfo | None:
-            if person.sees_all_tenants:
+        async def read(name: str) -> QueueInfo | None:
+            if principal.sees_all_tenants:
                 return full_info(await self._engine.stats(name))
-            return await self._own_part(person, name)
+            return await self._tenant_part(principal, name)
 
-        found, away = await self._engine.for_each_queue(wanted, look)
+        found, unreachable = await self._engine.for_each_queue(selected, read)
         views = [view for view in found.values() if view is not None]
-        if away:
-            raise PartialFailure(unreachable_error(away), views)
+        if unreachable:
+            raise PartialFailure(unreachable_error(unreachable), views)
         return views
 
-    async def control(self, person: Principal, queue: str) -> QueueControl:
-        """A queue's controls; of other tenants' parts only who is of every tenant sees any."""
-        person.require(Permission.READ)
-        return visible_control(person, await self._engine.get_control(queue))
+    async def control(self, principal: Principal, queue: str) -> QueueControl:
+        """Return a queue's controls, without those of tenants that the principal may not see."""
+        principal.require(Permission.READ)
+        return visible_control(principal, await self._engine.get_control(queue))
 
-    async def workers(self, person: Principal, queues: Sequence[str] = ()) -> list[WorkerInfo]:
-        """Workers by name, and how many leases they hold; for who is of every tenant, since they serve all."""
-        person.require(Permission.READ)
-        person.require_all_tenants("the list of workers")
-        # The engine lists queues that have had a job; a worker may be there first.
+    async def workers(self, principal: Principal, queues: Sequence[str] = ()) -> list[WorkerInfo]:
+        """List workers by name, with their leases. Needs all tenants: workers serve every tenant."""
+        principal.require(Permission.READ)
+        principal.require_all_tenants("the list of workers")
+        # The engine lists queues that have had a job; a worker may be registered before that.
         return await self._engine.workers(list(queues) or sorted({DEFAULT_QUEUE, *await self._engine.queues()}))
 
     async def audit_log(
-        self, person: Principal, wanted: AuditFilter | None = None, limit: int = 50, cursor: str | None = None
+        self, principal: Principal, filters: AuditFilter | None = None, limit: int = 50, cursor: str | None = None
     ) -> AuditPage:
-        """A page of the operators' log, newest first; what touches every tenant is for those who are of all of them."""
-        person.require(Permission.READ)
+        """Return a page of the audit log, newest first; entries that concern every tenant need all tenants."""
+        principal.require(Permission.READ)
         from holdfast.ledger.queries.operator_filters import AuditFilter
 
-        chosen, mine = wanted or AuditFilter(), visible_tenants(person)
-        if mine is None:
-            return await self._queries("the operators' log").audit_log(chosen, limit, cursor)
-        seen = mine if chosen.tenants is None else tuple(tenant for tenant in chosen.tenants if tenant in mine)
-        narrowed_to = msgspec.structs.replace(chosen, tenants=seen)
-        page = await self._queries("the operators' log").audit_log(narrowed_to, limit, cursor)
-        return msgspec.structs.replace(page, entries=[line for line in page.entries if line.target != "queue"])
+        filters, visible = filters or AuditFilter(), visible_tenants(principal)
+        if visible is None:
+            return await self._queries("the audit log").audit_log(filters, limit, cursor)
+        tenants = (
+            visible if filters.tenants is None else tuple(tenant for tenant in filters.tenants if tenant in visible)
+        )
+        restricted = msgspec.structs.replace(filters, tenants=tenants)
+        page = await self._queries("the audit log").audit_log(restricted, limit, cursor)
+        return msgspec.structs.replace(page, entries=[entry for entry in page.entries if entry.target != "queue"])
 
-    # Inside ----------------------------------------------------------------------------------------
+    # Internals -------------------------------------------------------------------------------------
 
     async def _move(
         self,
-        person: Principal,
+        principal: Principal,
         job_id: str,
         to: State,
         verb: str,
@@ -236,51 +239,53 @@ class JobOperations:
         reason: str,
         expected: State | None,
     ) -> State:
-        view = await self._for_operator(person, job_id, queue)
+        view = await self._for_operator(principal, job_id, queue)
         return await self._engine.move(
             view.queue,
             job_id,
             to,
-            actor=person.name,
+            actor=principal.name,
             reason=reason,
             expected=expected,
             audit=f"{OPERATOR_PREFIX}{verb}",
         )
 
-    async def _for_operator(self, person: Principal, job_id: str, queue: str | None) -> JobInfo:
-        # Seen first: to whoever may not see it, a job is not forbidden but not there.
-        view = await self.find(person, job_id, queue)
-        person.require(Permission.OPERATE)
+    async def _for_operator(self, principal: Principal, job_id: str, queue: str | None) -> JobInfo:
+        # Find it first: a job that the principal may not see is absent, not forbidden.
+        view = await self.find(principal, job_id, queue)
+        principal.require(Permission.OPERATE)
         return view
 
-    async def _live(self, person: Principal, job_id: str, queue: str | None) -> JobInfo | None:
-        names = [queue] if queue is not None else await self._likely(person, job_id)
-        return await find_in_queues(self._engine, names, job_id, person)
+    async def _live(self, principal: Principal, job_id: str, queue: str | None) -> JobInfo | None:
+        names = [queue] if queue is not None else await self._candidate_queues(principal, job_id)
+        return await find_in_queues(self._engine, names, job_id, principal)
 
-    async def _likely(self, person: Principal, job_id: str) -> list[str]:
-        """Queues to look in: the one that the ledger names, which spares a question to each of the others."""
+    async def _candidate_queues(self, principal: Principal, job_id: str) -> list[str]:
+        """Return queues to search, the one named by the ledger first: that saves a call for each of the others."""
         try:
-            row = await self._remembered(person, job_id, None)
+            row = await self._find_in_ledger(principal, job_id, None)
         except LedgerUnavailable:
             row = None
         first = [] if row is None else [row.queue]
         return [*first, *(name for name in await self._engine.queues() if name not in first)]
 
-    async def _remembered(self, person: Principal, job_id: str, queue: str | None) -> JobDetail | None:
+    async def _find_in_ledger(self, principal: Principal, job_id: str, queue: str | None) -> JobDetail | None:
         if self._ledger is None:
             return None
         queries = self._ledger.queries
-        for tenant in [None] if person.sees_all_tenants else sorted(person.tenants):
+        for tenant in [None] if principal.sees_all_tenants else sorted(principal.tenants):
             try:
                 return await queries.job(job_id, tenant, queue)
             except UnknownJob:
                 continue
         return None
 
-    async def _as_remembered(self, row: JobDetail) -> JobInfo:
+    async def _rebuild(self, row: JobDetail) -> JobInfo:
 
         try:
-            return rebuild_job(row.queue, [event.event() for event in await self._queries("its story").events(row.key)])
+            return rebuild_job(
+                row.queue, [event.event() for event in await self._queries("a job's history").events(row.key)]
+            )
         except IncompleteHistory:
             return info_from_row(row)
 
@@ -289,42 +294,42 @@ class JobOperations:
             raise NoLedger(what)
         return self._ledger.queries
 
-    def _check_queues(self, person: Principal) -> None:
-        person.require(Permission.OPERATE)
-        person.require_all_tenants("a queue's control")
+    def _check_queues(self, principal: Principal) -> None:
+        principal.require(Permission.OPERATE)
+        principal.require_all_tenants("a queue's control")
 
     async def _change(
-        self, person: Principal, queue: str, reason: str, verb: str, change: Callable[[QueueControl], QueueControl]
+        self, principal: Principal, queue: str, reason: str, verb: str, change: Callable[[QueueControl], QueueControl]
     ) -> QueueControl:
-        for left in reversed(range(_TRIES)):
+        for tries_left in reversed(range(_MAX_TRIES)):
             old = await self._engine.get_control(queue)
             new = change(old)
             if new == old:
                 return old
             try:
                 await self._engine.set_control(
-                    queue, new, expected=old, actor=person.name, reason=reason, audit=f"{OPERATOR_PREFIX}{verb}"
+                    queue, new, expected=old, actor=principal.name, reason=reason, audit=f"{OPERATOR_PREFIX}{verb}"
                 )
             except ControlChanged:
-                if not left:
+                if not tries_left:
                     raise
                 continue
             return new
         raise AssertionError("the last try returns or raises")
 
-    async def _own_part(self, person: Principal, queue: str) -> QueueInfo | None:
-        queries = self._queries("a look at some tenants' jobs alone")
+    async def _tenant_part(self, principal: Principal, queue: str) -> QueueInfo | None:
+        queries = self._queries("a count of some tenants' jobs")
         states: dict[State, int] = dict.fromkeys(State, 0)
-        for tenant in sorted(person.tenants):
+        for tenant in sorted(principal.tenants):
             for state, count in (await queries.counts(tenant, queue)).states.items():
                 states[state] += count
         if not any(states.values()):
             return None
-        return tenant_info(person, queue, states, await self._engine.get_control(queue))
+        return tenant_info(principal, queue, states, await self._engine.get_control(queue))
 
 
 def info_from_row(row: JobDetail) -> JobInfo:
-    """What the row says; less than the events would."""
+    """Build it from the row, which has less than the events."""
     failed = row.error_code or row.last_error
     return JobInfo(
         job_id=row.job_id,

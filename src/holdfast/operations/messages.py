@@ -37,14 +37,14 @@ _PAGE: Final = 500
 
 
 class OutboxOperations:
-    """An app's outbox, for people."""
+    """Operations on an app's outbox."""
 
     def __init__(self, outbox: OutboxOpener) -> None:
         self._outbox = outbox
 
     async def list(
         self,
-        person: Principal,
+        principal: Principal,
         *,
         status: OutboxStatus | None = None,
         destination: str = "",
@@ -53,11 +53,11 @@ class OutboxOperations:
         after: int | None = None,
         limit: int = 50,
     ) -> list[OutboxEvent]:
-        """The newest first, `after` a position."""
-        person.require(Permission.READ)
+        """List events, newest first, continuing `after` a position."""
+        principal.require(Permission.READ)
         store = await self._outbox.open()
         return await store.find(
-            visible_tenants(person),
+            visible_tenants(principal),
             status=status,
             destination=destination,
             topic=topic,
@@ -66,38 +66,38 @@ class OutboxOperations:
             limit=limit,
         )
 
-    async def retry(self, person: Principal, ids: Sequence[str], *, reason: str) -> int:
-        """DEAD and RETRYING events are tried again now, with all their attempts; how many there were."""
-        person.require(Permission.OPERATE)
+    async def retry(self, principal: Principal, ids: Sequence[str], *, reason: str) -> int:
+        """Make DEAD and RETRYING events due now, with a new set of attempts; return how many."""
+        principal.require(Permission.OPERATE)
         store = await self._outbox.open()
-        return await store.retry_events(visible_tenants(person), list(dict.fromkeys(ids)), person.name, reason)
+        return await store.retry_events(visible_tenants(principal), list(dict.fromkeys(ids)), principal.name, reason)
 
-    async def retry_dead(self, person: Principal, *, destination: str = "", reason: str) -> int:
-        """All DEAD events, of one destination if that is named; how many there were."""
-        person.require(Permission.OPERATE)
+    async def retry_dead(self, principal: Principal, *, destination: str = "", reason: str) -> int:
+        """Retry all DEAD events, or those of one destination; return how many."""
+        principal.require(Permission.OPERATE)
         store = await self._outbox.open()
-        revived, after = 0, None
+        retried, after = 0, None
         while True:
             page = await store.find(
-                visible_tenants(person), status=OutboxStatus.DEAD, destination=destination, after=after, limit=_PAGE
+                visible_tenants(principal), status=OutboxStatus.DEAD, destination=destination, after=after, limit=_PAGE
             )
             if not page:
-                return revived
-            revived += await store.retry_events(
-                visible_tenants(person), [event.id for event in page], person.name, reason
+                return retried
+            retried += await store.retry_events(
+                visible_tenants(principal), [event.id for event in page], principal.name, reason
             )
             after = page[-1].position
 
 
-#: A process that has said nothing for so long is taken for gone; it says something every two seconds.
+#: A process without a heartbeat for this long counts as gone; heartbeats come every 2 s.
 GONE_AFTER_MS: Final = 10_000
 
-#: `unhealthy`: at least one process is, paused or not; `gone`: nobody has been heard of for a while.
+#: `unhealthy`: at least one process is, paused or not; `gone`: no process has sent a heartbeat recently.
 TriggerStatus = Literal["healthy", "unhealthy", "paused", "gone"]
 
 
 class TriggerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A trigger in all of its processes."""
+    """A trigger, combined from all of its processes."""
 
     name: str
     queue_name: str
@@ -109,67 +109,67 @@ class TriggerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def active_workers(self) -> int:
-        return sum(_number(each.health, "active_workers") for each in self.processes)
+        return sum(_number(heartbeat.health, "active_workers") for heartbeat in self.processes)
 
 
 class TriggerOperations:
-    """What people see of triggers, and what they do with them."""
+    """Operations on triggers."""
 
     def __init__(self, ledger: Ledger, clock: Clock | None = None) -> None:
-        self._book = ledger.triggers
-        self._people = ledger.operators
+        self._triggers = ledger.triggers
+        self._operators = ledger.operators
         self._clock = clock or SystemClock()
 
-    async def list(self, person: Principal) -> Sequence[TriggerInfo]:
-        """Triggers by name, for who is of every tenant: they take everybody's messages."""
-        person.require(Permission.READ)
-        person.require_all_tenants("the list of triggers")
-        return await self._views()
+    async def list(self, principal: Principal) -> Sequence[TriggerInfo]:
+        """List triggers by name. Needs all tenants: triggers handle messages of every tenant."""
+        principal.require(Permission.READ)
+        principal.require_all_tenants("the list of triggers")
+        return await self._get_all()
 
     async def executions(
         self,
-        person: Principal,
+        principal: Principal,
         *,
         queue_name: str = "",
         message_id: str = "",
         statuses: Collection[ExecutionStatus] = (),
         limit: int = 100,
     ) -> Sequence[Execution]:
-        """What became of messages of one's tenants, the newest first."""
-        person.require(Permission.READ)
-        return await self._book.executions(
-            visible_tenants(person), queue_name=queue_name, message_id=message_id, statuses=statuses, limit=limit
+        """List executions of the principal's tenants, newest first."""
+        principal.require(Permission.READ)
+        return await self._triggers.executions(
+            visible_tenants(principal), queue_name=queue_name, message_id=message_id, statuses=statuses, limit=limit
         )
 
-    async def pause(self, person: Principal, name: str, *, reason: str = "") -> TriggerInfo:
-        """No process of it takes messages until somebody resumes it; what is in hand is finished."""
-        return await self._set(person, name, paused=True, reason=reason)
+    async def pause(self, principal: Principal, name: str, *, reason: str = "") -> TriggerInfo:
+        """Pause a trigger: no process takes messages until it is resumed; messages in flight are finished."""
+        return await self._set(principal, name, paused=True, reason=reason)
 
-    async def resume(self, person: Principal, name: str, *, reason: str = "") -> TriggerInfo:
-        """It takes messages again."""
-        return await self._set(person, name, paused=False, reason=reason)
+    async def resume(self, principal: Principal, name: str, *, reason: str = "") -> TriggerInfo:
+        """Resume a trigger."""
+        return await self._set(principal, name, paused=False, reason=reason)
 
-    async def record_replay(self, person: Principal, name: str, *, reason: str, what: Mapping[str, Any]) -> None:
+    async def record_replay(self, principal: Principal, name: str, *, reason: str, what: Mapping[str, Any]) -> None:
         """Write an audit entry of a replay of dead letters. Raises `Forbidden`."""
-        check_replay(person)
-        action = AuditEntry(
+        check_replay(principal)
+        entry = AuditEntry(
             type=f"{OPERATOR_PREFIX}trigger_replay",
-            actor=person.name,
+            actor=principal.name,
             tenant_id=ALL_TENANTS,
             target="trigger",
             target_id=name,
             reason=reason,
             after=dict(what),
         )
-        await self._people.record_audit([action])
+        await self._operators.record_audit([entry])
 
-    async def _set(self, person: Principal, name: str, *, paused: bool, reason: str) -> TriggerInfo:
-        person.require(Permission.OPERATE)
-        person.require_all_tenants("a trigger")
-        await self._view(name)
-        action = AuditEntry(
+    async def _set(self, principal: Principal, name: str, *, paused: bool, reason: str) -> TriggerInfo:
+        principal.require(Permission.OPERATE)
+        principal.require_all_tenants("a trigger")
+        await self._get(name)
+        entry = AuditEntry(
             type=f"{OPERATOR_PREFIX}trigger_{'pause' if paused else 'resume'}",
-            actor=person.name,
+            actor=principal.name,
             tenant_id=ALL_TENANTS,
             target="trigger",
             target_id=name,
@@ -177,51 +177,52 @@ class TriggerOperations:
             before={"paused": not paused},
             after={"paused": paused},
         )
-        await self._book.set_paused(name, paused, action)
-        return await self._view(name)
+        await self._triggers.set_paused(name, paused, entry)
+        return await self._get(name)
 
-    async def _view(self, name: str) -> TriggerInfo:
-        for view in await self._views():
-            if view.name == name:
-                return view
+    async def _get(self, name: str) -> TriggerInfo:
+        for info in await self._get_all():
+            if info.name == name:
+                return info
         raise NotFound("trigger", name[:200])
 
-    async def _views(self) -> Sequence[TriggerInfo]:
-        presences, pauses = await self._book.processes(), {pause.name: pause for pause in await self._book.pauses()}
+    async def _get_all(self) -> Sequence[TriggerInfo]:
+        all_heartbeats = await self._triggers.processes()
+        pauses = {pause.name: pause for pause in await self._triggers.pauses()}
         by_name: dict[str, list[TriggerHeartbeat]] = {name: [] for name in pauses}
-        for presence in presences:
-            by_name.setdefault(presence.name, []).append(presence)
+        for heartbeat in all_heartbeats:
+            by_name.setdefault(heartbeat.name, []).append(heartbeat)
         now_ms = self._clock.now_ms()
-        return [_merged(name, said, pauses.get(name), now_ms) for name, said in sorted(by_name.items())]
+        return [_merge(name, heartbeats, pauses.get(name), now_ms) for name, heartbeats in sorted(by_name.items())]
 
 
-def check_replay(person: Principal) -> None:
-    """`Forbidden`, unless this principal may replay dead letters of a trigger: they may be of any tenant."""
-    person.require(Permission.OPERATE)
-    person.require_all_tenants("a trigger")
+def check_replay(principal: Principal) -> None:
+    """Raise `Forbidden` unless the principal may replay a trigger's dead letters, which may be of any tenant."""
+    principal.require(Permission.OPERATE)
+    principal.require_all_tenants("a trigger")
 
 
-def _merged(name: str, said: Sequence[TriggerHeartbeat], pause: TriggerPause | None, now_ms: int) -> TriggerInfo:
-    here = tuple(each for each in said if now_ms - each.seen_at_ms < GONE_AFTER_MS)
-    last = max(said, key=lambda each: each.seen_at_ms, default=None)
+def _merge(name: str, heartbeats: Sequence[TriggerHeartbeat], pause: TriggerPause | None, now_ms: int) -> TriggerInfo:
+    alive = tuple(heartbeat for heartbeat in heartbeats if now_ms - heartbeat.seen_at_ms < GONE_AFTER_MS)
+    last = max(heartbeats, key=lambda heartbeat: heartbeat.seen_at_ms, default=None)
     return TriggerInfo(
         name=name,
         queue_name="" if last is None else last.queue_name,
         adapter="" if last is None else last.adapter,
-        status=_status(here, pause),
-        processes=here,
+        status=_status(alive, pause),
+        processes=alive,
         pause=pause,
     )
 
 
-def _status(here: Sequence[TriggerHeartbeat], pause: TriggerPause | None) -> TriggerStatus:
-    if not here:
+def _status(alive: Sequence[TriggerHeartbeat], pause: TriggerPause | None) -> TriggerStatus:
+    if not alive:
         return "gone"
-    said = {each.health.get("status") for each in here}
-    if not said <= {"healthy", "paused"}:
+    statuses = {heartbeat.health.get("status") for heartbeat in alive}
+    if not statuses <= {"healthy", "paused"}:
         return "unhealthy"
-    # A process may have been paused by its own code, or not have heard yet what people want.
-    return "paused" if pause is not None or "paused" in said else "healthy"
+    # A process may have been paused by its own code, or not have applied an operator's pause yet.
+    return "paused" if pause is not None or "paused" in statuses else "healthy"
 
 
 def _number(health: Mapping[str, Any], name: str) -> int:

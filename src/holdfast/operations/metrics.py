@@ -1,7 +1,7 @@
-"""`/metrics`: looks at the stores, and writes all metrics down in Prometheus' text format.
+"""`/metrics`: reads the stores' gauges and renders all metrics in Prometheus' text format.
 
-A store that does not answer costs its gauges and a few seconds, never the scrape: what this process has counted is
-always told, and `…_engine_up`, `…_ledger_up` say which it was.
+If a store does not answer, its gauges are missing and the scrape takes a few seconds longer, but it does not fail: the
+process's own counters are always included, and `…_engine_up` and `…_ledger_up` say which store was down.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 _log: Final = logging.getLogger("holdfast.metrics")
 
-#: A store that has not answered by then is told as down.
-_PATIENCE_S: Final = 5.0
-#: Unread feed entries are counted one by one up to here; beyond it is the feed's length that tells.
+#: A store that has not answered by then is reported as down.
+_TIMEOUT_S: Final = 5.0
+#: Unread feed entries are counted one by one up to this; above it the feed's length is used.
 _COUNTED: Final = 50
 _WORK: Final = (State.QUEUED, State.RUNNING, State.RETRYING)
 
 
 class MetricsApp(Protocol):
-    """What is needed of the app."""
+    """The part of an app that metrics need."""
 
     @property
     def settings(self) -> Settings: ...
@@ -50,16 +50,16 @@ class MetricsApp(Protocol):
 
 
 async def render_metrics(app: MetricsApp) -> tuple[bytes, str]:
-    """All metrics, and their content type."""
+    """Return all metrics and their content type."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(MetricsCollector(app.settings.metrics_prefix, app.engine.counts, await collect_gauges(app)))
     return generate_latest(registry), CONTENT_TYPE_LATEST
 
 
 async def collect_gauges(app: MetricsApp) -> StoreGauges:
-    """What the stores say now."""
-    gauges = await _look_at_ledger(app.ledger_backend)
-    queues = await _look_at_engine(app)
+    """Read the gauges of all stores."""
+    gauges = await _read_ledger(app.ledger_backend)
+    queues = await _read_engine(app)
     return StoreGauges(
         engine_up=queues is not None,
         queues=queues or [],
@@ -67,49 +67,49 @@ async def collect_gauges(app: MetricsApp) -> StoreGauges:
         dlq_pending={} if gauges is None else gauges.dlq_pending,
         approvals_waiting={} if gauges is None else gauges.approvals_waiting,
         alerts=app.engine.counts.alerts if gauges is None else gauges.alerts,
-        outbox_backlog=await _look_at_outbox(app.outbox_backend),
+        outbox_backlog=await _read_outbox(app.outbox_backend),
     )
 
 
-async def _look_at_ledger(ledger: Ledger | None) -> LedgerGauges | None:
+async def _read_ledger(ledger: Ledger | None) -> LedgerGauges | None:
     if ledger is None:
         return None
     from holdfast.ledger.queries.operators import read_gauges
 
     try:
-        async with asyncio.timeout(_PATIENCE_S):
+        async with asyncio.timeout(_TIMEOUT_S):
             return await read_gauges(ledger.queries)
     except (LedgerUnavailable, TimeoutError) as exc:
-        _log.info("the ledger does not answer a scrape: %s", exc)
+        _log.info("ledger did not answer a scrape: %s", exc)
         return None
 
 
-async def _look_at_outbox(outbox: OutboxOpener | None) -> int | None:
+async def _read_outbox(outbox: OutboxOpener | None) -> int | None:
     if outbox is None:
         return None
     try:
-        async with asyncio.timeout(_PATIENCE_S):
+        async with asyncio.timeout(_TIMEOUT_S):
             return (await (await outbox.open()).backlog()).waiting
     except (LedgerUnavailable, SchemaMismatch, TimeoutError) as exc:
-        _log.info("the outbox does not answer a scrape: %s", exc)
+        _log.info("outbox did not answer a scrape: %s", exc)
         return None
 
 
-async def _look_at_engine(app: MetricsApp) -> list[QueueGauges] | None:
+async def _read_engine(app: MetricsApp) -> list[QueueGauges] | None:
     engine, ledger = app.engine, app.ledger_backend
     try:
-        async with asyncio.timeout(_PATIENCE_S):
+        async with asyncio.timeout(_TIMEOUT_S):
             queues = await engine.queues()
-            seen, away = await engine.for_each_queue(queues, engine.stats)
+            stats_by_queue, unreachable = await engine.for_each_queue(queues, engine.stats)
     except (EngineUnavailable, TimeoutError) as exc:
-        _log.info("the engine does not answer a scrape: %s", exc)
+        _log.info("engine did not answer a scrape: %s", exc)
         return None
-    if away:
-        _log.info("the engine does not answer a scrape for %s", ", ".join(sorted(away)))
-    return [await _queue_sight(app.settings, engine, ledger, stats) for stats in seen.values()]
+    if unreachable:
+        _log.info("engine did not answer a scrape for %s", ", ".join(sorted(unreachable)))
+    return [await _queue_gauges(app.settings, engine, ledger, stats) for stats in stats_by_queue.values()]
 
 
-async def _queue_sight(settings: Settings, engine: Engine, ledger: Ledger | None, stats: QueueStats) -> QueueGauges:
+async def _queue_gauges(settings: Settings, engine: Engine, ledger: Ledger | None, stats: QueueStats) -> QueueGauges:
     prefix = queue_prefix(settings.namespace, stats.queue, tagged=settings.on_cluster)
     running = stats.states.get(State.RUNNING, 0)
     waiting = max(0, stats.backlog - running)
@@ -139,14 +139,14 @@ async def _queue_sight(settings: Settings, engine: Engine, ledger: Ledger | None
 
 
 async def _feed_lag(engine: Engine, ledger: Ledger | None, stats: QueueStats) -> tuple[int, float] | None:
-    """Feed entries that the ledger does not have, and the age of the oldest in seconds."""
+    """Return how many feed entries the ledger does not have, and the age of the oldest in seconds."""
     if ledger is None:
         return None
     if ledger.projection is None:
-        # Engine and ledger are one transaction.
+        # Engine and ledger share one transaction.
         return 0, 0.0
     try:
-        async with asyncio.timeout(_PATIENCE_S):
+        async with asyncio.timeout(_TIMEOUT_S):
             at = await ledger.projection.position(stats.queue)
             entries = await engine.read_feed(stats.queue, at.position, _COUNTED + 1)
             if entries and (entries[0].position, entries[0].nonce) == (at.position, at.nonce):
@@ -159,5 +159,5 @@ async def _feed_lag(engine: Engine, ledger: Ledger | None, stats: QueueStats) ->
                 return behind, 0.0
             return behind, max(0, await engine.now_ms() - oldest_ms) / 1000
     except (EngineUnavailable, LedgerUnavailable, TimeoutError) as exc:
-        _log.info("how far the ledger is behind queue %s is not known: %s", stats.queue, exc)
+        _log.info("lag of the ledger behind queue %s unknown: %s", stats.queue, exc)
         return None

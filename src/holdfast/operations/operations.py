@@ -1,6 +1,6 @@
-"""All that people do with an app's jobs, in one place: built here and nowhere else, for HTTP and command line alike.
+"""Operator actions on an app's jobs and queues, shared by HTTP and CLI.
 
-Each office checks what a `Person` may, shows nothing of other tenants, and leaves a line in the operators' log. What is
+Each group checks the permissions of a `Principal`, shows nothing of other tenants, and leaves audit entries. What is
 kept in the ledger raises `NoLedger` in a deployment without one; everything else works on the engine alone.
 """
 
@@ -27,26 +27,26 @@ if TYPE_CHECKING:
 
 
 class Operations:
-    """An app's offices, for one event loop. Engine and ledger are the caller's, and open."""
+    """An app's operations, for one event loop. Engine and ledger belong to the caller and are open."""
 
     def __init__(
         self,
         engine: Engine,
         ledger: Ledger | None,
-        desk: JobSubmitter,
+        submitter: JobSubmitter,
         plans: Mapping[str, PayloadDecoder] | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """`plans` are the app's tasks, as far as it is known: edited payloads are checked against them."""
+        """`plans` are the app's tasks, as far as known: edited payloads are checked against them."""
         self.engine = engine
         self.ledger = ledger
-        self._desk = desk
+        self._submitter = submitter
         self._plans = plans or {}
         self._clock = clock or SystemClock()
 
     @classmethod
     def for_app(cls, app: Holdfast) -> Operations:
-        """Those of an app, on the running event loop; its desk is opened when it is first used."""
+        """Return the operations of an app on the running event loop; its submitter is opened on first use."""
         return cls(app.engine, app.ledger_backend, _AppSubmitter(app), app.specs)
 
     @cached_property
@@ -63,40 +63,42 @@ class Operations:
 
     @cached_property
     def tokens(self) -> TokenOperations:
-        """Who may come in."""
+        """Tokens."""
         from holdfast.operations.access import TokenOperations
 
-        return TokenOperations(self._remembers("a token"), self._clock)
+        return TokenOperations(self._require_ledger("a token"), self._clock)
 
     @cached_property
     def dead_letters(self) -> DeadLetterOperations:
         """Dead letters."""
         from holdfast.operations.dead_letters import DeadLetterOperations
 
-        return DeadLetterOperations(self.engine, self._remembers("the list of dead letters"), self._desk, self._plans)
+        return DeadLetterOperations(
+            self.engine, self._require_ledger("the list of dead letters"), self._submitter, self._plans
+        )
 
     @cached_property
     def approvals(self) -> ApprovalOperations:
-        """Questions to people."""
+        """Approvals."""
         from holdfast.operations.approvals import ApprovalOperations
 
-        return ApprovalOperations(self.engine, self._remembers("an approval"))
+        return ApprovalOperations(self.engine, self._require_ledger("an approval"))
 
     @cached_property
     def triggers(self) -> TriggerOperations:
-        """Triggers: who is there, what became of messages, pauses."""
+        """Triggers: processes, executions, pauses."""
         from holdfast.operations.messages import TriggerOperations
 
-        return TriggerOperations(self._remembers("the list of triggers"), self._clock)
+        return TriggerOperations(self._require_ledger("the list of triggers"), self._clock)
 
-    def _remembers(self, what: str) -> Ledger:
+    def _require_ledger(self, what: str) -> Ledger:
         if self.ledger is None:
             raise NoLedger(what)
         return self.ledger
 
 
 class _AppSubmitter:
-    """The app's own way in, with its guards."""
+    """Submits through the app, with its guards."""
 
     def __init__(self, app: Holdfast) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""Queues as a person may see them."""
+"""Queues as a principal may see them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from holdfast.core.states import FINAL, State
 from holdfast.engine.port.operators import QueueControl
 from holdfast.engine.port.reads import QueueStats
 
-#: In line or running: what intake limits and backlog alerts are about.
+#: Ready or running: what intake limits and backlog alerts count.
 _BACKLOG: Final = (State.QUEUED, State.RUNNING)
 
 
 class QueueInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """How full a queue is, and its controls. None: of all tenants together, and not for this person to see."""
+    """Counts and controls of a queue. None: a total over all tenants that this principal may not see."""
 
     queue: str
     #: Open jobs.
@@ -34,7 +34,7 @@ class QueueInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def full_info(stats: QueueStats) -> QueueInfo:
-    """All of it, for those who are of every tenant."""
+    """Return everything, for principals that see all tenants."""
     return QueueInfo(
         queue=stats.queue,
         states=_open(stats.states),
@@ -49,16 +49,16 @@ def full_info(stats: QueueStats) -> QueueInfo:
     )
 
 
-def tenant_info(person: Principal, queue: str, states: Mapping[State, int], control: QueueControl) -> QueueInfo:
-    """The part of some tenants, by the ledger's counts of their jobs."""
+def tenant_info(principal: Principal, queue: str, states: Mapping[State, int], control: QueueControl) -> QueueInfo:
+    """Return the part of the principal's tenants, from the ledger's counts of their jobs."""
     backlog = sum(states[state] for state in _BACKLOG)
-    return QueueInfo(queue=queue, states=_open(states), backlog=backlog, control=visible_control(person, control))
+    return QueueInfo(queue=queue, states=_open(states), backlog=backlog, control=visible_control(principal, control))
 
 
-def visible_control(person: Principal, control: QueueControl) -> QueueControl:
-    """Without the parts of tenants that the person does not see."""
-    mine = {name: part for name, part in control.tenants.items() if person.can_see(name)}
-    return msgspec.structs.replace(control, tenants=mine)
+def visible_control(principal: Principal, control: QueueControl) -> QueueControl:
+    """Return the controls without those of tenants that the principal does not see."""
+    visible = {name: part for name, part in control.tenants.items() if principal.can_see(name)}
+    return msgspec.structs.replace(control, tenants=visible)
 
 
 def _open(states: Mapping[State, int]) -> dict[State, int]:

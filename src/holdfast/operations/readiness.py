@@ -1,7 +1,7 @@
-"""Whether a process can do its work, for orchestrators: the HTTP service's `/readyz`, and that of workers and upkeep.
+"""Readiness of a process, for orchestrators: `/readyz` of the HTTP service, of workers and of upkeep.
 
-A ledger that is down is a warning, not a reason: jobs are accepted and run without it (requirement L3). Answers name no
-address and no error text, which might hold a secret.
+A ledger that is down is a warning, not a reason: jobs are accepted and run without it (requirement L3). Answers contain
+no address and no error text, which might contain a secret.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ NONE: Final = "none"
 STARTING: Final = "starting"
 DRAINING: Final = "draining"
 
-#: A store that takes longer is down for a probe.
+#: A store that takes longer counts as down.
 _ANSWER_S: Final = 2.0
 
 
 class ProcessReadiness(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether a worker or upkeep can do its work: `ok`, `down`, `starting`, `draining` or `none`."""
+    """Readiness of a worker or upkeep process. States: `ok`, `down`, `starting`, `draining` or `none`."""
 
     ready: bool
     engine: str
@@ -38,12 +38,12 @@ class ProcessReadiness(msgspec.Struct, frozen=True, kw_only=True):
     upkeep: str
     #: Why it is not ready.
     reasons: list[str]
-    #: What is wrong besides, and does not keep it from working.
+    #: Problems that do not make it unready.
     warnings: list[str]
 
 
 class ReadinessApp(Protocol):
-    """What is asked."""
+    """The part of an app that is checked."""
 
     @property
     def engine(self) -> Engine: ...
@@ -61,19 +61,19 @@ class ProcessPart(Protocol):
 
 
 async def worker_readiness(app: ReadinessApp, worker: ProcessPart, *, upkeep: bool = True) -> ProcessReadiness:
-    """Of a process with a worker, which does its own upkeep or does not."""
+    """Check a process with a worker; `upkeep`: whether the worker also does upkeep."""
     return await _readiness(app, worker.status, worker.status if upkeep else NONE)
 
 
 async def upkeep_readiness(app: ReadinessApp, upkeep: ProcessPart) -> ProcessReadiness:
-    """Of a process that does upkeep only."""
+    """Check a process that does upkeep only."""
     return await _readiness(app, NONE, upkeep.status)
 
 
 async def _readiness(app: ReadinessApp, worker: str, upkeep: str) -> ProcessReadiness:
     engine, ledger = await asyncio.gather(engine_status(app.engine), ledger_status(app.ledger_backend))
     reasons = [] if engine == OK else ["engine unreachable"]
-    # A worker that is down because the engine is needs no second reason.
+    # A worker that is down because of the engine is not a second reason.
     states = {worker, upkeep} - {OK, NONE, *([DOWN] if reasons else [])}
     reasons += ["not claiming" if state == DOWN else state for state in sorted(states)]
     return ProcessReadiness(
@@ -88,7 +88,7 @@ async def _readiness(app: ReadinessApp, worker: str, upkeep: str) -> ProcessRead
 
 
 async def engine_status(engine: Engine) -> str:
-    """`ok` or `down`."""
+    """Return `ok` or `down`."""
     try:
         async with asyncio.timeout(_ANSWER_S):
             await engine.now_ms()
@@ -99,7 +99,7 @@ async def engine_status(engine: Engine) -> str:
 
 
 async def ledger_status(ledger: Ledger | None) -> str:
-    """`ok`, `down` or `none`."""
+    """Return `ok`, `down` or `none`."""
     if ledger is None:
         return NONE
     try:

@@ -1,6 +1,6 @@
-"""Suspended jobs: look at them, send them back to work, or give them up; one or many (requirement D6).
+"""Suspended jobs: list, resume or discard one or many (requirement D6).
 
-From the ledger; without one, those that the engine has, which is all of them.
+Jobs are read from the ledger; without one from the engine, which has all of them.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 
 
 _PAGE: Final = 500
-#: A busy engine stays free for others.
+#: Items per second, so that a busy engine keeps capacity for others.
 _RATE: Final = 500.0
-#: What an engine gives out at a time.
+#: Jobs that an engine returns at a time.
 _FOUND: Final = 100_000
 
 
 class SuspendedFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Which of them; nothing given is all of them."""
+    """Filter of suspended jobs: all given conditions must hold; without any, all match."""
 
     job_type: str | None = None
     queues: frozenset[str] = frozenset()
     tenant_id: str | None = None
     error_code: str | None = None
-    #: Text in the error, in any case.
+    #: Text in the error, case-insensitive.
     error: str | None = None
     #: Created at this instant or later, and before this one.
     since: datetime | None = None
@@ -49,7 +49,7 @@ class SuspendedFilter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SuspendedJob(msgspec.Struct, frozen=True, kw_only=True):
-    """One of them, as lists show it."""
+    """A suspended job as shown in lists."""
 
     job_id: str
     task: str
@@ -63,7 +63,7 @@ class SuspendedJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SuspendedPage(msgspec.Struct, frozen=True):
-    """Newest first. While there is a cursor there may be more."""
+    """Suspended jobs, newest first. A cursor means that there may be more."""
 
     jobs: Sequence[SuspendedJob]
     cursor: str | None
@@ -71,12 +71,12 @@ class SuspendedPage(msgspec.Struct, frozen=True):
 
 class _JobRef(msgspec.Struct, frozen=True):
     job_id: str
-    #: None: where it is has to be found out.
+    #: None: unknown, all queues are searched.
     queue: str | None
 
 
 class SuspendedOperations:
-    """What people do with suspended jobs. Nobody sees those of other tenants."""
+    """Operations on suspended jobs. Jobs of other tenants are not visible."""
 
     def __init__(self, engine: Engine, ledger: Ledger | None) -> None:
         self._engine = engine
@@ -84,63 +84,63 @@ class SuspendedOperations:
         self._operating = JobOperations(engine, ledger)
 
     async def list(
-        self, person: Principal, wanted: SuspendedFilter | None = None, limit: int = 50, cursor: str | None = None
+        self, principal: Principal, filters: SuspendedFilter | None = None, limit: int = 50, cursor: str | None = None
     ) -> SuspendedPage:
-        """A page of them."""
-        person.require(Permission.READ)
-        chosen = wanted or SuspendedFilter()
+        """Return a page of suspended jobs."""
+        principal.require(Permission.READ)
+        filters = filters or SuspendedFilter()
         if self._ledger is not None:
-            return await self._remembered(person, chosen, limit, cursor)
+            return await self._page_from_ledger(principal, filters, limit, cursor)
         if cursor is not None:
-            raise NoLedger("a list that goes on where another ended")
-        return SuspendedPage((await self._found(person, chosen))[:limit], None)
+            raise NoLedger("continuing a list at a cursor")
+        return SuspendedPage((await self._find_in_engine(principal, filters))[:limit], None)
 
     async def resume(
         self,
-        person: Principal,
-        chosen: Sequence[str] | SuspendedFilter,
+        principal: Principal,
+        selection: Sequence[str] | SuspendedFilter,
         *,
         reason: str,
         dry_run: bool = False,
         rate_per_s: float = _RATE,
         progress: Progress = no_progress,
     ) -> BulkReport:
-        """Back to work, those of these ids or of the filter: their retries start again, their history stays."""
+        """Resume jobs by ids or filter: their retries start again, their history stays."""
 
         async def act(job: _JobRef) -> None:
-            await self._operating.resume(person, job.job_id, queue=job.queue, reason=reason)
+            await self._operating.resume(principal, job.job_id, queue=job.queue, reason=reason)
 
-        return await self._many(person, chosen, act, dry_run, rate_per_s, progress)
+        return await self._run_bulk(principal, selection, act, dry_run, rate_per_s, progress)
 
     async def discard(
         self,
-        person: Principal,
-        chosen: Sequence[str] | SuspendedFilter,
+        principal: Principal,
+        selection: Sequence[str] | SuspendedFilter,
         *,
         reason: str,
         dry_run: bool = False,
         rate_per_s: float = _RATE,
         progress: Progress = no_progress,
     ) -> BulkReport:
-        """Given up, those of these ids or of the filter: `cancelled`, with the reason."""
+        """Discard jobs by ids or filter: they end as `cancelled`, with the reason."""
         require_reason(reason)
 
         async def act(job: _JobRef) -> None:
-            await self._operating.discard(person, job.job_id, queue=job.queue, reason=reason)
+            await self._operating.discard(principal, job.job_id, queue=job.queue, reason=reason)
 
-        return await self._many(person, chosen, act, dry_run, rate_per_s, progress)
+        return await self._run_bulk(principal, selection, act, dry_run, rate_per_s, progress)
 
-    async def _many(
+    async def _run_bulk(
         self,
-        person: Principal,
-        chosen: Sequence[str] | SuspendedFilter,
+        principal: Principal,
+        selection: Sequence[str] | SuspendedFilter,
         act: Callable[[_JobRef], Awaitable[None]],
         dry_run: bool,
         rate_per_s: float,
         progress: Progress,
     ) -> BulkReport:
-        person.require(Permission.OPERATE)
-        jobs = await self._chosen(person, chosen, look=dry_run)
+        principal.require(Permission.OPERATE)
+        jobs = await self._select(principal, selection, check=dry_run)
         if dry_run:
             return BulkReport(matched=len(jobs), dry_run=True)
 
@@ -158,58 +158,58 @@ class SuspendedOperations:
             progress=progress,
         )
 
-    async def _chosen(
-        self, person: Principal, chosen: Sequence[str] | SuspendedFilter, *, look: bool
+    async def _select(
+        self, principal: Principal, selection: Sequence[str] | SuspendedFilter, *, check: bool
     ) -> Sequence[_JobRef]:
-        if isinstance(chosen, SuspendedFilter):
-            # All of them first: while they are resumed, some come back suspended, and are not meant.
-            return [_JobRef(job.job_id, job.queue) async for job in self._walk(person, chosen)]
-        ids = list(dict.fromkeys(chosen))
-        if look:
+        if isinstance(selection, SuspendedFilter):
+            # Read all first: jobs that are suspended again during the call are not meant.
+            return [_JobRef(job.job_id, job.queue) async for job in self._walk(principal, selection)]
+        ids = list(dict.fromkeys(selection))
+        if check:
             for job_id in ids:
-                view = await self._operating.find(person, job_id)
+                view = await self._operating.find(principal, job_id)
                 if view.state is not State.SUSPENDED:
                     raise TransitionInvalid(job_id, view.state, State.QUEUED)
         return [_JobRef(job_id, None) for job_id in ids]
 
-    async def _walk(self, person: Principal, wanted: SuspendedFilter) -> AsyncIterator[SuspendedJob]:
+    async def _walk(self, principal: Principal, filters: SuspendedFilter) -> AsyncIterator[SuspendedJob]:
         cursor: str | None = None
         while True:
             if self._ledger is None:
-                page = SuspendedPage(await self._found(person, wanted), None)
+                page = SuspendedPage(await self._find_in_engine(principal, filters), None)
             else:
-                page = await self._remembered(person, wanted, _PAGE, cursor)
+                page = await self._page_from_ledger(principal, filters, _PAGE, cursor)
             for job in page.jobs:
                 yield job
             cursor = page.cursor
             if cursor is None:
                 return
 
-    async def _remembered(
-        self, person: Principal, wanted: SuspendedFilter, limit: int, cursor: str | None
+    async def _page_from_ledger(
+        self, principal: Principal, filters: SuspendedFilter, limit: int, cursor: str | None
     ) -> SuspendedPage:
         from holdfast.ledger.queries.job_list import JobFilter
 
         assert self._ledger is not None
         query = JobFilter(
             states=frozenset({State.SUSPENDED}),
-            job_type=wanted.job_type,
-            tenant_id=wanted.tenant_id,
-            tenants=visible_tenants(person),
-            queues=wanted.queues,
-            since=wanted.since,
-            until=wanted.until,
-            error=wanted.error,
+            job_type=filters.job_type,
+            tenant_id=filters.tenant_id,
+            tenants=visible_tenants(principal),
+            queues=filters.queues,
+            since=filters.since,
+            until=filters.until,
+            error=filters.error,
         )
         page = await self._ledger.queries.jobs(query, limit, cursor)
-        jobs = [_of_row(row) for row in page.jobs if wanted.error_code in (None, row.error_code)]
+        jobs = [_from_row(row) for row in page.jobs if filters.error_code in (None, row.error_code)]
         return SuspendedPage(jobs, page.cursor)
 
-    async def _found(self, person: Principal, wanted: SuspendedFilter) -> Sequence[SuspendedJob]:
-        names = sorted(wanted.queues) or await self._engine.queues()
+    async def _find_in_engine(self, principal: Principal, filters: SuspendedFilter) -> Sequence[SuspendedJob]:
+        names = sorted(filters.queues) or await self._engine.queues()
         views = [view for name in names for view in await self._engine.find(name, {State.SUSPENDED}, _FOUND)]
-        jobs = [_of_view(view) for view in views if person.can_see(view.tenant_id)]
-        return sorted((job for job in jobs if _matches(job, wanted)), key=lambda job: job.created_at, reverse=True)
+        jobs = [_from_info(view) for view in views if principal.can_see(view.tenant_id)]
+        return sorted((job for job in jobs if _matches(job, filters)), key=lambda job: job.created_at, reverse=True)
 
 
 async def _each(jobs: Sequence[_JobRef]) -> AsyncIterator[_JobRef]:
@@ -217,7 +217,7 @@ async def _each(jobs: Sequence[_JobRef]) -> AsyncIterator[_JobRef]:
         yield job
 
 
-def _of_row(row: JobRow) -> SuspendedJob:
+def _from_row(row: JobRow) -> SuspendedJob:
     return SuspendedJob(
         job_id=row.job_id,
         task=row.job_type,
@@ -231,7 +231,7 @@ def _of_row(row: JobRow) -> SuspendedJob:
     )
 
 
-def _of_view(view: JobInfo) -> SuspendedJob:
+def _from_info(view: JobInfo) -> SuspendedJob:
     failure = view.failure
     return SuspendedJob(
         job_id=view.job_id,
@@ -246,12 +246,12 @@ def _of_view(view: JobInfo) -> SuspendedJob:
     )
 
 
-def _matches(job: SuspendedJob, wanted: SuspendedFilter) -> bool:
+def _matches(job: SuspendedJob, filters: SuspendedFilter) -> bool:
     return (
-        wanted.job_type in (None, job.task)
-        and wanted.tenant_id in (None, job.tenant_id)
-        and wanted.error_code in (None, job.error_code)
-        and (wanted.error is None or wanted.error.lower() in job.error.lower())
-        and (wanted.since is None or job.created_at >= wanted.since)
-        and (wanted.until is None or job.created_at < wanted.until)
+        filters.job_type in (None, job.task)
+        and filters.tenant_id in (None, job.tenant_id)
+        and filters.error_code in (None, job.error_code)
+        and (filters.error is None or filters.error.lower() in job.error.lower())
+        and (filters.since is None or job.created_at >= filters.since)
+        and (filters.until is None or job.created_at < filters.until)
     )

@@ -1,1 +1,1 @@
-"""Events that are written in the user's own transaction, and brought to a broker afterwards."""
+"""Outbox: events written in the user's transaction and published by a relay after the commit."""

@@ -39,7 +39,7 @@ Encoder = Callable[[OutboxEvent], OutgoingMessage]
 
 
 class CloudEvent(msgspec.Struct):
-    """The envelope's fields, by CloudEvents' names."""
+    """A CloudEvent in structured JSON."""
 
     id: str
     source: str
@@ -54,7 +54,7 @@ class CloudEvent(msgspec.Struct):
 
 
 def make_encoder(settings: Settings) -> Encoder:
-    """Makes messages of events, as the settings want them."""
+    """Get the encoder selected by the settings."""
     if settings.outbox_envelope == "plain":
         return plain
     source = settings.outbox_source or f"holdfast/{settings.namespace or 'default'}"
@@ -62,19 +62,19 @@ def make_encoder(settings: Settings) -> Encoder:
 
 
 def structured(event: OutboxEvent, source: str) -> OutgoingMessage:
-    """As a CloudEvent. Raises `ValueError` for a payload that is not what the row says it is."""
+    """Encode as a CloudEvent. Raises `ValueError` if the payload does not match its declared encoding."""
     body, is_json = payload_of(event)
     if is_json:
-        # It becomes part of another document, and programs in other languages write rows, too.
+        # Checked, because it is embedded in another document and other programs may write rows.
         msgspec.json.decode(body, type=msgspec.Raw)
-    named = event.headers.get(_CONTENT_TYPE) or (_JSON if is_json else _BYTES)
+    content_type = event.headers.get(_CONTENT_TYPE) or (_JSON if is_json else _BYTES)
     data: dict[str, Any] = {"data": msgspec.Raw(body)} if is_json else {"data_base64": body}
     envelope = CloudEvent(
         id=event.id,
         source=source,
         type=event.headers.get(_EVENT_NAME) or event.topic,
         time=_time(event.created_at_ms),
-        datacontenttype=named,
+        datacontenttype=content_type,
         tenantid=event.tenant_id,
         subject=event.key or msgspec.UNSET,
         **data,
@@ -83,7 +83,7 @@ def structured(event: OutboxEvent, source: str) -> OutgoingMessage:
 
 
 def plain(event: OutboxEvent) -> OutgoingMessage:
-    """The payload, and everything else in headers."""
+    """Encode as the plain payload, with everything else in headers."""
     body, is_json = payload_of(event)
     return _outgoing(event, body, event.headers.get(_CONTENT_TYPE) or (_JSON if is_json else _BYTES))
 
@@ -110,18 +110,18 @@ SubmitJobs = Callable[[Sequence[Envelope]], Awaitable[list[Receipt]]]
 
 
 class Published(msgspec.Struct, frozen=True):
-    """The other side has it."""
+    """The destination confirmed the event."""
 
     note: str = ""
 
 
 class PublishFailed(msgspec.Struct, frozen=True):
-    """It does not, or nobody knows."""
+    """The event was not published, or it is unknown whether it was."""
 
     why: str
-    #: Trying again will not help.
+    #: A retry cannot succeed.
     permanent: bool = False
-    #: Not the event's fault, and passing: it is tried for as long as that takes.
+    #: Temporary and not caused by the event: retried without limit.
     outage: bool = False
 
 
@@ -129,59 +129,59 @@ Answer = Published | PublishFailed
 
 
 class Destination(Protocol):
-    """One destination. One `send` at a time; it comes back within `timeout_s`."""
+    """One destination. One `send` at a time; it returns within `timeout_s`."""
 
     async def send(self, events: Sequence[OutboxEvent], timeout_s: float) -> list[Answer]:
-        """One answer for each, in order. After one that failed no later one of its topic and key was written."""
+        """Publish events. Returns one answer each; after a failure, no later one with its topic and key is written."""
         ...
 
     async def close(self) -> None: ...
 
 
-def build_destinations(settings: Settings, hand_in: SubmitJobs | None) -> dict[str, Destination]:
-    """Of every destination that the settings name, and of the engine if jobs can be handed in.
+def build_destinations(settings: Settings, submit_jobs: SubmitJobs | None) -> dict[str, Destination]:
+    """Build every destination of the settings, plus the engine if `submit_jobs` is given.
 
-    Raises `InvalidOption` for a target that cannot be, or whose extra is not installed.
+    Raises `InvalidOption` for a target that is not valid or whose extra is not installed.
     """
-    pack = make_encoder(settings)
+    encode = make_encoder(settings)
     found: dict[str, Destination] = {}
     for name, target in settings.outbox_targets.items():
         build = partial(build_publisher, target.type, target.connection)
         try:
-            # Once here, so that a mistake is told at the start.
+            # Built once here, so that errors are reported at the start.
             build()
         except InvalidOption as exc:
             raise InvalidOption(f"outbox_targets.{name} (HOLDFAST_OUTBOX_TARGETS): {exc}") from exc
-        found[name] = BrokerDestination(build, pack)
-    if hand_in is not None:
-        found[ENGINE_DESTINATION] = EngineDestination(hand_in)
+        found[name] = BrokerDestination(build, encode)
+    if submit_jobs is not None:
+        found[ENGINE_DESTINATION] = EngineDestination(submit_jobs)
     return found
 
 
 class BrokerDestination(Destination):
-    """Publishes to a broker; connects when there is something to say."""
+    """Publishes to a broker. Connects on the first `send`."""
 
-    def __init__(self, build: Callable[[], Publisher], pack: Encoder) -> None:
+    def __init__(self, build: Callable[[], Publisher], encode: Encoder) -> None:
         self._build = build
-        self._pack = pack
+        self._encode = encode
         self._publisher: Publisher | None = None
 
     async def send(self, events: Sequence[OutboxEvent], timeout_s: float) -> list[Answer]:
         answers: list[Answer | None] = [None] * len(events)
         messages: list[OutgoingMessage] = []
-        spoiled: set[tuple[str, str]] = set()
+        blocked: set[tuple[str, str]] = set()
         for number, event in enumerate(events):
-            if (event.topic, event.key) in spoiled:
-                answers[number] = PublishFailed("an earlier event of its key cannot be published")
+            if (event.topic, event.key) in blocked:
+                answers[number] = PublishFailed("an earlier event with the same key cannot be published")
                 continue
             try:
-                messages.append(self._pack(event))
-            except Exception as exc:  # noqa: BLE001 - somebody else wrote this row, and it may be anything
-                answers[number] = PublishFailed(f"its payload cannot be read: {exc}", permanent=True)
+                messages.append(self._encode(event))
+            except Exception as exc:  # noqa: BLE001 - another program may have written this row
+                answers[number] = PublishFailed(f"cannot encode its payload: {exc}", permanent=True)
                 if event.key:
-                    spoiled.add((event.topic, event.key))
-        told = iter(await self._publish(messages, timeout_s))
-        return [next(told) if answer is None else answer for answer in answers]
+                    blocked.add((event.topic, event.key))
+        published = iter(await self._publish(messages, timeout_s))
+        return [next(published) if answer is None else answer for answer in answers]
 
     async def _publish(self, messages: Sequence[OutgoingMessage], timeout_s: float) -> list[Answer]:
         try:
@@ -189,13 +189,13 @@ class BrokerDestination(Destination):
                 publisher = await self._connected()
                 outcomes = await publisher.publish(messages)
         except TimeoutError:
-            # What is still on its way must not arrive after a second try: this client writes nothing more.
+            # Messages still in flight must not arrive after a retry, so this client is closed.
             await self.close()
             return [PublishFailed(f"the broker did not confirm within {timeout_s:g} s") for _ in messages]
         except HoldfastError as exc:
             return [PublishFailed(str(exc)) for _ in messages]
-        except Exception as exc:  # noqa: BLE001 - a client library's own
-            _log.warning("publishing failed in an unexpected way", exc_info=True)
+        except Exception as exc:  # noqa: BLE001 - from a client library
+            _log.warning("publishing failed unexpectedly", exc_info=True)
             await self.close()
             return [PublishFailed(f"{type(exc).__name__}: {exc}") for _ in messages]
         return [Published() if error is None else PublishFailed(str(error)) for error in outcomes]
@@ -220,10 +220,10 @@ class BrokerDestination(Destination):
 
 
 class EngineDestination(Destination):
-    """Hands jobs in, under the events' own ids: what the engine has already is the same job."""
+    """Submits jobs under the ids of the events: an event submitted twice is one job."""
 
-    def __init__(self, hand_in: SubmitJobs) -> None:
-        self._hand_in = hand_in
+    def __init__(self, submit_jobs: SubmitJobs) -> None:
+        self._submit_jobs = submit_jobs
 
     async def send(self, events: Sequence[OutboxEvent], timeout_s: float) -> list[Answer]:
         answers: dict[int, Answer] = {}
@@ -233,26 +233,26 @@ class EngineDestination(Destination):
                 by_queue.setdefault(event.topic, []).append((number, envelope_from_event(event)))
             except UsageError as exc:
                 answers[number] = PublishFailed(str(exc), permanent=True)
-        # Queue by queue: one that takes nothing at the moment is no reason for others to wait.
+        # Per queue, so that a queue that refuses does not delay others.
         batches = list(by_queue.values())
         until = asyncio.get_running_loop().time() + timeout_s
         calls = [self._submit([envelope for _, envelope in batch], until) for batch in batches]
-        for batch, told in zip(batches, await asyncio.gather(*calls), strict=True):
-            answers.update(zip([number for number, _ in batch], told, strict=True))
+        for batch, results in zip(batches, await asyncio.gather(*calls), strict=True):
+            answers.update(zip([number for number, _ in batch], results, strict=True))
         return [answers[number] for number in range(len(events))]
 
     async def close(self) -> None:
-        """The engine is its owner's."""
+        """Nothing to close: the engine belongs to its owner."""
 
     async def _submit(self, envelopes: Sequence[Envelope], until: float) -> list[Answer]:
         try:
             async with asyncio.timeout_at(until):
-                receipts = await self._hand_in(envelopes)
+                receipts = await self._submit_jobs(envelopes)
         except TimeoutError:
             return [PublishFailed("the engine did not answer in time", outage=True) for _ in envelopes]
         except (Unavailable, IntakeRefused) as exc:
             return [PublishFailed(str(exc), outage=True) for _ in envelopes]
-        except Exception as exc:  # noqa: BLE001 - one of them is at fault, and the others are not to wait for it
+        except Exception as exc:  # noqa: BLE001 - submit each alone, so that an invalid job does not block the others
             if len(envelopes) > 1:
                 return [answer for each in envelopes for answer in await self._submit([each], until)]
             return [PublishFailed(str(exc) if isinstance(exc, HoldfastError) else repr(exc))]

@@ -1,7 +1,7 @@
-"""Writes rows of `outbox_events` on a connection of the user's own, as part of the transaction that is open there.
+"""Insert rows of `outbox_events` on the user's connection, in the transaction that is open there.
 
-Nothing here commits or rolls back. A connection that would commit by itself is refused: an event that is there although
-its transaction was rolled back is what an outbox is to prevent.
+Never commits or rolls back. A connection in autocommit mode is refused: its event would remain even if the user's
+changes are rolled back.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from holdfast.errors import Conflict, HoldfastError, UsageError
 
 HOW_TO: Final = (
     "the database of this connection has no table outbox_events; "
-    "make it with `holdfast migrate up --ledger URL`, with that database's URL"
+    "run `holdfast migrate up --ledger URL` with the URL of that database"
 )
 
 _ASYNC: Final = (
-    "SQLAlchemy's AsyncConnection or AsyncSession, a connection of asyncpg (also out of a pool) or of aiosqlite, "
+    "SQLAlchemy's AsyncConnection or AsyncSession, a connection of asyncpg (also from a pool) or of aiosqlite, "
     "or psycopg's AsyncConnection"
 )
 _SYNC: Final = "a connection of sqlite3, psycopg or Django, or SQLAlchemy's Connection or Session"
 
 
 class OutboxRow(msgspec.Struct, frozen=True):
-    """An event as it is written. Columns of the table, in this order; the time is added by the driver."""
+    """A row of `outbox_events`, fields in column order. The insert adds `created_at`."""
 
     tenant_id: str
     id: str
@@ -46,7 +46,7 @@ _INSERT: Final = f"INSERT INTO outbox_events ({', '.join(_COLUMNS)}, created_at)
 _ON_POSTGRES: Final = (
     f"{_INSERT} ({', '.join(f'${number}' for number in range(1, len(_COLUMNS) + 1))}, clock_timestamp())"
 )
-#: As psycopg and Django write it. Values are bound by the driver.
+#: Placeholder style of psycopg and Django. The driver binds the values.
 _PLACEHOLDERS: Final = ", ".join(["%s"] * len(_COLUMNS))
 _ON_PSYCOPG: Final = f"{_INSERT} ({_PLACEHOLDERS}, clock_timestamp())"
 _ON_DJANGO_SQLITE: Final = f"{_INSERT} ({_PLACEHOLDERS}, %s)"
@@ -54,7 +54,7 @@ _ON_SQLITE: Final = f"{_INSERT} ({', '.join('?' * len(_COLUMNS))}, ?)"
 
 
 async def insert_events(connection: Any, rows: Sequence[OutboxRow]) -> None:
-    """Insert them. Raises `UsageError`, `Conflict` for an event id that is there, or what the driver raises."""
+    """Insert rows. Raises `UsageError`, `Conflict` for an existing event id, or the error of the driver."""
     writer = _ASYNC_WRITERS.get(_kind(connection))
     if writer is None:
         raise _unfit(connection, wanted=_ASYNC, other=_SYNC_WRITERS, instead="add_sync, add_many_sync or submit_sync")
@@ -67,7 +67,7 @@ async def insert_events(connection: Any, rows: Sequence[OutboxRow]) -> None:
 
 
 def insert_events_sync(connection: Any, rows: Sequence[OutboxRow]) -> None:
-    """`write` for connections that block."""
+    """`insert_events` for blocking connections."""
     writer = _SYNC_WRITERS.get(_kind(connection))
     if writer is None:
         raise _unfit(connection, wanted=_SYNC, other=_ASYNC_WRITERS, instead="add, add_many or submit")
@@ -80,7 +80,7 @@ def insert_events_sync(connection: Any, rows: Sequence[OutboxRow]) -> None:
 
 
 def _kind(connection: Any) -> tuple[str, str]:
-    """Library and class, by name: a library that nobody uses need not be there to be asked."""
+    """Library and class by name, so that libraries which are not installed need no import."""
     known = _ASYNC_WRITERS.keys() | _SYNC_WRITERS.keys()
     for base in type(connection).__mro__:
         kind = (base.__module__.partition(".")[0], base.__name__)
@@ -92,8 +92,8 @@ def _kind(connection: Any) -> tuple[str, str]:
 def _unfit(connection: Any, *, wanted: str, other: dict[tuple[str, str], Any], instead: str) -> UsageError:
     name = f"{type(connection).__module__}.{type(connection).__qualname__}"
     if _kind(connection) in other:
-        return UsageError(f"{name} cannot be used here; use {instead} for it. This takes {wanted}")
-    return UsageError(f"an event is written on a connection that is in a transaction: {wanted}; not on {name}")
+        return UsageError(f"{name} is not supported here; use {instead} for it, or pass {wanted}")
+    return UsageError(f"{name} is not a supported connection; pass {wanted}, in a transaction")
 
 
 # SQLAlchemy ------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ async def _on_async_scoped_session(sessions: Any, rows: Sequence[OutboxRow]) -> 
 
 
 def _on_sqlalchemy(connection: Any, rows: Sequence[OutboxRow]) -> None:
-    # Whoever has such a connection has loaded SQLAlchemy already.
+    # The caller has already imported SQLAlchemy.
     from sqlalchemy import func, insert
 
     from holdfast.schema import outbox_events
@@ -116,12 +116,12 @@ def _on_sqlalchemy(connection: Any, rows: Sequence[OutboxRow]) -> None:
     if hasattr(connection, "get_bind"):
         connection = connection.connection(bind_arguments={"clause": outbox_events})
     if not connection.in_transaction():
-        # As its first statement would.
+        # The first statement would begin one anyway.
         connection.begin()
     match connection.dialect.name:
         case "postgresql":
             if connection.connection.dbapi_connection.autocommit:
-                raise _commits_by_itself("its isolation_level is AUTOCOMMIT")
+                raise _commits_by_itself("use another isolation_level than AUTOCOMMIT")
             now: Any = func.clock_timestamp()
         case "sqlite":
             _check_sqlite(connection.connection.driver_connection)
@@ -172,8 +172,11 @@ def _on_psycopg(connection: Any, rows: Sequence[OutboxRow]) -> None:
 
 
 def _is_pipeline(connection: Any) -> bool:
-    """Whether statements are sent without waiting for answers. A nested block waits when it begins and when it ends:
-    for the transaction's status, and for the errors of this statement."""
+    """Whether the connection is in pipeline mode.
+
+    A nested pipeline block synchronises at its start and end, which yields the transaction status and the errors of
+    this statement.
+    """
     from psycopg.pq import PipelineStatus
 
     return bool(connection.pgconn.pipeline_status != PipelineStatus.OFF)
@@ -182,7 +185,7 @@ def _is_pipeline(connection: Any) -> bool:
 def _check_psycopg(connection: Any, advice: str) -> None:
     from psycopg.pq import TransactionStatus
 
-    # "Active" is a statement of another thread; whether in a transaction, libpq does not say.
+    # ACTIVE: a statement of another thread is running; libpq does not report whether it is in a transaction.
     outside = (TransactionStatus.IDLE, TransactionStatus.ACTIVE)
     if connection.autocommit and connection.info.transaction_status in outside:
         raise _commits_by_itself(f"open one: `{advice}`")
@@ -198,7 +201,7 @@ def _on_django(connection: Any, rows: Sequence[OutboxRow]) -> None:
         case "sqlite":
             statement, values = _ON_DJANGO_SQLITE, _sqlite_values(rows)
         case None:
-            # Django's proxy for a cache is of the same class.
+            # Django's proxy for a cache has the same class.
             raise _unfit(connection, wanted=_SYNC, other={}, instead="")
         case other:
             raise UsageError(f"the outbox is for PostgreSQL and SQLite, not for {other}")
@@ -228,10 +231,10 @@ def _sqlite_values(rows: Sequence[OutboxRow]) -> list[tuple[Any, ...]]:
 
 
 def _check_sqlite(connection: Any) -> None:
-    # From Python 3.12 on there are two ways to say it.
+    # Since Python 3.12 there are two attributes for it.
     commits = connection.isolation_level is None or getattr(connection, "autocommit", False) is True
     if commits and not connection.in_transaction:
-        raise _commits_by_itself("begin one, with BEGIN IMMEDIATE say: the connection is in autocommit mode")
+        raise _commits_by_itself("it is in autocommit mode: begin one, for example with BEGIN IMMEDIATE")
 
 
 _ASYNC_WRITERS: Final[dict[tuple[str, str], Callable[[Any, Sequence[OutboxRow]], Awaitable[None]]]] = {
@@ -250,7 +253,7 @@ _SYNC_WRITERS: Final[dict[tuple[str, str], Callable[[Any, Sequence[OutboxRow]], 
     ("sqlalchemy", "scoped_session"): _on_sqlalchemy,
     ("psycopg", "Connection"): _on_psycopg,
     ("django", "BaseDatabaseWrapper"): _on_django,
-    #: `django.db.connection`, which stands for the wrapper of the current thread.
+    #: `django.db.connection`, a proxy for the wrapper of the current thread.
     ("django", "ConnectionProxy"): _on_django,
 }
 
@@ -259,11 +262,11 @@ _SYNC_WRITERS: Final[dict[tuple[str, str], Callable[[Any, Sequence[OutboxRow]], 
 
 
 def _commits_by_itself(advice: str) -> UsageError:
-    return UsageError(f"this connection is in no transaction, so the event would be committed by itself; {advice}")
+    return UsageError(f"this connection is not in a transaction, so the event would be committed immediately; {advice}")
 
 
 def _translated(error: Exception) -> Exception:
-    """What the caller can do something about in our words; everything else is the driver's to say."""
+    """Translate errors that the caller can fix; return all others unchanged."""
     for cause in _causes(error):
         state, text = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None), str(cause)
         if "outbox_events" not in text:
@@ -271,7 +274,7 @@ def _translated(error: Exception) -> Exception:
         if state == "42P01" or "no such table" in text:
             return UsageError(HOW_TO)
         if state == "23505" or "UNIQUE constraint failed" in text:
-            return Conflict("an event with this id is in the outbox already; leave event_id out, or roll back")
+            return Conflict("an event with this id already exists; omit event_id, or roll back")
     return error
 
 

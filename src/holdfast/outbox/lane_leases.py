@@ -1,4 +1,4 @@
-"""The lanes that a relay holds: which are surely its own, for how long, and for which of its destinations."""
+"""Leases of a relay on outbox lanes: which lanes it holds, until when, and for how many destinations."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from holdfast.settings import Settings
 
 _log: Final = logging.getLogger("holdfast.outbox")
 
-#: Lanes of one flight, so that several relays share the work.
+#: Lanes per flight, limited so that several relays share the work.
 _LANES_AT_ONCE: Final = LANES // 4
 
 
 class HeldLanes(NamedTuple):
-    """Lanes, and which time we have held each of them without a break."""
+    """Lanes, and a number for each that changes when its lease was interrupted."""
 
     lanes: tuple[int, ...]
     times: tuple[int, ...]
 
 
 class LaneLeases:
-    """The lanes that this relay holds, for all of its destinations: a lane is given back when none of them uses it."""
+    """Lanes leased by this relay for all destinations. A lane is released when no destination uses it."""
 
     def __init__(self, store: OutboxStore, relay: str, settings: Settings) -> None:
         self._store = store
@@ -36,40 +36,40 @@ class LaneLeases:
         self._lease_s = settings.outbox_lease_s
         self._dead_blocks = settings.outbox_dead_blocks
         self._users: Counter[int] = Counter()
-        #: Until when they are surely ours, by this machine's clock; and how often that began anew.
+        #: Lease deadline by the local clock, and how often the lease was acquired after an interruption.
         self._until: dict[int, float] = {}
         self._times: Counter[int] = Counter()
-        #: A lane that is being given back must not be taken for ours in the same moment.
+        #: Serialises acquire and release: a lane being released must not count as acquired.
         self._changing = asyncio.Lock()
 
     async def acquire(self, destinations: Sequence[str], busy: Collection[int]) -> HeldLanes:
-        """Lanes with something due that are not busy. Those that are busy are ours for longer."""
+        """Acquire lanes that have due events and are not busy. Leases of busy lanes are extended."""
         async with self._changing:
             began = time.monotonic()
-            taken = await self._store.acquire_lanes(
+            acquired = await self._store.acquire_lanes(
                 self._relay,
                 destinations,
                 _LANES_AT_ONCE,
                 round(self._lease_s * 1000),
                 dead_blocks=self._dead_blocks,
             )
-            for lane in taken:
+            for lane in acquired:
                 if time.monotonic() >= self._until.get(lane, 0.0):
-                    # Somebody else may have had it in between: what was read of it before is worth nothing.
+                    # Another relay may have held it in between: events read before are stale.
                     self._times[lane] += 1
                 self._until[lane] = began + self._lease_s
-            fresh = tuple(lane for lane in taken if lane not in busy)
+            fresh = tuple(lane for lane in acquired if lane not in busy)
             self._users.update(fresh)
             return HeldLanes(fresh, tuple(self._times[lane] for lane in fresh))
 
     def remaining_s(self, held: HeldLanes) -> float:
-        """How long they are surely ours without a word to the store; 0 or less: they may be somebody else's."""
+        """Time until the leases expire; 0 or less: another relay may hold a lane."""
         if any(self._times[lane] != number for lane, number in zip(*held, strict=True)):
             return 0.0
         return min(self._until[lane] for lane in held.lanes) - time.monotonic()
 
     async def record_results(self, held: HeldLanes, marks: Sequence[PublishResult]) -> bool:
-        """Whether it is written down; the lanes are ours for one more lease then."""
+        """Write results if the lanes are still held, and extend their leases. Returns whether that succeeded."""
         began = time.monotonic()
         if self.remaining_s(held) <= 0 or not await self._store.record_results(self._relay, held.lanes, marks):
             return False
@@ -77,7 +77,7 @@ class LaneLeases:
         return True
 
     async def release(self, lanes: Sequence[int]) -> None:
-        """One user less. If the store does not hear of it, they are free when their lease is over."""
+        """Release lanes of one user. If the store is unreachable, they become free when their lease expires."""
         async with self._changing:
             self._users.subtract(lanes)
             free = [lane for lane in lanes if self._users[lane] <= 0]
@@ -87,4 +87,4 @@ class LaneLeases:
                 try:
                     await self._store.release_lanes(self._relay, free)
                 except LedgerUnavailable as exc:
-                    _log.debug("lanes were not given back: %s", exc)
+                    _log.debug("lanes not released, their leases will expire: %s", exc)

@@ -29,24 +29,24 @@ from holdfast.ledger.port.messages import ENGINE_DESTINATION, OutboxEvent
 from holdfast.outbox.drivers import OutboxRow, insert_events, insert_events_sync
 from holdfast.settings import Settings
 
-#: Where events go that name no destination.
+#: Destination of events that do not name one.
 DEFAULT_DESTINATION: Final = "default"
 
-#: Says how a payload is written that is no JSON. Not published.
+#: Header with the encoding of a payload that is not JSON. Not published.
 ENCODING: Final = "holdfast-encoding"
 _BASE64: Final = "base64"
 
-#: What a relay says itself.
+#: Headers that the relay sets.
 _RESERVED: Final = frozenset({ENCODING, "x-dedup-key", "x-tenant-id"})
 
-#: In bytes of UTF-8: together they must fit a row of an index.
+#: In bytes of UTF-8: together they must fit into an index row.
 _NAME_LIMIT: Final = 255
 _KEY_LIMIT: Final = 1_000
 _HEADERS_LIMIT: Final = 64 * 1024
 
 
 class NewOutboxEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """One event for `add_many`; the same words as in `add`."""
+    """One event for `add_many`, with the parameters of `add`."""
 
     topic: str
     payload: Any
@@ -58,7 +58,7 @@ class NewOutboxEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outbox:
-    """Writes events. Needs no engine and no ledger, only the user's connection."""
+    """Writes events. Needs only the user's connection, no engine and no ledger."""
 
     def __init__(self, settings: Settings) -> None:
         self._limit = settings.payload_limit
@@ -75,14 +75,14 @@ class Outbox:
         tenant_id: str = DEFAULT_TENANT,
         event_id: str | None = None,
     ) -> str:
-        """Write an event on this connection, in the transaction that is open there; its id, the same in every try.
+        """Write an event in the open transaction of this connection. Returns its id, the same in every delivery.
 
         `connection`: SQLAlchemy's `AsyncConnection` or `AsyncSession`, a connection of asyncpg or aiosqlite, psycopg's
         `AsyncConnection`.
-        `payload`: bytes, or anything that can be JSON. `key`: events of one key are published in order; without one
-        there is no order. `destination`: one of the relay's `outbox_targets`. Raises `UsageError` for a connection
-        that is none of these, has no table `outbox_events`, or would commit by itself; `PayloadTooLarge`; `Conflict`
-        if there is an event with this id; and what the driver raises.
+        `payload`: bytes, or anything that can be encoded as JSON. `key`: events with the same key are published in
+        order; without a key there is no order. `destination`: one of the relay's `outbox_targets`. Raises `UsageError`
+        for another kind of connection, one without the table `outbox_events`, or one in autocommit mode;
+        `PayloadTooLarge`; `Conflict` if the id exists; and errors of the driver.
         """
         event = NewOutboxEvent(
             topic=topic,
@@ -108,7 +108,7 @@ class Outbox:
         tenant_id: str = DEFAULT_TENANT,
         event_id: str | None = None,
     ) -> str:
-        """`add` on a connection that blocks: of sqlite3, SQLAlchemy (also a `Session`), psycopg or Django."""
+        """`add` on a blocking connection: of sqlite3, SQLAlchemy (also a `Session`), psycopg or Django."""
         event = NewOutboxEvent(
             topic=topic,
             payload=payload,
@@ -122,14 +122,14 @@ class Outbox:
         return written
 
     async def add_many(self, connection: Any, events: Iterable[NewOutboxEvent]) -> list[str]:
-        """Write events in this order, in one statement; their ids. All are checked before the first is written."""
+        """Write events in this order, in one statement. Returns their ids. All are validated first."""
         rows = self._rows(events)
         if rows:
             await insert_events(connection, rows)
         return [row.id for row in rows]
 
     def add_many_sync(self, connection: Any, events: Iterable[NewOutboxEvent]) -> list[str]:
-        """`add_many` on a connection that blocks."""
+        """`add_many` on a blocking connection."""
         rows = self._rows(events)
         if rows:
             insert_events_sync(connection, rows)
@@ -145,9 +145,9 @@ class Outbox:
         destination = _checked(event.destination, "destination", _NAME_LIMIT)
         if destination == ENGINE_DESTINATION:
             raise InvalidOption(
-                "the destination holdfast is for jobs: task.options(connection=…).submit(…), or write to another one"
+                "destination 'holdfast' is for jobs; use task.options(connection=…).submit(…), or another destination"
             )
-        # Empty is as good as none: brokers make no difference either.
+        # An empty key means no key, as in brokers.
         key = _checked(event.key, "key", _KEY_LIMIT) if event.key else None
         event_id = fresh_id if event.event_id is None else _checked(event.event_id, "event_id", _NAME_LIMIT)
         payload, headers = self._payload(event, _headers(event.headers))
@@ -173,7 +173,7 @@ class Outbox:
 
 
 def payload_of(event: OutboxEvent) -> tuple[bytes, bool]:
-    """What was given to `add`: bytes, or JSON (then True)."""
+    """The payload as passed to `add`, and whether it is JSON."""
     if event.headers.get(ENCODING) == _BASE64:
         return b64decode(event.payload, validate=True), False
     return event.payload.encode(), True
@@ -181,33 +181,33 @@ def payload_of(event: OutboxEvent) -> tuple[bytes, bool]:
 
 def _checked(text: object, what: str, limit: int) -> str:
     if not isinstance(text, str) or not text:
-        raise InvalidOption(f"{what} must be a text that is not empty, got {text!r}")
+        raise InvalidOption(f"{what} must be a non-empty string, not {text!r}")
     if not text.isprintable():
-        raise InvalidOption(f"{what} {text!r} must have no control characters")
-    # What is printable has no lone surrogates, so this cannot fail.
+        raise InvalidOption(f"{what} {text!r} must not contain control characters")
+    # Printable text has no lone surrogates, so this cannot fail.
     size = len(text.encode())
     if size > limit:
-        raise InvalidOption(f"{what} has {size} bytes of UTF-8, the limit is {limit}")
+        raise InvalidOption(f"{what} has {size} bytes of UTF-8; the limit is {limit}")
     return text
 
 
 def _headers(given: Mapping[str, object] | None) -> dict[str, str]:
-    """Names in lower case, as consumers see them."""
+    """Validate headers and convert their names to lower case, as consumers see them."""
     headers: dict[str, str] = {}
     for name, value in (given or {}).items():
-        lower = _checked(name, "the name of a header", _NAME_LIMIT).lower()
+        lower = _checked(name, "header name", _NAME_LIMIT).lower()
         if lower in _RESERVED:
-            raise InvalidOption(f"the header {name!r} is written by the relay; give event_id and tenant_id instead")
+            raise InvalidOption(f"header {name!r} is set by the relay; use event_id and tenant_id instead")
         if not isinstance(value, str) or (value and not value.isprintable()):
-            raise InvalidOption(f"the header {name!r} must be a text without control characters, got {value!r}")
+            raise InvalidOption(f"header {name!r} must be a string without control characters, not {value!r}")
         headers[lower] = value
     size = sum(len(name) + len(value.encode()) for name, value in headers.items())
     if size > _HEADERS_LIMIT:
-        raise InvalidOption(f"the headers have {size:,} bytes, the limit is {_HEADERS_LIMIT:,}")
+        raise InvalidOption(f"headers have {size:,} bytes; the limit is {_HEADERS_LIMIT:,}")
     return headers
 
 
-#: In `last_error` of an event that was sent: its idempotency key was known, and this is the job that was there first.
+#: Prefix in `last_error` of a sent event whose idempotency key was known, followed by the id of the original job.
 DUPLICATE: Final = "duplicate of job "
 
 
@@ -215,7 +215,7 @@ class _Job(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fiel
     """The payload of an event for the destination `holdfast`."""
 
     task: str
-    #: Arguments, byte by byte as they were checked.
+    #: Arguments, byte for byte as they were validated.
     payload: msgspec.Raw
     idempotency_key: str = ""
     trace_id: str = ""
@@ -229,7 +229,7 @@ _decoder: Final = msgspec.json.Decoder(_Job)
 
 
 def job_event_row(envelope: Envelope) -> OutboxRow:
-    """The event for this job."""
+    """The outbox row for a job."""
     job = _Job(
         task=envelope.task,
         payload=msgspec.Raw(envelope.payload),
@@ -246,7 +246,7 @@ def job_event_row(envelope: Envelope) -> OutboxRow:
         destination=ENGINE_DESTINATION,
         topic=envelope.queue,
         key=None,
-        # Jobs of one idempotency key are submitted in the order in which they were written: the first one stands.
+        # One lane per idempotency key, so that jobs are submitted in the order written and the first one wins.
         lane=lane_of(ENGINE_DESTINATION, envelope.queue, None, envelope.idempotency_key or envelope.job_id),
         payload=msgspec.json.encode(job).decode(),
         headers=None,
@@ -254,7 +254,7 @@ def job_event_row(envelope: Envelope) -> OutboxRow:
 
 
 def envelope_from_event(event: OutboxEvent) -> Envelope:
-    """The job of this event. Raises `InvalidPayload` for what never becomes one: the same as a submission refuses."""
+    """The job of an event. Raises `InvalidPayload` for everything that a submission would refuse."""
     try:
         job = _decoder.decode(event.payload.encode())
         for what, name in (("task", job.task), ("topic", event.topic), ("id", event.id), ("tenant", event.tenant_id)):
@@ -262,10 +262,10 @@ def envelope_from_event(event: OutboxEvent) -> Envelope:
         for what, text in (("idempotency_key", job.idempotency_key), ("trace_id", job.trace_id)):
             check_text(text or None, f"its {what}")
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError, InvalidOption) as exc:
-        raise InvalidPayload(f"the event is no job: {exc}") from exc
+        raise InvalidPayload(f"the event is not a job: {exc}") from exc
     payload = bytes(job.payload)
     if payload[:1] not in (b"{", b"["):
-        raise InvalidPayload("the event is no job: its payload must be an object or an array of arguments")
+        raise InvalidPayload("the event is not a job: its payload must be an object or an array of arguments")
     return Envelope(
         job_id=event.id,
         task=job.task,
@@ -282,5 +282,5 @@ def envelope_from_event(event: OutboxEvent) -> Envelope:
 
 
 def original_job_id(event: OutboxEvent) -> str:
-    """The job that has its idempotency key, if that is not the event's own."""
+    """Id of the job that already had the idempotency key, or empty."""
     return event.last_error.removeprefix(DUPLICATE) if event.last_error.startswith(DUPLICATE) else ""

@@ -1,7 +1,7 @@
 """Column types, tenant helpers and the schema version, on PostgreSQL and SQLite alike.
 
 Every index leads with the tenant, so a query over all tenants is one query per tenant; `tenants_of` finds them.
-`check_version` compares a ledger's schema with the one this release wants, without Alembic, which is slow to load.
+`check_version` compares a ledger's schema with the one this release needs, without Alembic, which is slow to load.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class InstantColumn(TypeDecorator[datetime]):
         return found if value is None or dialect.name != "sqlite" else datetime.fromtimestamp(value / 1000, UTC)
 
 
-#: Compared byte by byte: cheaper in an index than a language's collation, and every store sorts alike.
+#: Compared byte by byte: cheaper in an index than a language's collation, and every store sorts the same way.
 NAME: Final = Text().with_variant(Text(collation="C"), "postgresql")
-#: Keys and trace ids that can be looked up: as long as holdfast itself accepts.
+#: Length up to which keys and trace ids are indexed; the same as holdfast accepts.
 INDEXED_BYTES: Final = 1_000
 
 metadata: Final = MetaData(
@@ -56,7 +56,7 @@ def tenant() -> Column[str]:
 
 
 def tenants_of(table: Table, *conditions: ColumnElement[bool]) -> Select[Any]:
-    """All tenants that have such a row, by a walk from one to the next in the index: there are few."""
+    """All tenants that have a matching row, found by stepping through the index: there are few."""
     column = table.c.tenant_id
     first = select(func.min(column).label("tenant_id")).where(*conditions).cte("tenants", recursive=True)
     after = select(func.min(column)).where(column > first.c.tenant_id, *conditions).scalar_subquery()
@@ -65,13 +65,13 @@ def tenants_of(table: Table, *conditions: ColumnElement[bool]) -> Select[Any]:
 
 
 #: The newest migration. Versions are four digits, so that they sort.
-HEAD: Final = "0001"
-#: Not Alembic's usual name: the ledger may share a database with an application that has migrations of its own.
+HEAD: Final = "0002"
+#: Not Alembic's default name: the ledger may share a database with an application that has its own migrations.
 TABLE: Final = "holdfast_version"
 READ_VERSION: Final = f"SELECT version_num FROM {TABLE}"  # noqa: S608 - a constant
 
 
 def check_version(where: str, found: str | None) -> None:
-    """Raises `SchemaMismatch` unless it is the one that this release wants."""
+    """Raise `SchemaMismatch` unless the version is the one this release needs."""
     if found != HEAD:
         raise SchemaMismatch(where, found, HEAD)

@@ -1,10 +1,10 @@
 """The ledger's tables, one schema for PostgreSQL and SQLite (requirements L1, L6).
 
 Every business table and each of its indexes leads with `tenant_id`. Instants are `timestamptz` on PostgreSQL and whole
-milliseconds (UTC) on SQLite; Python sees aware datetimes. JSON is kept as text, byte for byte as it was submitted: an
-approval binds to it, and no digit of a number may change. `CHECK`s hold what must survive our own bugs.
+milliseconds (UTC) on SQLite; Python gets aware datetimes. JSON is stored as text, byte for byte as submitted: an
+approval is bound to it, and no digit of a number may change. `CHECK`s protect invariants against bugs in holdfast.
 
-The embedded engine has the same tables in its own file, with columns more of its own (`engine/sqlite/sql/schema.sql`).
+The embedded engine has the same tables in its file, with additional columns (`engine/sqlite/sql/schema.sql`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from holdfast.schema.columns import metadata as metadata
 from holdfast.schema.operators import approvals, operator_events
 
 
-def _listed(states: frozenset[State]) -> str:
+def _sql_list(states: frozenset[State]) -> str:
     return ", ".join(f"'{state}'" for state in sorted(states))
 
 
-_ALL: Final = _listed(frozenset(State))
-_FINAL: Final = _listed(FINAL)
+_ALL: Final = _sql_list(frozenset(State))
+_FINAL: Final = _sql_list(FINAL)
 
 
 jobs: Final = Table(
@@ -39,7 +39,7 @@ jobs: Final = Table(
     Column("priority", SmallInteger, nullable=False),
     Column("attempt", Integer, nullable=False, server_default="0"),
     Column("retry_count", Integer, nullable=False, server_default="0"),
-    #: How many events the job has: numbers are given with it.
+    #: Number of the job's last event; the next event gets the next number.
     Column("last_seq", Integer, nullable=False),
     Column("idempotency_key", NAME, nullable=False),
     Column("trace_id", NAME, nullable=False, server_default=""),
@@ -47,19 +47,19 @@ jobs: Final = Table(
     Column("error_code", NAME),
     #: Truncated.
     Column("last_error", Text),
-    #: For outsiders: says nothing of our insides.
+    #: For API callers: reveals nothing internal.
     Column("error_message", Text),
     Column("payload", Text, nullable=False),
     Column("context", Text),
     Column("result", Text),
-    #: Policy and the like as submitted, for the reconciler: a JSON object (`core.job.Meta`).
+    #: Policy and options as submitted, for the reconciler: a JSON object (`core.job.Meta`).
     Column("meta", Text),
     Column("run_at", InstantColumn),
     Column("next_retry_at", InstantColumn),
     Column("dlq_id", NAME),
-    #: Where the end is to be told, and when a delivery was handed in.
+    #: URL to notify of the job's end, and when its delivery was submitted.
     Column("webhook", Text),
-    Column("told_at", InstantColumn),
+    Column("notified_at", InstantColumn),
     Column("created_at", InstantColumn, nullable=False),
     Column("updated_at", InstantColumn, nullable=False),
     Column("finished_at", InstantColumn),
@@ -69,10 +69,10 @@ jobs: Final = Table(
     CheckConstraint("state NOT IN ('dlq_recorded', 'failed') OR dlq_id IS NOT NULL", name="dead_letter"),
     CheckConstraint("attempt >= 0 AND retry_count >= 0 AND last_seq > 0", name="counts"),
 )
-# Not by job id as well: jobs of one moment share an entry in these indexes, which makes them small and quick to write.
+# Without the job id: jobs of one moment share an index entry, which keeps these indexes small and fast to write.
 Index("by_time", jobs.c.tenant_id, jobs.c.created_at, _table=jobs)
 Index("by_type", jobs.c.tenant_id, jobs.c.job_type, jobs.c.created_at, _table=jobs)
-# An index of PostgreSQL holds 2,704 bytes a row. No job may be refused for that: what is longer is not in the index.
+# A PostgreSQL index row has at most 2,704 bytes. No job may be refused for that: longer values are not indexed.
 Index(
     "by_trace",
     jobs.c.tenant_id,
@@ -89,7 +89,7 @@ Index(
     postgresql_where=text(f"idempotency_key <> job_id AND octet_length(idempotency_key) <= {INDEXED_BYTES}"),
     sqlite_where=text("idempotency_key <> job_id"),
 )
-#: Everything that is not an ordinary success: open jobs, and those that somebody will ask about.
+#: All jobs that did not simply succeed: open ones, and those that operators query.
 Index(
     "by_state",
     jobs.c.tenant_id,
@@ -99,7 +99,7 @@ Index(
     postgresql_where=text("state <> 'succeeded'"),
     sqlite_where=text("state <> 'succeeded'"),
 )
-#: For texts in errors: few rows, newest first.
+#: For text search in errors: few rows, newest first.
 Index(
     "with_error",
     jobs.c.tenant_id,
@@ -111,12 +111,12 @@ Index(
 )
 
 Index(
-    "untold",
+    "unnotified",
     jobs.c.tenant_id,
     jobs.c.finished_at,
     _table=jobs,
-    postgresql_where=text("webhook IS NOT NULL AND told_at IS NULL AND finished_at IS NOT NULL"),
-    sqlite_where=text("webhook IS NOT NULL AND told_at IS NULL AND finished_at IS NOT NULL"),
+    postgresql_where=text("webhook IS NOT NULL AND notified_at IS NULL AND finished_at IS NOT NULL"),
+    sqlite_where=text("webhook IS NOT NULL AND notified_at IS NULL AND finished_at IS NOT NULL"),
 )
 
 job_events: Final = Table(
@@ -159,14 +159,14 @@ dlq_items: Final = Table(
     Column("requested_by", Text),
     Column("confirmed_by", Text),
     Column("reason", Text),
-    #: The latest replay: its job, its number, its payload if it was edited, and whether it has been handed in.
+    #: The latest replay: its job, its number, its payload if it was edited, and whether it is still to be submitted.
     Column("replayed_as", Text),
     Column("replay_count", Integer, nullable=False, server_default="0"),
     Column("replay_payload", Text),
     Column("replay_pending", SmallInteger, nullable=False, server_default="0"),
-    #: Of the kind of error: letters that died of the same thing have the same one.
+    #: Identifies the kind of error: dead letters with the same kind have the same fingerprint.
     Column("fingerprint", NAME, nullable=False, server_default=""),
-    #: When the engine had moved the job on to `failed`; null: to be told (again).
+    #: When the engine moved the job to `failed`; null: still to be confirmed to the engine.
     Column("acked_at", InstantColumn),
     PrimaryKeyConstraint("tenant_id", "dlq_id"),
     CheckConstraint("status IN ('open', 'discard_requested', 'discarded', 'replayed')", name="known_status"),
@@ -192,7 +192,7 @@ Index(
     sqlite_where=text("replay_pending = 1"),
 )
 
-#: Once-only effects (requirement E2), and the writes in a user's own transaction (E3).
+#: Effects (requirement E2), and writes in a user's own transaction (E3).
 idempotency_keys: Final = Table(
     "idempotency_keys",
     metadata,
@@ -205,12 +205,12 @@ idempotency_keys: Final = Table(
     Column("created_at", InstantColumn, nullable=False),
     #: After this a `done` key may be used again; null: never. Keys that are reserved or in doubt do not expire.
     Column("expires_at", InstantColumn),
-    #: What the key is bound to: another function or other arguments under it are an error.
+    #: What the key is bound to: using it with another function or other arguments is an error.
     Column("function", NAME, nullable=False),
     Column("fingerprint", NAME, nullable=False),
-    #: Names this reservation; who holds it may record.
+    #: Identifies this reservation; its owner may record the result.
     Column("token", NAME, nullable=False),
-    #: Whose reservation it is: while that lease lives, the effect is under way and not in doubt.
+    #: The attempt that reserved it: while its lease holds, the effect is in progress and not in doubt.
     Column("queue", NAME, nullable=False),
     Column("job_id", NAME, nullable=False),
     Column("attempt", Integer, nullable=False),
@@ -238,7 +238,7 @@ Index(
     postgresql_where=text("expires_at IS NOT NULL"),
     sqlite_where=text("expires_at IS NOT NULL"),
 )
-#: A job's effects, for those who look at the job.
+#: A job's effects, for readers of the job.
 Index(
     "by_job",
     idempotency_keys.c.tenant_id,
@@ -246,7 +246,7 @@ Index(
     _table=idempotency_keys,
 )
 
-#: Checkpoints inside a job (requirement E4), in the order in which its code takes them.
+#: Checkpoints inside a job (requirement E4), in the order in which its code reaches them.
 job_steps: Final = Table(
     "job_steps",
     metadata,
@@ -281,54 +281,54 @@ Index(
 )
 
 Index(
-    "untold",
+    "unnotified",
     approvals.c.tenant_id,
     approvals.c.requested_at,
     _table=approvals,
-    postgresql_where=text("told IS NULL OR told <> status"),
-    sqlite_where=text("told IS NULL OR told <> status"),
+    postgresql_where=text("notified_status IS NULL OR notified_status <> status"),
+    sqlite_where=text("notified_status IS NULL OR notified_status <> status"),
 )
 Index("by_time", operator_events.c.tenant_id, operator_events.c.at, operator_events.c.id, _table=operator_events)
 
 Index(
-    "untold",
+    "unnotified",
     operator_events.c.tenant_id,
     operator_events.c.at,
     _table=operator_events,
-    postgresql_where=text("told_at IS NULL AND type LIKE 'alert.%'"),
-    sqlite_where=text("told_at IS NULL AND type LIKE 'alert.%'"),
+    postgresql_where=text("notified_at IS NULL AND type LIKE 'alert.%'"),
+    sqlite_where=text("notified_at IS NULL AND type LIKE 'alert.%'"),
 )
 
-# The projector's own bookkeeping: of the system, not of a tenant ------------------------------------
+# The projector's bookkeeping: of the system, not of a tenant ----------------------------------------
 
-#: Whose ledger this is: one row. A second namespace in it would mix two engines' jobs.
+#: The namespace and engine that this ledger belongs to: one row. A second namespace would mix two engines' jobs.
 ledger_owner: Final = Table(
     "ledger_owner",
     metadata,
     Column("id", SmallInteger, nullable=False, autoincrement=False),
     Column("namespace", NAME, nullable=False),
-    #: The engine that was last seen with it; two of one namespace are warned of.
+    #: The engine last used with it; a second engine with the same namespace causes a warning.
     Column("engine", NAME, nullable=False, server_default=""),
     Column("since", InstantColumn, nullable=False),
     PrimaryKeyConstraint("id"),
     CheckConstraint("id = 1", name="one"),
 )
 
-#: How far each feed is in the ledger; moved in the same transaction as the rows.
+#: How far each feed has been projected; updated in the same transaction as the rows.
 feed_positions: Final = Table(
     "feed_positions",
     metadata,
     Column("feed", NAME, nullable=False),
     Column("position", NAME, nullable=False),
     Column("nonce", NAME, nullable=False),
-    #: Who projects now, and until when others stand by. No lock: the position alone decides.
+    #: The active projector, and until when others stand by. Not a lock: only the position decides.
     Column("projector", NAME),
-    Column("until", InstantColumn),
+    Column("lease_expires_at", InstantColumn),
     Column("updated_at", InstantColumn, nullable=False),
     PrimaryKeyConstraint("feed"),
 )
 
-#: Entries that are in the ledger, kept longer than any lag: after a fork they are not taken twice.
+#: Projected entries, kept longer than any lag, so that none is projected twice after a fork.
 feed_entries: Final = Table(
     "feed_entries",
     metadata,
@@ -340,7 +340,7 @@ feed_entries: Final = Table(
 )
 Index("by_time", feed_entries.c.feed, feed_entries.c.at, _table=feed_entries)
 
-#: What the projector was told and could not write into a legal story; never dropped silently.
+#: Events that the projector could not add to a legal history; never dropped silently.
 anomalies: Final = Table(
     "anomalies",
     metadata,

@@ -1,4 +1,4 @@
-"""Tables of messages: events on their way out (`outbox_events`), and what became of those that came in."""
+"""Tables of messages: outgoing events (`outbox_events`), and how incoming messages were handled."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def _only(predicate: str) -> dict[str, Any]:
     return {"postgresql_where": text(predicate), "sqlite_where": text(predicate)}
 
 
-#: Written in the transactions of users, who may be programs in any language: what is not named has a default. The relay
-#: reads across all tenants, by lane and position.
+#: Written in users' transactions, by programs in any language, so most columns have a default. The relay reads across
+#: all tenants, by lane and position.
 outbox_events: Final = Table(
     "outbox_events",
     metadata,
     tenant(),
     Column("id", NAME, nullable=False),
-    #: Of one key, the order of publishing.
+    #: The order of publishing within a key.
     Column("position", BigInteger().with_variant(Integer(), "sqlite"), Identity(always=True), primary_key=True),
     Column("destination", NAME, nullable=False),
     Column("topic", NAME, nullable=False),
-    #: NULL: no order is asked for.
+    #: NULL: published in any order.
     Column("key", NAME),
-    #: By destination, topic and key: a relay holds whole lanes.
+    #: By destination, topic and key: a relay leases whole lanes.
     Column("lane", SmallInteger, nullable=False),
     Column("payload", Text, nullable=False),
     #: A JSON object of texts.
@@ -53,15 +53,15 @@ outbox_events: Final = Table(
     Column("sent_at", InstantColumn),
     UniqueConstraint("tenant_id", "id", name="by_id"),
     CheckConstraint("status IN ('NEW', 'RETRYING', 'SENT', 'DEAD')", name="known_status"),
-    # No relay looks into others: such an event would never be published.
+    # Relays read these lanes only: an event in another lane would never be published.
     CheckConstraint(f"lane BETWEEN 0 AND {LANES - 1}", name="known_lane"),
     CheckConstraint("(sent_at IS NOT NULL) = (status = 'SENT')", name="sent"),
     CheckConstraint("(next_retry_at IS NOT NULL) = (status = 'RETRYING')", name="next_retry"),
-    # Positions of rows that are gone are not given again: their order would be wrong.
+    # Positions of deleted rows are not reused: the order would be wrong.
     sqlite_autoincrement=True,
 )
-#: What has not been tried yet, in order. These lead with the lane, not with the tenant: the relay serves all tenants at
-#: once.
+#: Events not tried yet, in order. These indexes lead with the lane, not with the tenant: the relay serves all tenants
+#: at once.
 Index(
     "waiting",
     outbox_events.c.lane,
@@ -70,7 +70,7 @@ Index(
     _table=outbox_events,
     **_only("status = 'NEW'"),
 )
-#: The same by key: however many events wait behind one that is retried, the next key is one step away.
+#: The same by key: the next key is one step away, however many events wait behind a retried one.
 Index(
     "by_key",
     outbox_events.c.lane,
@@ -88,7 +88,7 @@ Index(
     _table=outbox_events,
     **_only("status = 'RETRYING'"),
 )
-#: What stands in the way of later events of its key.
+#: Events that block later events of their key.
 Index(
     "in_the_way",
     outbox_events.c.destination,
@@ -103,13 +103,13 @@ Index(
 Index("by_sent", outbox_events.c.sent_at, _table=outbox_events, **_only("status = 'SENT'"))
 Index("by_status", outbox_events.c.tenant_id, outbox_events.c.status, outbox_events.c.position, _table=outbox_events)
 
-#: Who publishes which lanes, and until when. One row a lane, made on first use.
+#: Which relay leases which lane, and until when. One row per lane, created on first use.
 outbox_lanes: Final = Table(
     "outbox_lanes",
     metadata,
     Column("lane", SmallInteger, nullable=False, autoincrement=False),
     Column("relay", NAME, nullable=False),
-    Column("until", InstantColumn, nullable=False),
+    Column("lease_expires_at", InstantColumn, nullable=False),
     PrimaryKeyConstraint("lane"),
 )
 
@@ -141,7 +141,7 @@ Index(
 )
 Index("by_time", queue_executions.c.tenant_id, queue_executions.c.started_at, _table=queue_executions)
 
-#: What processes say of their triggers: of the system, since a trigger takes messages of all tenants.
+#: Health of triggers, as their processes report it. Not per tenant, since a trigger takes messages of all tenants.
 trigger_presences: Final = Table(
     "trigger_presences",
     metadata,
@@ -155,7 +155,7 @@ trigger_presences: Final = Table(
     PrimaryKeyConstraint("name", "process"),
 )
 
-#: Triggers that people have paused.
+#: Triggers that operators have paused.
 trigger_pauses: Final = Table(
     "trigger_pauses",
     metadata,

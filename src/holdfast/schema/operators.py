@@ -1,11 +1,4 @@
-"""The ledger's tables, one schema for PostgreSQL and SQLite (requirements L1, L6).
-
-Every business table and each of its indexes leads with `tenant_id`. Instants are `timestamptz` on PostgreSQL and whole
-milliseconds (UTC) on SQLite; Python sees aware datetimes. JSON is kept as text, byte for byte as it was submitted: an
-approval binds to it, and no digit of a number may change. `CHECK`s hold what must survive our own bugs.
-
-The embedded engine has the same tables in its own file, with columns more of its own (`engine/sqlite/sql/schema.sql`).
-"""
+"""Tables of approvals, the audit log, alerts and tokens (requirements L1, L6). Conventions as in `schema.jobs`."""
 
 from __future__ import annotations
 
@@ -16,7 +9,7 @@ from sqlalchemy import CheckConstraint, Column, PrimaryKeyConstraint, SmallInteg
 from holdfast.schema.columns import NAME, InstantColumn, tenant
 from holdfast.schema.columns import metadata as metadata
 
-#: Questions to people (requirements A1–A3). The row is written with the move that holds the job.
+#: Approval requests (requirements A1–A3). The row is written with the move that holds the job.
 approvals: Final = Table(
     "approvals",
     metadata,
@@ -26,9 +19,9 @@ approvals: Final = Table(
     Column("queue", NAME, nullable=False),
     Column("job_type", NAME, nullable=False),
     Column("status", NAME, nullable=False, server_default="requested"),
-    #: Empty: a guard asks; else the name that the task gave its question.
+    #: Empty: a guard's request; otherwise the name that the task gave its request.
     Column("name", NAME, nullable=False, server_default=""),
-    #: Approval binds to the payload that was shown.
+    #: An approval is bound to the payload that was shown.
     Column("payload_hash", NAME, nullable=False),
     #: Names of the guard's rules, a JSON list.
     Column("policies", Text, nullable=False, server_default="[]"),
@@ -42,30 +35,30 @@ approvals: Final = Table(
     Column("decided_by", Text),
     Column("decided_at", InstantColumn),
     Column("decision_reason", Text),
-    #: When the engine was told; null: to be told (again).
+    #: When the decision was applied to the engine; null: still to be applied.
     Column("acked_at", InstantColumn),
-    #: The status that subscribers were last told of.
-    Column("told", NAME),
+    #: The status of which subscribers were last notified.
+    Column("notified_status", NAME),
     PrimaryKeyConstraint("tenant_id", "approval_id"),
     CheckConstraint("status IN ('requested', 'approved', 'rejected', 'expired', 'withdrawn')", name="known_status"),
     CheckConstraint("(decided_at IS NULL) = (status = 'requested')", name="decision"),
     CheckConstraint("quorum > 0", name="quorum"),
 )
 
-#: Who said what. A person has one vote.
+#: One vote per approver and request.
 approval_votes: Final = Table(
     "approval_votes",
     metadata,
     tenant(),
     Column("approval_id", NAME, nullable=False),
-    Column("person", NAME, nullable=False),
+    Column("voter", NAME, nullable=False),
     Column("approve", SmallInteger, nullable=False),
     Column("reason", Text, nullable=False, server_default=""),
     Column("at", InstantColumn, nullable=False),
-    PrimaryKeyConstraint("tenant_id", "approval_id", "person"),
+    PrimaryKeyConstraint("tenant_id", "approval_id", "voter"),
 )
 
-#: What people did, and alerts (requirements H5, H6): never changed, kept as long as finished jobs are.
+#: The audit log, and alerts (requirements H5, H6): never changed, kept as long as finished jobs.
 operator_events: Final = Table(
     "operator_events",
     metadata,
@@ -81,12 +74,12 @@ operator_events: Final = Table(
     Column("before", Text),
     Column("after", Text),
     Column("at", InstantColumn, nullable=False),
-    #: When subscribers were told, if there are any for it.
-    Column("told_at", InstantColumn),
+    #: When subscribers were notified, if there are any.
+    Column("notified_at", InstantColumn),
     PrimaryKeyConstraint("tenant_id", "id"),
 )
 
-#: Alerts that stand at the moment: one row each, whoever raised it.
+#: Alerts that are raised now: one row each, whichever process raised it.
 alerts: Final = Table(
     "alerts",
     metadata,
@@ -96,7 +89,7 @@ alerts: Final = Table(
     PrimaryKeyConstraint("tenant_id", "key"),
 )
 
-#: Who may come in over HTTP: of the system, since a token may be of several tenants. Never the secret, only its hash.
+#: Tokens for the HTTP API. Not per tenant, since a token may have several tenants. Only the secret's hash is stored.
 tokens: Final = Table(
     "tokens",
     metadata,

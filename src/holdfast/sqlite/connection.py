@@ -31,37 +31,37 @@ import msgspec
 from holdfast.errors import EngineUnavailable, InvalidOption, Unavailable
 from holdfast.sqlite.transaction import Value, read_rows
 
-#: "hold" in ASCII: tells our files from other programs'.
+#: "hold" in ASCII: distinguishes holdfast's files from other programs'.
 APPLICATION_ID: Final = 0x686F6C64
 
-#: How long SQLite itself waits for a program that does not queue up at the turnstile (a shell, a backup).
+#: How long SQLite itself waits for a program that does not use `WriteLock` (a shell, a backup).
 BUSY_TIMEOUT_MS: Final = 5_000
 _CACHE_KIB: Final = 64 * 1024
-#: In pages of 4 KiB. Each checkpoint costs two more syncs, so it should not come with every batch.
+#: In pages of 4 KiB. Each checkpoint costs two more syncs, so not every batch should cause one.
 _CHECKPOINT_PAGES: Final = 4_000
 _WAL_LIMIT_BYTES: Final = 64 * 1024 * 1024
 
 _ADVICE: Final = {
-    "SQLITE_BUSY": "another program holds it locked; end that program's transaction, then try again",
-    "SQLITE_LOCKED": "another program holds it locked; end that program's transaction, then try again",
-    "SQLITE_FULL": "the disk is full; make room, then try again (what was accepted before is safe)",
+    "SQLITE_BUSY": "another program has locked it; end that program's transaction, then retry",
+    "SQLITE_LOCKED": "another program has locked it; end that program's transaction, then retry",
+    "SQLITE_FULL": "the disk is full; free some space, then retry (accepted jobs are safe)",
     "SQLITE_READONLY": "it is read-only; give this user write access to the file and its directory",
-    "SQLITE_PERM": "it may not be opened; give this user access to the file and its directory",
-    "SQLITE_AUTH": "it may not be opened; give this user access to the file and its directory",
+    "SQLITE_PERM": "access denied; give this user access to the file and its directory",
+    "SQLITE_AUTH": "access denied; give this user access to the file and its directory",
     "SQLITE_CANTOPEN": "it cannot be opened; the directory must exist and be writable",
     "SQLITE_CORRUPT": "it is damaged; stop all workers, keep a copy, and recover it with `sqlite3 FILE .recover`",
-    "SQLITE_NOTADB": "it is not a SQLite database; give another path",
-    "SQLITE_IOERR": "the disk reports an error; check it, and the system log",
-    "SQLITE_CONSTRAINT": "it refused a write that would break an invariant; nothing was changed; please report this",
+    "SQLITE_NOTADB": "it is not a SQLite database; use another path",
+    "SQLITE_IOERR": "the disk reports an error; check the disk and the system log",
+    "SQLITE_CONSTRAINT": "a write would have violated an invariant, nothing was changed; report this as a bug",
 }
 
 
-#: Makes the schema in an empty file, and looks at the one that is there. Runs under the turnstile.
+#: Creates the schema in an empty file, or checks the existing one. Runs while holding the `WriteLock`.
 Prepare = Callable[[sqlite3.Connection, Path], None]
 
 
 def open_writer(path: Path, prepare: Prepare, *, durable: bool = True) -> sqlite3.Connection:
-    """The one connection of this process that writes, to a file with its schema in place."""
+    """Open this process's only writing connection; `prepare` creates or checks the schema."""
     connection = connect(path)
     try:
         connection.execute("PRAGMA journal_mode = WAL")
@@ -78,7 +78,7 @@ def open_writer(path: Path, prepare: Prepare, *, durable: bool = True) -> sqlite
 
 
 def open_reader(path: Path) -> sqlite3.Connection:
-    """A connection that cannot write."""
+    """Open a connection that cannot write."""
     connection = connect(path)
     connection.execute("PRAGMA query_only = ON")
     return connection
@@ -87,29 +87,29 @@ def open_reader(path: Path) -> sqlite3.Connection:
 def translate(
     error: sqlite3.Error | OSError, path: Path, unavailable: type[Unavailable] = EngineUnavailable
 ) -> Unavailable:
-    """The error that a caller gets instead."""
+    """The `unavailable` error to raise instead, with advice."""
     if isinstance(error, OSError):
         return unavailable(f"the database {path}: {error}; check the file and its directory")
     name = getattr(error, "sqlite_errorname", None) or ""
     for code, advice in _ADVICE.items():
         if name.startswith(code):
             return unavailable(f"the database {path}: {error}; {advice}")
-    return unavailable(f"the database {path} does not answer: {error}; `holdfast doctor` may tell why")
+    return unavailable(f"the database {path} failed: {error}; check it with `holdfast doctor`")
 
 
 def is_lost(error: sqlite3.Error) -> bool:
-    """Whether a connection is of no more use after this error."""
+    """Whether the connection cannot be used after this error."""
     name = getattr(error, "sqlite_errorname", None) or ""
     return name.startswith(("SQLITE_IOERR", "SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_READONLY", "SQLITE_CANTOPEN"))
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """A connection without a transaction of its own making."""
+    """Open a connection that never begins a transaction by itself."""
     return sqlite3.connect(
         path,
         timeout=BUSY_TIMEOUT_MS / 1000,
         isolation_level=None,
-        # Opened by one thread, then used by another one only.
+        # Opened by one thread, then used by one other thread only.
         check_same_thread=False,
         cached_statements=512,
     )
@@ -119,7 +119,7 @@ T = TypeVar("T")
 
 
 class ReaderThread:
-    """One per engine; the thread starts with the first question."""
+    """One reading thread per engine; it starts with the first query."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -127,21 +127,21 @@ class ReaderThread:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"holdfast-reader-{path.name}")
 
     async def rows(self, name: str, decoder: msgspec.json.Decoder[T], **values: Value) -> T:
-        """What a statement says about the last commit."""
+        """Run a statement that returns one JSON text, on the last commit."""
         return await self.run(lambda connection: read_rows(connection, name, decoder, **values))
 
-    async def run(self, question: Callable[[sqlite3.Connection], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._answer, question)
+    async def run(self, query: Callable[[sqlite3.Connection], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._execute, query)
 
     async def close(self) -> None:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._disconnect)
         self._thread.shutdown(wait=False)
 
-    def _answer(self, question: Callable[[sqlite3.Connection], T]) -> T:
+    def _execute(self, query: Callable[[sqlite3.Connection], T]) -> T:
         try:
             if self._connection is None:
                 self._connection = open_reader(self._path)
-            return question(self._connection)
+            return query(self._connection)
         except sqlite3.Error as exc:
             if is_lost(exc):
                 self._disconnect()
@@ -154,7 +154,7 @@ class ReaderThread:
 
 
 class WriteLock:
-    """Not for several threads at once: one writer per process goes through it."""
+    """The lock between writing processes. Not thread-safe: one writer per process uses it."""
 
     def __init__(self, database: Path) -> None:
         self._waiting = os.open(f"{database}-queue", os.O_RDWR | os.O_CREAT, 0o666)
@@ -165,7 +165,7 @@ class WriteLock:
             raise
 
     def acquire(self) -> None:
-        """Wait for our turn."""
+        """Block until this process may write."""
         fcntl.flock(self._waiting, fcntl.LOCK_EX)
         try:
             fcntl.flock(self._writing, fcntl.LOCK_EX)
@@ -173,7 +173,6 @@ class WriteLock:
             fcntl.flock(self._waiting, fcntl.LOCK_UN)
 
     def release(self) -> None:
-        """Let the next one in."""
         fcntl.flock(self._writing, fcntl.LOCK_UN)
 
     def close(self) -> None:
@@ -183,13 +182,13 @@ class WriteLock:
 
 @contextmanager
 def exclusive_lock(database: Path) -> Iterator[None]:
-    """Nobody else writes meanwhile: for a migration. Blocks. Not for a process that has a writer on this file."""
+    """Lock out other writers, for a migration. Blocks. Not for a process that has a writer on this file."""
     turnstile = WriteLock(database)
     try:
         turnstile.acquire()
         yield
     finally:
-        # Closing gives the locks back, too.
+        # Closing also releases the locks.
         turnstile.close()
 
 
@@ -197,7 +196,7 @@ _PAIRS: Final = msgspec.json.Decoder(list[tuple[str, str]])
 
 
 class DatabaseFile:
-    """Where a database is; a temporary one goes when nobody refers to it any more."""
+    """The path of a database. A temporary one is deleted when this object is no longer referenced."""
 
     def __init__(self, path: str) -> None:
         self.temporary = path in ("", ":memory:")
@@ -206,12 +205,12 @@ class DatabaseFile:
             self.path = Path(directory) / "temporary.db"
             weakref.finalize(self, _remove, directory, os.getpid())
         elif "\0" in path:
-            raise InvalidOption(f"{path!r} is no path")
+            raise InvalidOption(f"{path!r} is not a path")
         else:
             self.path = Path(path).resolve()
 
 
 def _remove(directory: str, owner: int) -> None:
-    # A forked child that ends must not take its parent's database with it.
+    # A forked child that ends must not delete its parent's database.
     if os.getpid() == owner:
         shutil.rmtree(directory, ignore_errors=True)

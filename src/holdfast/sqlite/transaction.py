@@ -1,11 +1,11 @@
 """One SQLite transaction as operations use it: named statements, few steps, notices for after the commit.
 
-Every SQLite step releases the interpreter's lock and has to get it back, which takes up to 5 ms while user code keeps
+Every SQLite step releases the interpreter's lock and has to reacquire it, which takes up to 5 ms while user code keeps
 another thread busy. Row by row (`executemany`, or fetching), a batch of 500 would take seconds. So every statement here
 is one step: rows go in as one long VALUES list and come out as one JSON text.
 
-Statements are the engine's SQL files, read once, with what `core/states.py` defines filled in (requirement S1). A file
-holds one statement (`schema.sql`: all of them) under a header that says what it does, takes and returns. Marks:
+Statements are in the engine's SQL files, one file per family, read once, with what `core/states.py` defines filled in
+(requirement S1). A statement starts with `-- name:` and a header: what it does, takes and returns. Marks:
 `{{final}}` and similar stand for lists of state names, `{{into X}}` for the states that may move to X,
 `{{event_data}}` for an event's data, `{{each priority}}` for one row per priority, `{{rows N}}` for the rows of N
 values each that a bulk statement is run with.
@@ -28,19 +28,19 @@ from holdfast.core.job import MAX_BATCH, Priority
 from holdfast.core.states import FINAL, MOVES, State, event_for
 from holdfast.errors import EngineUnavailable
 
-#: A job in one of these is in the line, waits for a time, or is leased.
+#: A job in one of these is ready, delayed, or leased.
 ACTIVE_STATES: Final = frozenset({State.QUEUED, State.RUNNING, State.RETRYING})
-#: Open, but nothing will happen before somebody acts.
+#: Open, but waiting for an operator or the ledger.
 PARKED_STATES: Final = frozenset(State) - FINAL - ACTIVE_STATES
 
-#: Neither in line, nor leased, nor an ordinary success.
+#: Not queued, leased or succeeded.
 INDEXED_STATES: Final = frozenset(State) - {State.QUEUED, State.RUNNING, State.SUCCEEDED}
 
-#: A finished job goes unless a reader of the feed still needs it, somebody has yet to deal with its dead letter, or an
-#: effect of it is not settled.
-_UNNEEDED: Final = """(
+#: A finished job is deleted unless a reader of the feed still needs it, its dead letter is still to be handled, or one
+#: of its effects is not done.
+_PRUNABLE: Final = """(
        NOT EXISTS (SELECT 1 FROM feed_readers WHERE queue = :queue)
-        OR coalesce((SELECT max(events.id) FROM events WHERE job = jobs.id), 0)
+        OR coalesce((SELECT max(events.id) FROM events WHERE job_row = jobs.id), 0)
          < coalesce((SELECT min(first_event) FROM feed_entries WHERE queue = :queue), 9223372036854775807))
        AND NOT EXISTS (
            SELECT 1 FROM dlq_items AS letter
@@ -51,7 +51,8 @@ _UNNEEDED: Final = """(
             WHERE effect.tenant_id = jobs.tenant_id AND effect.job_id = jobs.job_id AND effect.queue = jobs.queue
               AND effect.state <> 'done')"""
 
-#: An event's data, with what was not copied: of `event` (a row of events) and `jobs` (its job).
+#: An event's complete data, from `event` (a row of events) and `jobs` (its job): what the job's row has is not stored
+#: in the event.
 _EVENT_DATA: Final = """CASE
        WHEN event.from_state IS NULL AND event.to_state IS NOT NULL THEN json_patch(
            json_object(
@@ -62,24 +63,38 @@ _EVENT_DATA: Final = """CASE
        WHEN event.to_state = 'succeeded' THEN json_object('result', jobs.result)
        ELSE event.data END"""
 
+_FAMILIES: Final = ("intake", "claims", "settlement", "moves", "operators", "reads", "feed", "upkeep")
+
 _COMMENT: Final = re.compile(r"^\s*--.*$", re.MULTILINE)
 _MARK: Final = re.compile(r"\{\{(\w+)(?: (\w+))?\}\}")
 
 
 @cache
 def statement(name: str) -> str:
-    """The statement of `sql/<name>.sql`, ready to run (a bulk statement still wants its rows)."""
-    text = (files("holdfast.engine.sqlite") / "sql" / f"{name}.sql").read_text("utf-8")
-    # Without its header: the driver tells INSERT and UPDATE by their first word.
-    return _MARK.sub(_fill, _COMMENT.sub("", text)).strip()
+    """The named statement, with its marks filled in; the rows of a bulk statement are still missing."""
+    # Without its header: the driver recognises INSERT and UPDATE by their first word.
+    return _MARK.sub(_fill, _COMMENT.sub("", statement_texts()[name])).strip()
+
+
+@cache
+def statement_texts() -> dict[str, str]:
+    """Every statement of the engine's SQL files by its name."""
+    folder = files("holdfast.engine.sqlite") / "sql"
+    found = {"schema": (folder / "schema.sql").read_text("utf-8")}
+    for family in _FAMILIES:
+        for part in (folder / f"{family}.sql").read_text("utf-8").split("-- name: ")[1:]:
+            name, _, text = part.partition("\n")
+            assert name not in found, f"two statements are named {name}"
+            found[name] = text
+    return found
 
 
 @cache
 def bulk_statement(name: str, rows: int) -> tuple[str, int]:
-    """The statement for this many rows, and how many values a row has."""
+    """The statement for this number of rows, and the number of values per row."""
     text = statement(name)
     mark = re.search(r"\{\{rows (\d+)\}\}", text)
-    assert mark is not None, f"{name}.sql takes no rows"
+    assert mark is not None, f"{name} takes no rows"
     width = int(mark[1])
     row = f"({', '.join('?' * width)})"
     return text.replace(mark[0], ", ".join([row] * rows)), width
@@ -95,9 +110,9 @@ def _fill(mark: re.Match[str]) -> str:
     match word:
         case "final":
             return _names(FINAL)
-        case "in_motion":
+        case "active":
             return _names(ACTIVE_STATES)
-        case "aside":
+        case "parked":
             return _names(PARKED_STATES)
         case "into":
             return _names(sources_of(State(argument)))
@@ -105,10 +120,10 @@ def _fill(mark: re.Match[str]) -> str:
             return f"'{event_for(None, State(argument))}'"
         case "legal":
             return _legal_moves()
-        case "noted":
+        case "indexed":
             return " OR ".join(f"state = '{state}'" for state in sorted(INDEXED_STATES))
-        case "unneeded":
-            return _UNNEEDED
+        case "prunable":
+            return _PRUNABLE
         case "event_data":
             return _EVENT_DATA
         case "each":
@@ -124,58 +139,58 @@ def _names(states: Iterable[State]) -> str:
 
 
 def _legal_moves() -> str:
-    """Whether came_from → state is in the table."""
+    """SQL that is true if previous_state → state is in the table."""
     arms = [f"WHEN '{state}' THEN state IN ({_names(to)})" for state, to in MOVES.items() if state and to]
-    return f"CASE came_from {' '.join(arms)} ELSE came_from IS NULL AND state IN ({_names(MOVES[None])}) END"
+    return f"CASE previous_state {' '.join(arms)} ELSE previous_state IS NULL AND state IN ({_names(MOVES[None])}) END"
 
 
 T = TypeVar("T")
 
-#: What a statement may be given.
+#: Types of a statement's parameters.
 Value = str | int | None
 
 
 @dataclass(slots=True)
 class CommitNotices:
-    """What a commit means for those who wait."""
+    """What a commit means for waiters."""
 
-    #: Queues in which work became ready.
+    #: Queues in which jobs became ready.
     ready: set[str] = field(default_factory=set)
     #: Queues with notices for listeners.
     notices: set[str] = field(default_factory=set)
     #: Queue and id of jobs that ended.
     finished: list[tuple[str, str]] = field(default_factory=list)
-    #: Queues in which leases ended: a tenant may run one more.
+    #: Queues in which leases ended, so that a tenant at its limit may run one more.
     freed: set[str] = field(default_factory=set)
     #: Queues whose feed has a new entry.
     feeds: set[str] = field(default_factory=set)
-    #: Queues whose story a ledger's file has more of.
+    #: Queues of which a ledger's file has new events.
     recorded: set[str] = field(default_factory=set)
     #: Another process wrote: anything may have happened.
     external: bool = False
 
     def __bool__(self) -> bool:
-        told = (self.ready, self.finished, self.notices, self.freed, self.feeds, self.recorded)
-        return self.external or any(told)
+        notices = (self.ready, self.finished, self.notices, self.freed, self.feeds, self.recorded)
+        return self.external or any(notices)
 
 
 class Transaction:
-    """Begun when the first operation wants to write; each operation is a savepoint in it. The writer commits it."""
+    """Begins with the first operation that writes; each operation is a savepoint in it. The writer commits it."""
 
     def __init__(
         self, connection: sqlite3.Connection, enter: Callable[[], None], untrimmed: dict[str, int], *, alone: bool
     ) -> None:
         self._connection = connection
         self._enter = enter
-        #: With a single operation the whole transaction is its savepoint.
+        #: A single operation needs no savepoint: the whole transaction is rolled back.
         self._alone = alone
-        #: How many entries each queue's feed has got since it was last trimmed; outlives the transaction.
+        #: Entries added to each queue's feed since it was last trimmed; outlives the transaction.
         self.untrimmed = untrimmed
         self.begun = False
         self.effects = CommitNotices()
 
     def begin(self) -> None:
-        """From here on nobody else writes. What was read before must be read again."""
+        """Take the write lock. Whatever was read before must be read again."""
         if not self.begun:
             self._enter()
             self.begun = True
@@ -183,17 +198,17 @@ class Transaction:
             self.open_savepoint()
 
     def open_savepoint(self) -> None:
-        """The next operation starts here."""
+        """Start the next operation."""
         if self.begun and not self._alone:
             self._connection.execute("SAVEPOINT operation")
 
     def keep(self) -> None:
-        """The operation is done."""
+        """End the operation and keep its writes."""
         if self.begun and not self._alone:
             self._connection.execute("RELEASE operation")
 
     def undo(self) -> bool:
-        """Take the operation back, and it alone; False if SQLite has thrown away the whole transaction."""
+        """Roll back this operation only; False if SQLite has already rolled back the whole transaction."""
         if not self.begun:
             return True
         if not self._connection.in_transaction:
@@ -210,26 +225,26 @@ class Transaction:
             self._connection.execute("COMMIT")
 
     def execute(self, text: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> sqlite3.Cursor:
-        """Run SQL that is not this package's: the ledger's. One step for many rows is best, see above."""
+        """Run SQL that is not from this package, for the ledger. Use one step for many rows, see the module."""
         return self._connection.execute(text, values)
 
     def rows(self, name: str, decoder: msgspec.json.Decoder[T], **values: Value) -> T:
-        """What a statement with one JSON text as its answer says."""
+        """Run a statement that returns one JSON text, and decode it."""
         return read_rows(self._connection, name, decoder, **values)
 
     def run(self, name: str, **values: Value) -> int:
-        """Run a writing statement; how many rows it changed."""
+        """Run a writing statement; returns how many rows it changed."""
         return self._connection.execute(statement(name), values).rowcount
 
     def add(self, name: str, **values: Value) -> tuple[int, int]:
-        """Run an INSERT … SELECT; the last row's id and how many there are. Ids are consecutive."""
+        """Run an INSERT … SELECT; returns the last row's id and the number of rows. Ids are consecutive."""
         cursor = self._connection.execute(statement(name), values)
         return cursor.lastrowid or 0, cursor.rowcount
 
     def bulk(
         self, name: str, rows: Sequence[Sequence[Value]], before: Sequence[Value] = (), after: Sequence[Value] = ()
     ) -> tuple[int, int]:
-        """Run a bulk statement with values before and after its rows; the last row's id and how many changed."""
+        """Run a bulk statement with values before and after its rows; returns the last row's id and the row count."""
         text, width = bulk_statement(name, _size_for(len(rows)))
         padding = (_size_for(len(rows)) - len(rows)) * width
         cursor = self._connection.execute(text, [*before, *chain.from_iterable(rows), *[None] * padding, *after])
@@ -237,24 +252,26 @@ class Transaction:
 
 
 def read_rows(connection: sqlite3.Connection, name: str, decoder: msgspec.json.Decoder[T], **values: Value) -> T:
-    """Outside of a transaction: what a statement with one JSON text as its answer says."""
+    """Run a statement that returns one JSON text, outside of a `Transaction`."""
     row: tuple[str] = connection.execute(statement(name), values).fetchone()
     return decoder.decode(row[0])
 
 
-def require_rows(changed: int, wanted: int, what: str) -> None:
-    """A statement repeats the checks of the code before it. If they disagree nothing may be written."""
-    if changed != wanted:
-        raise EngineUnavailable(f"{what}: {changed} rows instead of {wanted}; nothing was changed; please report this")
+def require_rows(changed: int, expected: int, what: str) -> None:
+    """Raise if a statement, which repeats the checks of the code before it, disagrees with them."""
+    if changed != expected:
+        raise EngineUnavailable(
+            f"{what}: {changed} rows instead of {expected}, nothing was changed; report this as a bug"
+        )
 
 
 def json_list(values: Sequence[Any]) -> str:
-    """A list of ids as a statement takes it."""
+    """Encode a list as a statement's parameter."""
     return msgspec.json.encode(values).decode()
 
 
 def _size_for(rows: int) -> int:
-    """The next power of two, so that few statements are ever compiled; rows of NULL fill it up."""
+    """The next power of two, so that few statements are compiled; rows of NULL fill it up."""
     return 1 << (rows - 1).bit_length() if rows else 1
 
 

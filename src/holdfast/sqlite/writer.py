@@ -1,9 +1,8 @@
 """The one thread of a process that writes to a SQLite file: group commit, in order, answers after the commit.
 
 All engines and ledgers of a process on one file share its `Writer`; `acquire_writer` returns it. Operations requested
-while a commit is under way go into the next transaction. Each operation is a savepoint in it, so one that fails does
-not undo the others. No caller gets an answer before the commit has returned, and each event loop is woken once per
-commit.
+during a commit go into the next transaction. Each operation is a savepoint in it, so one that fails does not undo the
+others. No caller gets an answer before the commit has returned, and each event loop is woken once per commit.
 
 While a subscriber waits, the thread also checks every few milliseconds whether another process has written
 (`PRAGMA data_version`, which this process's own commits do not change).
@@ -30,13 +29,13 @@ T = TypeVar("T")
 
 _log = logging.getLogger("holdfast.engine.sqlite")
 
-#: How many operations share a commit at most; more would keep the first ones waiting.
+#: The most operations that share a commit; more would delay the first ones.
 _GROUP: Final = 128
-#: How often to look for other processes' work while somebody waits.
-_LOOK_EVERY_S: Final = 0.005
-#: How long `close` waits for what was asked for.
+#: Interval of the check for other processes' commits while a subscriber waits.
+_POLL_S: Final = 0.005
+#: How long `close` waits for queued operations.
 _CLOSE_S: Final = 10.0
-#: Longer than any step takes; whoever waits longer is told that the file does not answer.
+#: Longer than any step takes; after this the caller gets an error.
 ANSWER_TIMEOUT_S: Final = 30.0
 
 
@@ -47,7 +46,7 @@ class FileWriter(Protocol):
 
 
 class WriteRequest:
-    """One operation somebody waits for. `lazy` ones begin the transaction themselves, if they find something to do."""
+    """One operation with a waiting caller. A `lazy` one begins the transaction itself, if it has something to write."""
 
     __slots__ = ("dropped", "future", "lazy", "loop", "unavailable", "work")
 
@@ -60,12 +59,12 @@ class WriteRequest:
         unavailable: type[Unavailable] = EngineUnavailable,
     ) -> None:
         self.work = work
-        #: What the store's own errors become.
+        #: The type that the store's own errors are translated to.
         self.unavailable = unavailable
         self.lazy = lazy
         self.loop = loop
         self.future = future
-        #: Nobody waits any more. Read by the writer before it starts; what it has started it finishes.
+        #: The caller no longer waits. Read by the writer before it starts the operation; a started one is finished.
         self.dropped = False
 
 
@@ -73,26 +72,26 @@ Outcome = tuple[WriteRequest, Any, BaseException | None]
 
 
 class _FileReplaced(Exception):
-    """The file is not where it was."""
+    """The path no longer leads to the file that was opened."""
 
 
 class CommitSubscriber:
-    """An engine that wants to know what commits bring, while somebody waits in it."""
+    """An engine or ledger that is notified of commits while it has waiters."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, tell: Callable[[CommitNotices], None]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, notify: Callable[[CommitNotices], None]) -> None:
         self.loop = loop
-        self.tell = tell
+        self.notify = notify
         self.waiting = 0
 
 
 class Writer:
-    """There is one for each file: `writers.acquire` gives it."""
+    """The writing thread of one file; `acquire_writer` returns it."""
 
     def __init__(self, path: Path, durable: bool, prepare: Prepare) -> None:
         self.path = path
         self.prepare = prepare
         self._durable = durable
-        self._orders: deque[WriteRequest] = deque()
+        self._requests: deque[WriteRequest] = deque()
         self._wake = threading.Condition()
         self._subscribers: list[CommitSubscriber] = []
         self._closing = False
@@ -100,7 +99,7 @@ class Writer:
         self._connection: sqlite3.Connection | None = None
         self._inode = 0
         self._version = 0
-        self._looked_at = 0.0
+        self._polled_at = 0.0
         self._untrimmed: dict[str, int] = {}
         self.engines = 0
         try:
@@ -120,9 +119,9 @@ class Writer:
         lazy: bool = False,
         unavailable: type[Unavailable] = EngineUnavailable,
     ) -> T:
-        """Run `work(transaction, *arguments)` in the thread's transaction; its result, once that is committed.
+        """Run `work(transaction, *arguments)` in the thread's transaction; returns its result after the commit.
 
-        What it raises is raised here, and what it wrote is taken back. The store's own errors come as `unavailable`.
+        What it raises is raised here, and its writes are rolled back. The store's own errors come as `unavailable`.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
@@ -130,30 +129,29 @@ class Writer:
         def run(transaction: Transaction) -> T:
             return work(transaction, *arguments)
 
-        order = WriteRequest(run, lazy, loop, future, unavailable)
-        self.enqueue(order)
-        timer = loop.call_later(ANSWER_TIMEOUT_S, self._give_up, order)
+        request = WriteRequest(run, lazy, loop, future, unavailable)
+        self.enqueue(request)
+        timer = loop.call_later(ANSWER_TIMEOUT_S, self._time_out, request)
         try:
             return await future
         finally:
-            order.dropped = True
+            request.dropped = True
             timer.cancel()
 
-    def _give_up(self, order: WriteRequest) -> None:
-        if not order.future.done():
-            order.future.set_exception(
-                order.unavailable(
-                    f"the database {self.path} has not answered for {ANSWER_TIMEOUT_S:g} s; "
-                    "another process may have stopped in the middle of a write: continue or end it"
+    def _time_out(self, request: WriteRequest) -> None:
+        if not request.future.done():
+            request.future.set_exception(
+                request.unavailable(
+                    f"the database {self.path} did not answer within {ANSWER_TIMEOUT_S:g} s; "
+                    "another process may be stopped during a write: resume or kill it"
                 )
             )
 
-    def enqueue(self, order: WriteRequest) -> None:
-        """Queue an operation."""
+    def enqueue(self, request: WriteRequest) -> None:
         with self._wake:
             if self._closing:
-                raise order.unavailable("the engine is closed; open it again")
-            self._orders.append(order)
+                raise request.unavailable("the engine is closed; open it again")
+            self._requests.append(request)
             self._wake.notify()
 
     def subscribe(self, subscriber: CommitSubscriber) -> None:
@@ -165,26 +163,26 @@ class Writer:
             self._subscribers.remove(subscriber)
 
     def watch(self, subscriber: CommitSubscriber, change: int) -> None:
-        """Somebody begins (+1) or ceases (-1) to wait there."""
+        """Count a new waiter (+1), or one that has left (-1)."""
         with self._wake:
             subscriber.waiting += change
             if subscriber.waiting == 1 and change > 0:
                 self._wake.notify()
 
     def close(self) -> None:
-        """Finish what was asked for, then give the file back. Blocks."""
+        """Finish queued operations, then close the file. Blocks."""
         with self._wake:
             self._closing = True
             self._wake.notify()
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
-            # It waits for a process that stopped in mid-write. The thread ends with this process, or once it is let in.
-            _log.warning("%s is closed while another process holds it locked", self.path)
+            # It waits for a process stopped during a write; it ends when it gets the lock, or with this process.
+            _log.warning("%s closed while another process has it locked", self.path)
         else:
             self._turnstile.close()
 
     def abandon_after_fork(self) -> None:
-        """In a forked child: the thread is not here, and the locks are the parent's."""
+        """Close in a forked child, where the thread does not exist and the locks belong to the parent."""
         self._wake = threading.Condition()
         self._closing = True
         self._turnstile.close()
@@ -198,59 +196,59 @@ class Writer:
                 break
             if group:
                 self._handle(group)
-            self._look_elsewhere()
+            self._poll_other_processes()
         if self._connection is not None:
             self._connection.close()
 
     def _next_group(self) -> list[WriteRequest] | None:
-        """What has been asked for; empty when it is time to look elsewhere, None at the end."""
+        """The next queued operations; empty when it is time to poll, None when closed."""
         with self._wake:
-            while not self._orders:
+            while not self._requests:
                 if self._closing:
                     return None
                 watched = any(subscriber.waiting for subscriber in self._subscribers)
-                if not self._wake.wait(_LOOK_EVERY_S if watched else None):
+                if not self._wake.wait(_POLL_S if watched else None):
                     return []
-            return [self._orders.popleft() for _ in range(min(_GROUP, len(self._orders)))]
+            return [self._requests.popleft() for _ in range(min(_GROUP, len(self._requests)))]
 
     def _handle(self, group: list[WriteRequest]) -> None:
-        group = [order for order in group if not order.dropped]
+        group = [request for request in group if not request.dropped]
         outcomes: list[Outcome] = []
         effects = CommitNotices()
         try:
             outcomes, effects = self._transact(group)
-        except Exception as exc:  # noqa: BLE001 - nothing of the group was committed, and everyone in it is told why
+        except Exception as exc:  # noqa: BLE001 - nothing of the group was committed, and all its callers get the error
             self._roll_back(exc)
-            outcomes = [(order, None, self._as_ours(exc, order)) for order in group]
+            outcomes = [(request, None, self._translate_error(exc, request)) for request in group]
         self._deliver(outcomes, effects)
 
     def _transact(self, group: list[WriteRequest]) -> tuple[list[Outcome], CommitNotices]:
         connection = self._connect()
         transaction = Transaction(connection, self._turnstile.acquire, self._untrimmed, alone=len(group) == 1)
         try:
-            outcomes = [self._perform(order, transaction) for order in group]
+            outcomes = [self._perform(request, transaction) for request in group]
             transaction.commit()
         finally:
             if transaction.begun:
                 self._turnstile.release()
         return outcomes, transaction.effects
 
-    def _perform(self, order: WriteRequest, transaction: Transaction) -> Outcome:
-        """Run one operation; if it fails, it alone is taken back."""
+    def _perform(self, request: WriteRequest, transaction: Transaction) -> Outcome:
+        """Run one operation; if it fails, only its own writes are rolled back."""
         transaction.open_savepoint()
         try:
-            if not order.lazy:
+            if not request.lazy:
                 transaction.begin()
-            result = order.work(transaction)
+            result = request.work(transaction)
         except Exception as exc:
             if (isinstance(exc, sqlite3.Error) and is_lost(exc)) or not transaction.undo():
                 raise
-            return order, None, self._as_ours(exc, order)
+            return request, None, self._translate_error(exc, request)
         transaction.keep()
-        return order, result, None
+        return request, result, None
 
     def _roll_back(self, error: Exception) -> None:
-        """The connection is clean again, or gone and opened anew next time."""
+        """Roll back, or drop an unusable connection, which is opened again next time."""
         connection = self._connection
         if connection is None:
             return
@@ -264,22 +262,22 @@ class Writer:
             self._connection = None
             connection.close()
 
-    def _as_ours(self, error: Exception, order: WriteRequest) -> Exception:
+    def _translate_error(self, error: Exception, request: WriteRequest) -> Exception:
         if isinstance(error, sqlite3.Error | OSError):
-            ours = translate(error, self.path, order.unavailable)
+            translated = translate(error, self.path, request.unavailable)
         elif isinstance(error, _FileReplaced):
-            ours = order.unavailable(str(error))
+            translated = request.unavailable(str(error))
         else:
             return error
-        ours.__cause__ = error
-        return ours
+        translated.__cause__ = error
+        return translated
 
     def _connect(self) -> sqlite3.Connection:
-        """The connection to the file that is at our path now."""
+        """The connection to the file that is at the path now."""
         if self._connection is not None:
             if _inode(self.path) == self._inode:
                 return self._connection
-            # SQLite would go on writing into a file that nobody can find any more.
+            # SQLite would continue to write into a file that no longer has a name.
             connection, self._connection = self._connection, None
             connection.close()
             raise _FileReplaced(f"the database {self.path} was moved or deleted while in use; put it back")
@@ -292,17 +290,17 @@ class Writer:
         self._version = self._data_version(self._connection)
         return self._connection
 
-    def _look_elsewhere(self) -> None:
-        """Wake everybody who waits if another process has written."""
+    def _poll_other_processes(self) -> None:
+        """Wake all waiters if another process has written."""
         now = time.monotonic()
         connection = self._connection
-        if connection is None or now - self._looked_at < _LOOK_EVERY_S:
+        if connection is None or now - self._polled_at < _POLL_S:
             return
-        self._looked_at = now
+        self._polled_at = now
         try:
             version = self._data_version(connection)
         except sqlite3.Error as exc:
-            _log.warning("cannot look for other processes' work in %s: %s", self.path, exc)
+            _log.warning("cannot check %s for commits of other processes: %s", self.path, exc)
             return
         if version != self._version:
             self._version = version
@@ -314,32 +312,32 @@ class Writer:
         return int(version)
 
     def _deliver(self, outcomes: list[Outcome], effects: CommitNotices) -> None:
-        """Answers and news, one call into each event loop."""
-        mail: dict[asyncio.AbstractEventLoop, tuple[list[Outcome], list[CommitSubscriber]]] = {}
+        """Pass answers and notices on, with one call into each event loop."""
+        by_loop: dict[asyncio.AbstractEventLoop, tuple[list[Outcome], list[CommitSubscriber]]] = {}
         for outcome in outcomes:
-            mail.setdefault(outcome[0].loop, ([], []))[0].append(outcome)
+            by_loop.setdefault(outcome[0].loop, ([], []))[0].append(outcome)
         if effects:
             with self._wake:
                 listening = [subscriber for subscriber in self._subscribers if subscriber.waiting]
             for subscriber in listening:
-                mail.setdefault(subscriber.loop, ([], []))[1].append(subscriber)
-        for loop, (answers, subscribers) in mail.items():
+                by_loop.setdefault(subscriber.loop, ([], []))[1].append(subscriber)
+        for loop, (answers, subscribers) in by_loop.items():
             try:
-                loop.call_soon_threadsafe(_hand_over, answers, subscribers, effects)
+                loop.call_soon_threadsafe(_resolve, answers, subscribers, effects)
             except RuntimeError:
-                _log.debug("an event loop is gone before its answer from %s came", self.path)
+                _log.debug("event loop closed before it received its answers from %s", self.path)
 
 
-def _hand_over(answers: list[Outcome], subscribers: list[CommitSubscriber], effects: CommitNotices) -> None:
-    for order, result, error in answers:
-        if order.future.done():
+def _resolve(answers: list[Outcome], subscribers: list[CommitSubscriber], effects: CommitNotices) -> None:
+    for request, result, error in answers:
+        if request.future.done():
             continue
         if error is None:
-            order.future.set_result(result)
+            request.future.set_result(result)
         else:
-            order.future.set_exception(error)
+            request.future.set_exception(error)
     for subscriber in subscribers:
-        subscriber.tell(effects)
+        subscriber.notify(effects)
 
 
 def _inode(path: Path) -> int:
@@ -357,9 +355,9 @@ def acquire_writer(
     prepare: Prepare,
     unavailable: type[Unavailable] = EngineUnavailable,
 ) -> Writer:
-    """This process's writer for the file (an absolute path), started if need be. Blocks.
+    """This process's writer for the file (an absolute path), started if necessary. Blocks.
 
-    `prepare` is the same function for all who share a file: an engine's and a ledger's of its own are two files.
+    All users of a file pass the same `prepare`: an engine and a separate ledger need two files.
     """
     with _registry:
         writer = _writers.get(path)
@@ -374,16 +372,16 @@ def acquire_writer(
                 ) from exc
             _writers[path] = writer
         elif writer.prepare is not prepare:
-            raise InvalidOption(f"{path} is in use as another kind of store; give the ledger a file of its own")
+            raise InvalidOption(f"{path} is in use as another kind of store; use a separate file for the ledger")
         writer.engines += 1
         return writer
 
 
 def release_writer(writer: Writer) -> None:
-    """Give it back; the last one ends the thread. Blocks."""
+    """Release a writer; the last release ends the thread. Blocks."""
     with _registry:
         if _writers.get(writer.path) is not writer:
-            # Acquired before a fork: it is the parent's.
+            # Acquired before a fork: it belongs to the parent.
             return
         writer.engines -= 1
         if writer.engines == 0:
@@ -391,8 +389,8 @@ def release_writer(writer: Writer) -> None:
             writer.close()
 
 
-def _forget_writers() -> None:
-    """A forked child has none of the threads, and must not touch its parent's connections."""
+def _abandon_writers() -> None:
+    """Drop all writers in a forked child: it has no threads, and must not touch its parent's connections."""
     global _registry
     _registry = threading.Lock()
     _orphans.extend(_writers.values())
@@ -401,6 +399,6 @@ def _forget_writers() -> None:
     _writers.clear()
 
 
-#: Kept, so that no connection of the parent is ever closed here: that would cut its log.
+#: Keeps the parent's connections referenced: closing one here would truncate the parent's write-ahead log.
 _orphans: Final[list[Writer]] = []
-os.register_at_fork(after_in_child=_forget_writers)
+os.register_at_fork(after_in_child=_abandon_writers)

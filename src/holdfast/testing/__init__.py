@@ -1,7 +1,7 @@
-"""For tests of your own: contexts for unit tests, inline and drain modes, a clock moved by hand.
+"""Helpers for testing applications: contexts for unit tests, inline and drain modes, a manual clock.
 
-The fixtures of the pytest plugin are `holdfast_app`, `holdfast_clock` and `holdfast_worker`. The engine contract needs
-pytest and is imported from `holdfast.testing.contract`, not from here.
+The pytest plugin has the fixtures `holdfast_app`, `holdfast_clock` and `holdfast_worker`. The engine contract needs
+pytest; import it from `holdfast.testing.contract`.
 """
 
 from holdfast._platform import unsupported

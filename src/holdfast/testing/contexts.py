@@ -1,10 +1,10 @@
-"""A `Context` for the unit test of one function: no app, no job, no store.
+"""A `Context` for unit tests of a task function, without app, job or store.
 
     ctx = make_context(attempt=2, tenant_id="acme", approvals=["refund"])
     assert await refund(ctx, "order-7") == "refunded"
 
-Effects and steps are kept in memory, by this context and by those that `next_attempt` makes from it. `sleep` moves the
-context's clock and returns. Nothing retries: the test gets what the function raises.
+Effects and steps are kept in memory and shared with the contexts that `next_attempt` returns. `sleep` advances the
+context's clock and returns. Nothing is retried: the test gets what the function raises.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from holdfast.testing.effects import MemoryLedger
 from holdfast.testing.inline import ManualClock
 
 _WORKER: Final = "test"
-_PATIENCE_S: Final = 5.0
-#: The event loop of `ctx.blocking` in tests that have none.
+_LEASE_S: Final = 5.0
+#: The event loop of `ctx.blocking` in tests that have no loop.
 _portal: Final = BlockingPortal()
 
 
@@ -48,10 +48,11 @@ def make_context(
     cancelled: bool = False,
     clock: ManualClock | None = None,
 ) -> UnitContext:
-    """A context for one call of a task's function.
+    """Create a context for one call of a task's function.
 
-    `retry_count` is one less than `attempt` unless given. `approvals` are the names of questions that are approved,
-    or who approved each; others raise `ApprovalInterrupt`. With `cancelled` the run is over: effects and steps refuse.
+    `retry_count` defaults to `attempt - 1`. `approvals` has the names of the approved requests, or maps each name to
+    its approver; other requests raise `ApprovalInterrupt`. With `cancelled` the run has ended, and effects and steps
+    raise.
     """
     clock = clock or ManualClock()
     chosen_id = job_id or new_job_ids(1)[0]
@@ -70,14 +71,14 @@ def make_context(
             context=dict(context) if context else None,
         ),
     )
-    made = UnitContext(claim, _Memory(clock, approvals))
+    ctx = UnitContext(claim, _Memory(clock, approvals))
     if cancelled:
-        made._end()
-    return made
+        ctx._end()
+    return ctx
 
 
 class UnitContext(Context):
-    """What `make_context` makes."""
+    """The context that `make_context` returns."""
 
     __slots__ = ("_memory",)
 
@@ -87,7 +88,7 @@ class UnitContext(Context):
         self._own_scope = RunScope(claim, memory.tools())
 
     def next_attempt(self) -> UnitContext:
-        """The same job after a failure: its effects and steps are known, its retry count is one higher."""
+        """Return the context of the job's next attempt: same effects and steps, retry count plus 1."""
         claim, attempt = self._claim, self._claim.attempt + 1
         meta = msgspec.structs.replace(claim.meta, retry_count=claim.meta.retry_count + 1)
         lease = Lease(claim.queue, claim.job_id, f"test-{attempt}", 1, _WORKER)
@@ -97,7 +98,7 @@ class UnitContext(Context):
 
     def _scope(self, what: str) -> RunScope:
         scope = super()._scope(what)
-        # Of the loop that runs here: the context may have been made before it.
+        # The runtime of the loop that runs now: the context may be older than the loop.
         scope.tools = self._memory.tools()
         return scope
 
@@ -106,20 +107,22 @@ class UnitContext(Context):
             self._steps = _UnitSteps(self._scope("step"), self._memory.clock)
         return self._steps
 
-    def _ask(self, name: str, details: Any, *, reason: str, quorum: int, deadline: Duration | None) -> Approval:
+    def _request_approval(
+        self, name: str, details: Any, *, reason: str, quorum: int, deadline: Duration | None
+    ) -> Approval:
         try:
-            return super()._ask(name, details, reason=reason, quorum=quorum, deadline=deadline)
+            return super()._request_approval(name, details, reason=reason, quorum=quorum, deadline=deadline)
         except ApprovalInterrupt as exc:
             approvals = self._memory.approvals
             if name not in approvals:
                 raise
             by = approvals[name] if isinstance(approvals, Mapping) else _WORKER
-            ask, now_ms = exc.ask, self._memory.clock.now_ms()
-            return Approval(approval_id=ask.approval_id, by=(by,), at_ms=now_ms, payload_hash=ask.payload_hash)
+            request, now_ms = exc.request, self._memory.clock.now_ms()
+            return Approval(approval_id=request.approval_id, by=(by,), at_ms=now_ms, payload_hash=request.payload_hash)
 
 
 class _UnitSteps(Steps):
-    """Steps whose sleeps take no time."""
+    """Steps that sleep by advancing the clock."""
 
     def __init__(self, scope: RunScope, clock: ManualClock) -> None:
         super().__init__(scope)
@@ -130,7 +133,7 @@ class _UnitSteps(Steps):
 
 
 class _Memory:
-    """What the contexts of one job share."""
+    """State that the contexts of one job share."""
 
     def __init__(self, clock: ManualClock, approvals: Collection[str] | Mapping[str, str]) -> None:
         self.clock = clock
@@ -139,14 +142,14 @@ class _Memory:
         self._tools: dict[asyncio.AbstractEventLoop, EffectRuntime] = {}
 
     def tools(self) -> EffectRuntime:
-        """Those of the running event loop; without one, of a loop in a thread."""
+        """Return the runtime of the running event loop, or of a loop in a thread if none runs."""
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
             return _portal.call("make_context", self._on_loop, "make_context(…)")
         if loop not in self._tools:
             self._tools[loop] = EffectRuntime(
-                self._open, _find, self.clock.now_ms, Counters(), lease_s=_PATIENCE_S, payload_limit=PAYLOAD_LIMIT
+                self._open, _find, self.clock.now_ms, Counters(), lease_s=_LEASE_S, payload_limit=PAYLOAD_LIMIT
             )
         return self._tools[loop]
 
@@ -158,5 +161,5 @@ class _Memory:
 
 
 async def _find(_queue: str, _job_id: str) -> JobInfo | None:
-    """There is no other job."""
+    """Find no other job."""
     return None

@@ -1,4 +1,4 @@
-"""Effects and steps in memory, for inline mode and `make_context`: they pass the contract of every ledger.
+"""In-memory effects and steps for inline mode and `make_context`. They pass the effects contract of the ledgers.
 
 Safe to use from several event loops and threads.
 """
@@ -28,26 +28,26 @@ _NEVER_MS: Final = 0
 
 
 class MemoryLedger:
-    """What effects and steps need of a ledger."""
+    """The part of a ledger that effects and steps need."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self.effects: EffectStore = MemoryEffects(clock)
 
 
 class MemoryEffects(EffectStore):
-    """Role `Effects` of a ledger; gone with the object."""
+    """An `EffectStore` whose data lives as long as the object."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
         self._lock = threading.Lock()
-        self._held: dict[tuple[str, str], EffectKey] = {}
-        #: When a done key may be used again.
+        self._rows: dict[tuple[str, str], EffectKey] = {}
+        #: When a done key may be reserved again.
         self._expires_at_ms: dict[tuple[str, str], int] = {}
         self._steps: dict[JobKey, dict[int, Step]] = {}
 
-    async def reserve(self, wishes: Sequence[Reservation]) -> list[EffectKey]:
+    async def reserve(self, reservations: Sequence[Reservation]) -> list[EffectKey]:
         with self._lock:
-            return [self._reserve(wish) for wish in wishes]
+            return [self._reserve(reservation) for reservation in reservations]
 
     async def conclude(self, outcomes: Sequence[EffectOutcome]) -> list[bool]:
         with self._lock:
@@ -55,7 +55,7 @@ class MemoryEffects(EffectStore):
 
     async def get(self, keys: Sequence[tuple[str, str]]) -> list[EffectKey | None]:
         with self._lock:
-            return [self._held.get(key) for key in keys]
+            return [self._rows.get(key) for key in keys]
 
     async def steps(self, jobs: Sequence[JobKey]) -> list[list[Step]]:
         with self._lock:
@@ -66,45 +66,45 @@ class MemoryEffects(EffectStore):
         with self._lock:
             return [self._record(step) for step in steps]
 
-    def _reserve(self, wish: Reservation) -> EffectKey:
-        at, now_ms = (wish.tenant_id, wish.key), self._clock.now_ms()
-        held = self._held.get(at)
-        if held is not None and not self._may_take(at, held, wish, now_ms):
-            return held
+    def _reserve(self, reservation: Reservation) -> EffectKey:
+        at, now_ms = (reservation.tenant_id, reservation.key), self._clock.now_ms()
+        current = self._rows.get(at)
+        if current is not None and not self._is_available(at, current, reservation, now_ms):
+            return current
         self._expires_at_ms.pop(at, None)
-        self._held[at] = EffectKey(
+        self._rows[at] = EffectKey(
             state=EffectState.RESERVED,
-            token=wish.token,
+            token=reservation.token,
             value=None,
-            function=wish.function,
-            fingerprint=wish.fingerprint,
-            queue=wish.queue,
-            job_id=clean(wish.job_id),
-            attempt=wish.attempt,
-            worker=clean(wish.worker),
+            function=reservation.function,
+            fingerprint=reservation.fingerprint,
+            queue=reservation.queue,
+            job_id=clean(reservation.job_id),
+            attempt=reservation.attempt,
+            worker=clean(reservation.worker),
             reason="",
             updated_at_ms=now_ms,
         )
-        return self._held[at]
+        return self._rows[at]
 
-    def _may_take(self, at: tuple[str, str], held: EffectKey, wish: Reservation, now_ms: int) -> bool:
-        if held.state is EffectState.DONE:
+    def _is_available(self, at: tuple[str, str], current: EffectKey, reservation: Reservation, now_ms: int) -> bool:
+        if current.state is EffectState.DONE:
             return _NEVER_MS < self._expires_at_ms.get(at, _NEVER_MS) <= now_ms
-        return held.token == wish.replaces_token
+        return current.token == reservation.replaces_token
 
     def _conclude(self, outcome: EffectOutcome) -> bool:
         at = (outcome.tenant_id, outcome.key)
-        held = self._held.get(at)
-        if held is None or held.token != outcome.token or held.state is EffectState.DONE:
-            return holds_key(outcome, None if held is None else held.token)
+        current = self._rows.get(at)
+        if current is None or current.token != outcome.token or current.state is EffectState.DONE:
+            return holds_key(outcome, None if current is None else current.token)
         if outcome.state is None:
-            del self._held[at]
+            del self._rows[at]
             return True
         done, now_ms = outcome.state is EffectState.DONE, self._clock.now_ms()
         if done and outcome.ttl_ms is not None:
             self._expires_at_ms[at] = now_ms + outcome.ttl_ms
-        self._held[at] = msgspec.structs.replace(
-            held,
+        self._rows[at] = msgspec.structs.replace(
+            current,
             state=outcome.state,
             value=outcome.value if done else None,
             reason=clean(outcome.reason),

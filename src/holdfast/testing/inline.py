@@ -1,17 +1,17 @@
-"""Run an app's jobs inside a test: on submit (`inline`), or all that are due (`drain`).
+"""Run an app's jobs inside a test: on submit (`inline`), or all due jobs (`drain`).
 
     with inline(app):
         job = await publish.submit(article)      # has run when this returns
         assert await job.result() == "done"
 
-    await drain(app)                             # a real worker, until nothing is due
+    await drain(app)                             # a real worker, until no job is due
 
-Inline mode uses no store: jobs, effects and steps are kept in memory and end with the block, and webhooks are not sent.
-Arguments and results pass through the same codec as in production, failures through the same classification and
-`judge`. Retries and delays happen at once; only a task's `timeout` is real time.
+Inline mode uses no store: jobs, effects and steps are kept in memory until the block ends, and webhooks are not sent.
+Arguments and results use the same codec as in production, failures the same classification and `judge`. Retries and
+delays take no time; only a task's `timeout` is real time.
 
-`drain` runs a worker on the app's own engine. With SQLite in memory and a `ManualClock`, which stands still,
-`advance` the clock and drain again. `InMemoryWorker`, the fixture `holdfast_worker`, does both.
+`drain` runs a worker on the app's own engine. With SQLite in memory and a `ManualClock`, `advance` the clock and drain
+again. `InMemoryWorker`, the fixture `holdfast_worker`, does both.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ from holdfast.testing.effects import MemoryLedger
 from holdfast.worker.runner import CANCEL_GRACE_S
 from holdfast.worker.worker import Worker
 
-#: 2024-01-01T00:00:00Z: any instant does, as long as it is the same in every run.
+#: 2024-01-01T00:00:00Z: an arbitrary instant, the same in every run.
 START_MS: Final = 1_704_067_200_000
 
 
 class ManualClock(Clock):
-    """Stands still until `advance` is called. Safe to read from any thread."""
+    """A clock that stands still until `advance` or `jump` is called. Safe to read from any thread."""
 
     def __init__(self, start_ms: int = START_MS) -> None:
         self._now_ms = start_ms
@@ -69,31 +69,31 @@ class ManualClock(Clock):
         return self._now_ms
 
     def advance(self, by: timedelta | float) -> None:
-        """Let time pass: a `timedelta`, or seconds."""
+        """Move the clock forward by a `timedelta` or a number of seconds."""
         span = by if isinstance(by, timedelta) else timedelta(seconds=by)
         if span < timedelta():
-            raise InvalidOption(f"time does not run backwards: advance({by!r}); use `jump` to test a clock that does")
+            raise InvalidOption(f"advance({by!r}) would move time backwards; use `jump` to set an earlier time")
         self._now_ms += to_ms(span)
 
     def jump(self, to_ms: int) -> None:
-        """Set the clock, back or forth, as a bad time server would."""
+        """Set the clock forward or back, as a faulty time server would."""
         self._now_ms = to_ms
 
 
 _WORKER: Final = "inline"
-_LOOK_S: Final = 0.002
-_NOT_AT_ALL: Final = timedelta()
+_POLL_S: Final = 0.002
+_NO_WAIT: Final = timedelta()
 
 
 @contextmanager
 def inline(app: Holdfast) -> Iterator[None]:
-    """Inside the block, `submit` runs the job where it is submitted, to its end."""
+    """Inside the block, `submit` runs the job to its end before it returns."""
     with app.run_inline(InlineSubmitter(app)):
         yield
 
 
 async def drain(app: Holdfast, queues: Sequence[str] | None = None) -> int:
-    """Run what is due, and what becomes due by it, until nothing is; returns how many runs that took."""
+    """Run due jobs, and those that become due meanwhile, until no job is due. Return the number of runs."""
     await app.open()
     engine = app.engine
     names = list(queues) if queues is not None else await engine.queues()
@@ -105,7 +105,7 @@ async def drain(app: Holdfast, queues: Sequence[str] | None = None) -> int:
         while not running.done():
             if await _is_idle(app, worker, names):
                 break
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
     finally:
         worker.drain()
         await running
@@ -113,7 +113,7 @@ async def drain(app: Holdfast, queues: Sequence[str] | None = None) -> int:
 
 
 async def _is_idle(app: Holdfast, worker: Worker, queues: Sequence[str]) -> bool:
-    """Whether nothing runs or is due. A run that ends meanwhile may leave a retry that is due at once."""
+    """Whether no job runs or is due. A run that ends during the check may leave a retry that is due at once."""
     finished = worker.finished
     if await _due(app, worker, queues) or (await app.engine.promote(queues, MAX_BATCH)).count:
         return False
@@ -121,19 +121,19 @@ async def _is_idle(app: Holdfast, worker: Worker, queues: Sequence[str]) -> bool
 
 
 async def _due(app: Holdfast, worker: Worker, queues: Sequence[str]) -> int:
-    """Jobs that run, or could run now."""
+    """Count jobs that run or could run now."""
     due = worker.in_flight + (not worker.ready)
     for queue in queues:
         stats = await app.engine.stats(queue)
         if not stats.control.paused:
             due += max(0, stats.states.get(State.QUEUED, 0) - stats.delayed)
-    # The engine is asked, too: what it has handed out just now may still be on its way to the worker.
-    handed_out = sum(view.pending for view in await app.engine.workers(queues) if view.worker == worker.incarnation)
-    return due + handed_out + worker.in_flight
+    # Ask the engine too: the reply with its latest claims may not have reached the worker.
+    claimed = sum(view.pending for view in await app.engine.workers(queues) if view.worker == worker.incarnation)
+    return due + claimed + worker.in_flight
 
 
 class InlineSubmitter(Submitter):
-    """Runs jobs where they are handed in, and remembers how they ended."""
+    """Runs jobs on submit and keeps their final states in memory."""
 
     def __init__(self, app: Holdfast) -> None:
         self._app = app
@@ -141,15 +141,15 @@ class InlineSubmitter(Submitter):
         self._keys: dict[tuple[str, str, str], str] = {}
         self._clock = SystemClock()
         self._random = Random()
-        #: What jobs have slept: nobody waits for it here.
+        #: Total time that jobs have slept; inline mode does not wait for it.
         self._slept_ms = 0
-        #: For effects and steps, by event loop: a blocking door has another one than the test.
+        #: For effects and steps, by event loop: blocking calls run on another loop than the test.
         self._tools: dict[asyncio.AbstractEventLoop, EffectRuntime] = {}
         self._memory = MemoryLedger()
         self._counts = Counters()
 
     async def submit(self, envelope: Envelope) -> Receipt:
-        gate = self._app.guard_runner(None, can_ask=True)
+        gate = self._app.guard_runner(None, can_request_approval=True)
         if gate.applies_to(envelope):
             envelope = await gate.review(envelope)
         if envelope.idempotency_key:
@@ -171,8 +171,8 @@ class InlineSubmitter(Submitter):
     async def wait_final(self, queue: str, job_id: str, wait_ms: int) -> JobInfo | None:
         view = self._views.get((queue, job_id))
         if view is not None and view.finished_at_ms == 0:
-            # Nobody will ever move it: waiting would hang the test.
-            raise WaitTimeout(job_id, view.state, _NOT_AT_ALL)
+            # Nothing moves it any more: waiting would hang the test.
+            raise WaitTimeout(job_id, view.state, _NO_WAIT)
         return view
 
     async def cancel(self, queue: str, job_id: str, actor: str, reason: str) -> None:
@@ -200,7 +200,7 @@ class InlineSubmitter(Submitter):
         )
 
     async def _run(self, queue: str, job_id: str) -> None:
-        """Attempt after attempt, without the waiting between."""
+        """Run attempt after attempt, without waiting in between."""
         while (view := self._views[queue, job_id]).state in (State.QUEUED, State.RETRYING):
             view = self._move(view, State.RUNNING, attempt=view.attempt + 1)
             claim = self._claim(view)
@@ -215,7 +215,7 @@ class InlineSubmitter(Submitter):
             try:
                 self._settle(self._views[queue, job_id], claim, verdict)
             except TransitionInvalid:
-                # It cancelled itself in its own run.
+                # The job cancelled itself during its run.
                 return
 
     async def _perform(self, claim: Claim, plan: TaskSpec | None, context: Context | None) -> Outcome:
@@ -229,7 +229,7 @@ class InlineSubmitter(Submitter):
             if done:
                 return running.result()
         except asyncio.CancelledError:
-            # The test's own: its job ends with it.
+            # The test was cancelled: end its job too.
             await self._end(running, context)
             raise
         late = await self._end(running, context)
@@ -237,7 +237,7 @@ class InlineSubmitter(Submitter):
 
     @staticmethod
     async def _end(running: asyncio.Future[Outcome], context: Context | None) -> Outcome | None:
-        """End a run from outside. A thread cannot be stopped; nobody waits for it."""
+        """End a run from outside. A thread cannot be stopped and is not waited for."""
         if context is not None:
             context._end()
         running.cancel()
@@ -308,33 +308,33 @@ class InlineSubmitter(Submitter):
 
 
 class InMemoryWorker:
-    """What the fixture `holdfast_worker` gives. Delivers no webhooks and publishes no events."""
+    """The worker of the fixture `holdfast_worker`. Delivers no webhooks and publishes no events."""
 
     def __init__(self, app: Holdfast, clock: ManualClock) -> None:
-        """Raises `UsageError` for an app that is not in memory."""
+        """Raise `UsageError` if the app is not in memory."""
         if not app.settings.in_memory:
             raise UsageError(
-                f"the app is on {app.settings.url.partition('://')[0]}://…, not in memory; return it from the fixture "
-                "holdfast_base_app and use holdfast_app, which moves it"
+                f"the app uses {app.settings.url.partition('://')[0]}://…, not memory; return it from the fixture "
+                "holdfast_base_app and use holdfast_app"
             )
         self.app = app
         self.clock = clock
 
     async def drain(self, queues: Sequence[str] | None = None) -> int:
-        """Run what is due, and what becomes due by it, until nothing is; returns how many runs that took."""
+        """Run due jobs, and those that become due meanwhile, until no job is due. Return the number of runs."""
         return await drain(self.app, queues)
 
     async def advance(self, by: timedelta | float, queues: Sequence[str] | None = None) -> int:
-        """Let time pass, then drain."""
+        """Advance the clock, then drain."""
         self.clock.advance(by)
         return await self.drain(queues)
 
     def drain_sync(self, queues: Sequence[str] | None = None) -> int:
-        """`drain` for tests without an event loop."""
+        """Drain, in tests without an event loop."""
         return self._call(lambda: self.drain(queues), "drain")
 
     def advance_sync(self, by: timedelta | float, queues: Sequence[str] | None = None) -> int:
-        """`advance` for tests without an event loop."""
+        """Advance the clock and drain, in tests without an event loop."""
         return self._call(lambda: self.advance(by, queues), "advance")
 
     def _call(self, make: Any, name: str) -> int:

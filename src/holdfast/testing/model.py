@@ -1,8 +1,8 @@
-"""A queue in plain Python: what an engine should answer, in as few lines as it takes.
+"""A model of one queue in plain Python: what an engine should answer.
 
-No batches, no storage, no clock but a number. `machine.py` drives an engine and this model side by side with
-random steps and compares. Where the port leaves an engine a choice (which of the ready jobs a claim gives),
-the model checks that the choice was allowed, and follows it.
+No batches, no storage; the clock is a number. `state_machine.py` drives an engine and this model with the same random
+steps and compares them. Where the port leaves an engine a choice (for example which ready jobs a claim returns), the
+model checks that the choice was allowed and follows it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from holdfast.core.verdict import (
     Verdict,
 )
 
-#: Model time moves in whole units; all durations end on half a unit. However slow the machine, a run of a few
-#: seconds never decides on which side of a deadline a step falls.
+#: Model time moves in whole units; all durations end on half a unit. A slow machine therefore never changes on which
+#: side of a deadline a step falls.
 UNIT_MS: Final = 1_000_000
 VISIBILITY_MS: Final = 3 * UNIT_MS + UNIT_MS // 2
 MAX_DELIVERIES: Final = 2
@@ -34,7 +34,7 @@ MAX_DELIVERIES: Final = 2
 
 @dataclass(slots=True)
 class ModelJob:
-    """One job as it should be."""
+    """The expected state of one job."""
 
     envelope: Envelope
     state: State
@@ -42,23 +42,23 @@ class ModelJob:
     attempt: int = 0
     retry_count: int = 0
     lost_leases: int = 0
-    #: The one lease that counts, while running.
+    #: The valid lease, while running.
     lease: Lease | None = None
     expires_at: int = 0
-    #: While it waits: when it may run.
+    #: When a waiting job may run.
     due_at: int | None = None
-    #: It has a due time, but an engine may have put it in line: it was due when somebody claimed, or an operator
-    #: woke it from its sleep.
+    #: Has a due time, but an engine may have made it ready: it was due at a claim, was expedited, or was requeued
+    #: while it slept.
     perhaps_in_line: bool = False
-    #: What its submitter asked for; no operator makes it run earlier.
+    #: Requested by the submitter. Parking and resuming the job does not make it run earlier.
     run_at: int = 0
-    #: What it asked for itself when it gave its worker back.
+    #: Requested by the job itself on release.
     asleep_until: int = 0
-    #: An operator took it from its worker: whether that attempt, or its lost leases, count is the engine's choice.
+    #: An operator moved it while it ran: whether that attempt and its lost leases count is the engine's choice.
     taken_back: bool = False
-    #: The token of the last settlement that was applied.
+    #: Token of the last applied settlement.
     settled: str = ""
-    #: What people are asked, while it waits for them; what they have allowed so far.
+    #: The open approval request, and what has been approved so far.
     ask: ApprovalRequest | None = None
     cleared: str = ""
     consents: dict[str, Approval] = field(default_factory=dict)
@@ -74,14 +74,14 @@ class ModelJob:
 
 @dataclass(slots=True)
 class Model:
-    """A queue. Methods that end in a question are asked before the engine acts, the others follow it."""
+    """A queue. Queries are made before the engine acts; the other methods follow what it did."""
 
     ledger: bool
     pending: bool
     now: int = 0
     jobs: dict[str, ModelJob] = field(default_factory=dict)
     keys: dict[tuple[str, str], str] = field(default_factory=dict)
-    #: How many jobs of a tenant may run at a time.
+    #: Concurrency limit of each tenant.
     limits: dict[str, int | None] = field(default_factory=dict)
 
     # Submitting ------------------------------------------------------------------------------------
@@ -93,46 +93,46 @@ class Model:
         if key in self.keys:
             return Receipt(self.keys[key], duplicate=True)
         state = State.WAITING_APPROVAL if envelope.hold else State.QUEUED
-        job = ModelJob(envelope, state, run_at=self.now + envelope.delay_ms, ask=envelope.meta.ask)
+        job = ModelJob(envelope, state, run_at=self.now + envelope.delay_ms, ask=envelope.meta.approval_request)
         if envelope.delay_ms and not envelope.hold:
             job.due_at = job.run_at
         self.jobs[envelope.job_id] = job
         self.keys[key] = envelope.job_id
         return Receipt(envelope.job_id)
 
-    # Holding ---------------------------------------------------------------------------------------
+    # Running ---------------------------------------------------------------------------------------
 
     def ready(self) -> set[str]:
         return {job.job_id for job in self.jobs.values() if job.in_line}
 
     def claimable(self) -> set[str]:
-        """What a claim may give, and need not."""
-        perhaps = {job.job_id for job in self.jobs.values() if job.perhaps_in_line}
-        return self.ready() | self.due(in_pending=False) | perhaps
+        """Jobs that a claim may return but need not."""
+        maybe_ready = {job.job_id for job in self.jobs.values() if job.perhaps_in_line}
+        return self.ready() | self.due(in_pending=False) | maybe_ready
 
-    def room(self, tenant: str, *, at_most: bool) -> int:
-        """How many more of a tenant's jobs may run. Whether a retry in the pending list has kept its place is the
-        engine's choice."""
+    def room(self, tenant: str) -> int:
+        """Count the free slots of a tenant."""
         limit = self.limits.get(tenant)
         if limit is None:
             return len(self.jobs)
-        mine = [job for job in self.jobs.values() if job.envelope.tenant_id == tenant]
-        held = sum(job.lease is not None for job in mine)
-        kept = 0 if at_most else sum(job in mine for job in self.waiting(in_pending=True))
-        return max(0, limit - held - kept)
+        running = sum(job.lease is not None for job in self.jobs.values() if job.envelope.tenant_id == tenant)
+        return max(0, limit - running)
 
-    def least(self) -> int:
-        """How many jobs a claim has to give if it is asked for as many."""
-        mine = Counter(self.jobs[job_id].envelope.tenant_id for job_id in self.ready())
-        return sum(min(count, self.room(tenant, at_most=False)) for tenant, count in mine.items())
+    def least(self, waiting: set[str]) -> Counter[str]:
+        """How many of these jobs a large enough claim must return, by tenant."""
+        counts = Counter(self.tenant(job_id) for job_id in waiting)
+        return +Counter({tenant: min(count, self.room(tenant)) for tenant, count in counts.items()})
+
+    def tenant(self, job_id: str) -> str:
+        return self.jobs[job_id].envelope.tenant_id
 
     def backlog(self) -> tuple[int, int]:
-        """Jobs in line or running: at least, at most."""
+        """The least and the greatest possible number of ready and running jobs."""
         running = sum(job.lease is not None for job in self.jobs.values())
         return running + len(self.ready()), running + len(self.claimable())
 
     def waiting(self, *, in_pending: bool) -> list[ModelJob]:
-        """Jobs with a due time; retries of a `pending` queue apart from the rest."""
+        """Jobs with a due time: the retries of a `pending` queue, or all others."""
         return [
             job
             for job in self.jobs.values()
@@ -153,7 +153,7 @@ class Model:
             job.due_at, job.perhaps_in_line = None, False
 
     def start(self, claim: Claim) -> None:
-        """A ready or due job was claimed."""
+        """Follow a claim of a ready or due job."""
         job = self.jobs[claim.job_id]
         expected = {job.attempt + 1, job.attempt} if job.taken_back else {job.attempt + 1}
         assert claim.attempt in expected, f"attempt {claim.attempt}, expected {expected}"
@@ -168,14 +168,14 @@ class Model:
         return {job_id for job_id in self.lost() if self.jobs[job_id].lost_leases + 1 >= MAX_DELIVERIES}
 
     def take_over(self, claim: Claim) -> None:
-        """A lost lease went to another worker."""
+        """Follow a reclaim of an expired lease."""
         job = self.jobs[claim.job_id]
         assert claim.attempt == job.attempt + 1
         job.lost_leases += 1
         self._lease(job, claim)
 
     def poison(self, job_id: str) -> None:
-        self._bury(self.jobs[job_id])
+        self._dead_letter(self.jobs[job_id])
 
     def holds(self, lease: Lease) -> bool:
         return self.jobs[lease.job_id].lease == lease
@@ -184,11 +184,11 @@ class Model:
         self.jobs[lease.job_id].expires_at = self.now + VISIBILITY_MS
 
     def held_by(self, worker: str) -> dict[str, int]:
-        """Token → attempt of the leases that this worker has."""
+        """Map the tokens of this worker's leases to their attempts."""
         leased = [job for job in self.jobs.values() if job.lease is not None and job.lease.worker == worker]
         return {job.lease.token: job.attempt for job in leased if job.lease is not None}
 
-    # Ending ----------------------------------------------------------------------------------------
+    # Settling and moving ---------------------------------------------------------------------------
 
     def settle(self, claim: Claim, verdict: Verdict) -> SettleResult:
         job = self.jobs[claim.job_id]
@@ -206,9 +206,9 @@ class Model:
                 job.due_at = job.asleep_until if delay_ms else None
                 job.attempt -= not started
             case DeadLetter():
-                self._bury(job)
-            case Hold(request=ask):
-                job.ask = ask
+                self._dead_letter(job)
+            case Hold(request=request):
+                job.ask = request
             case Succeed() | Suspend():
                 pass
             case _:
@@ -223,17 +223,17 @@ class Model:
         return is_legal(state, to) and expected in (None, state)
 
     def expedite(self, job: ModelJob) -> None:
-        """A person overruled the time that it waits for."""
+        """Follow an operator who made a waiting job due."""
         job.due_at = min(job.due_at or self.now, self.now)
         job.run_at, job.asleep_until = min(job.run_at, self.now), min(job.asleep_until, self.now)
         job.perhaps_in_line = not (self.pending and job.state is State.RETRYING)
 
-    def move(self, job_id: str, to: State, consent: Approval | None = None) -> State:
+    def move(self, job_id: str, to: State, approval: Approval | None = None) -> State:
         job = self.jobs[job_id]
         came_from, job.state = job.state, to
-        if job.ask is not None and consent is not None and consent.approval_id == job.ask.approval_id:
+        if job.ask is not None and approval is not None and approval.approval_id == job.ask.approval_id:
             if job.ask.name:
-                job.consents[job.ask.name] = consent
+                job.consents[job.ask.name] = approval
             else:
                 job.cleared = job.ask.payload_hash
         job.ask = None
@@ -246,24 +246,24 @@ class Model:
             job.retry_count = 0
             job.taken_back = job.taken_back or job.lost_leases > 0
         if to is State.DLQ_PENDING:
-            self._bury(job)
+            self._dead_letter(job)
         return came_from
 
     def open_jobs(self) -> list[ModelJob]:
         return [job for job in self.jobs.values() if job.state not in FINAL]
 
     def _lease(self, job: ModelJob, claim: Claim) -> None:
-        assert claim.meta.retry_count == job.retry_count, "a retry was forgotten or invented"
+        assert claim.meta.retry_count == job.retry_count, "a retry was lost or added"
         assert claim.payload == job.envelope.payload
         assert claim.tenant_id == job.envelope.tenant_id
-        assert (claim.meta.ask, claim.meta.cleared) == (None, job.cleared)
-        assert (claim.meta.consents or {}) == job.consents
+        assert (claim.meta.approval_request, claim.meta.approved_hash) == (None, job.cleared)
+        assert (claim.meta.approvals or {}) == job.consents
         job.state, job.attempt = State.RUNNING, claim.attempt
         job.due_at, job.perhaps_in_line, job.taken_back, job.asleep_until = None, False, False, 0
-        # One that was taken before its time does not go back to waiting for it.
+        # A job claimed before its time does not wait for it again.
         job.run_at = min(job.run_at, self.now)
         job.lease, job.expires_at = claim.lease, self.now + VISIBILITY_MS
 
-    def _bury(self, job: ModelJob) -> None:
+    def _dead_letter(self, job: ModelJob) -> None:
         job.lease = None
         job.state = State.DLQ_PENDING if self.ledger else State.FAILED

@@ -1,4 +1,4 @@
-"""What people do in random histories: answer, make due, take, limit a tenant. A part of `machine.EngineMachine`."""
+"""Operator rules of `state_machine.EngineMachine`: decide, expedite, claim one job, limit a tenant."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from holdfast.testing.model import Model
 T = TypeVar("T")
 
 TENANTS: Final = ("acme", "zeta")
-#: A guard's question, and one of a task's own.
-ASKS: Final = (
+#: One approval request of a guard and one of a task.
+REQUESTS: Final = (
     ApprovalRequest("guard-1", "ab12"),
     ApprovalRequest("own-1", "cd34", name="send it?", details={"sum": 3}),
 )
@@ -28,7 +28,7 @@ _picks = st.integers(0, 11)
 
 
 class OperatorRules(RuleBasedStateMachine):
-    """Mixed into the machine, which has these."""
+    """Mixin of `EngineMachine`, which implements the members declared here."""
 
     engine: Engine
     model: Model
@@ -37,24 +37,24 @@ class OperatorRules(RuleBasedStateMachine):
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         raise NotImplementedError
 
-    def _worker(self, seat: str) -> str:
+    def _incarnation(self, worker: str) -> str:
         raise NotImplementedError
 
-    def _receive(self, seat: str, claims: list[Claim], lost: bool) -> None:
+    def _receive(self, worker: str, claims: list[Claim], lost: bool) -> None:
         raise NotImplementedError
 
-    @rule(pick=_picks, answer=st.sampled_from(("approved", "approved", "rejected", "expired", "withdrawn", "late")))
-    def answer(self, pick: int, answer: str) -> None:
-        """People decide about a job that waits for them; `late` is a yes to a question that is void."""
+    @rule(pick=_picks, decision=st.sampled_from(("approved", "approved", "rejected", "expired", "withdrawn", "late")))
+    def decide(self, pick: int, decision: str) -> None:
+        """Decide about a job that waits for approval; `late` approves a request that is void."""
         waiting = [job for job in self.model.jobs.values() if job.state is State.WAITING_APPROVAL]
         if not waiting:
             return
         job = waiting[pick % len(waiting)]
-        consent, event = None, f"approval.{answer}"
-        if answer in ("approved", "late"):
-            asked = job.ask.approval_id if job.ask and answer == "approved" else "void-1"
-            consent, event = Approval(asked, ("bob",), 1_000, "fine"), "approval.approved"
-        to = State.CANCELLED if answer in ("rejected", "expired") else State.QUEUED
+        approval, event = None, f"approval.{decision}"
+        if decision in ("approved", "late"):
+            approval_id = job.ask.approval_id if job.ask and decision == "approved" else "void-1"
+            approval, event = Approval(approval_id, ("bob",), 1_000, "fine"), "approval.approved"
+        to = State.CANCELLED if decision in ("rejected", "expired") else State.QUEUED
         came_from = self._run(
             self.engine.move(
                 self.queue,
@@ -63,12 +63,12 @@ class OperatorRules(RuleBasedStateMachine):
                 actor="ann",
                 reason="decided",
                 event=event,
-                consent=consent,
+                approval=approval,
                 expected=State.WAITING_APPROVAL,
                 audit="operator.approve",
             )
         )
-        assert came_from is self.model.move(job.job_id, to, consent)
+        assert came_from is self.model.move(job.job_id, to, approval)
 
     @rule(pick=_picks)
     def expedite(self, pick: int) -> None:
@@ -80,28 +80,28 @@ class OperatorRules(RuleBasedStateMachine):
         else:
             self.model.expedite(job)
 
-    @rule(pick=_picks, seat=st.sampled_from(("a", "b", "c")), lost=st.booleans())
-    def take(self, pick: int, seat: str, lost: bool) -> None:
+    @rule(pick=_picks, worker=st.sampled_from(("a", "b", "c")), lost=st.booleans())
+    def claim_job(self, pick: int, worker: str, lost: bool) -> None:
         job = list(self.model.jobs.values())[pick % len(self.model.jobs)]
         legal = job.state in (State.QUEUED, State.RETRYING)
         try:
-            claim = self._run(self.engine.claim_job(self._worker(seat), self.queue, job.job_id))
+            claim = self._run(self.engine.claim_job(self._incarnation(worker), self.queue, job.job_id))
         except TransitionInvalid:
             assert not legal
         else:
             assert legal
             assert claim.job_id == job.job_id
             self.model.start(claim)
-            self._receive(seat, [claim], lost)
+            self._receive(worker, [claim], lost)
 
     @rule(tenant=st.sampled_from(TENANTS), concurrency=st.sampled_from((None, None, 0, 1, 2)))
-    def limit(self, tenant: str, concurrency: int | None) -> None:
+    def limit_tenant(self, tenant: str, concurrency: int | None) -> None:
         self.model.limits[tenant] = concurrency
         self.set_limits()
 
     @rule()
-    def count(self) -> None:
-        """What is in line or running, as far as it is certain what an engine has put in line by now."""
+    def check_stats(self) -> None:
+        """Compare the backlog within bounds: which due jobs an engine has promoted is its choice."""
         stats = self._run(self.engine.stats(self.queue))
         least, most = self.model.backlog()
         assert least <= stats.backlog <= most, stats

@@ -1,16 +1,16 @@
-"""Random histories: a Hypothesis state machine that drives an engine and its model side by side.
+"""Random histories: a Hypothesis state machine that drives an engine and its model with the same steps.
 
-Workers claim, settle, renew, crash and come back late; operators move jobs about, answer, hurry and take them
-(`people_rules.py`); replies are lost and operations resent; time passes. After each step every job is compared, at the
-end everything still open is worked off, and the feed must tell one legal story for each job.
+Workers claim, settle, renew, crash and return late; operators move jobs, decide, expedite and claim them
+(`operator_rules.py`); replies are lost and operations resent; time passes. Every job is compared after each step. At
+the end all open jobs are finished, and the feed must have a legal history of each job.
 
-Nothing that is drawn depends on what the engine answered: which of several ready jobs a claim gives is the engine's
-choice, and an example must mean the same steps when it is run again.
+Nothing drawn depends on the engine's answers: which of several ready jobs a claim returns is the engine's choice, and
+a repeated example must take the same steps.
 
     machine = engine_machine(world)
     run_state_machine_as_test(machine, settings=…)
 
-A failing run prints the steps as a program; with `derandomize` it fails again at the same place.
+A failing run prints its steps as a program. With `derandomize` it fails again at the same step.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from holdfast.core.verdict import (
 from holdfast.engine.port import Engine
 from holdfast.errors import TransitionInvalid
 from holdfast.testing.model import MAX_DELIVERIES, UNIT_MS, VISIBILITY_MS, Model
-from holdfast.testing.operator_rules import ASKS, TENANTS, OperatorRules
+from holdfast.testing.operator_rules import REQUESTS, TENANTS, OperatorRules
 
 T = TypeVar("T")
 
-#: What the engines of a world are made with; retries of queues whose name begins with `pending` wait there.
+#: Options of the engines of a world. Retries of queues named `pending…` wait in the pending list.
 OPTIONS: Final[dict[str, Any]] = {
     "visibility_timeout_ms": VISIBILITY_MS,
     "max_deliveries": MAX_DELIVERIES,
@@ -62,17 +62,17 @@ FAILURE: Final = Failure("TASK_ERROR", "no luck")
 _queue_numbers = count(1)
 
 delays = st.sampled_from(DELAYS_MS)
-seats = st.sampled_from(WORKERS)
-#: Rare, so that most runs get somewhere.
+workers = st.sampled_from(WORKERS)
+#: Rare, so that most runs make progress.
 sometimes = st.sampled_from((False, False, False, True))
-#: Chooses among however many there are.
+#: An index, taken modulo the number of choices.
 picks = st.integers(0, 11)
 verdicts: st.SearchStrategy[Verdict] = st.one_of(
     st.just(Succeed(b"1")),
     st.builds(RetryLater, delays, st.just(FAILURE), st.booleans()),
     st.just(DeadLetter(FAILURE)),
     st.just(Suspend(FAILURE)),
-    st.builds(Hold, st.just("really?"), st.sampled_from((None, *ASKS))),
+    st.builds(Hold, st.just("really?"), st.sampled_from((None, *REQUESTS))),
     st.builds(Release, st.just("draining"), delays, st.booleans()),
 )
 submissions = st.fixed_dictionaries(
@@ -82,29 +82,29 @@ submissions = st.fixed_dictionaries(
         "delay_ms": st.sampled_from((0, *DELAYS_MS)),
         "priority": st.sampled_from(list(Priority)),
         "hold": sometimes,
-        "ask": st.sampled_from((None, *ASKS)),
+        "request": st.sampled_from((None, *REQUESTS)),
     }
 )
 
 
 class World(Protocol):
-    """Where the machine runs: a store that outlives the examples."""
+    """The environment of the machine: a store that outlives the examples."""
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the engines' event loop."""
         ...
 
     async def make(self, *, ledger: bool) -> Engine:
-        """A fresh, opened engine made with `OPTIONS`; queues named `pending…` keep retries in the pending list."""
+        """Return a new, opened engine with `OPTIONS`; queues named `pending…` keep retries in the pending list."""
         ...
 
     async def advance(self, queue: str, ms: int) -> None:
-        """Let time pass, at least for this queue."""
+        """Advance time, at least for this queue."""
         ...
 
 
 class EngineMachine(OperatorRules):
-    """One queue's life. Subclass with a `world`."""
+    """Random steps on one queue. Subclasses set `world`."""
 
     world: ClassVar[World]
 
@@ -117,8 +117,8 @@ class EngineMachine(OperatorRules):
             self._run(self.engine.attach_reader(self.queue))
         self.model = Model(ledger, pending)
         self.envelopes: list[Envelope] = []
-        #: What each worker believes to hold, lost leases included: it learns of them only by asking.
-        self.hands: dict[str, dict[str, Claim]] = {seat: {} for seat in WORKERS}
+        #: Claims by worker and token, lost leases included: a worker learns of a loss only from the engine's answer.
+        self.in_flight: dict[str, dict[str, Claim]] = {worker: {} for worker in WORKERS}
         self.incarnations = dict.fromkeys(WORKERS, 0)
         self.submit(batch, resend=False)
 
@@ -130,55 +130,58 @@ class EngineMachine(OperatorRules):
         self.envelopes += envelopes
         self._submit(envelopes)
         if resend:
-            # Together with older ones, as a caller would that never got an answer.
+            # Together with older ones, like a caller that got no reply.
             self._submit([*self.envelopes[:2], *envelopes])
 
     def _submit(self, envelopes: list[Envelope]) -> None:
         assert self._run(self.engine.submit(envelopes)) == [self.model.submit(envelope) for envelope in envelopes]
 
-    def _envelope(self, number: int, priority: Priority, ask: ApprovalRequest | None, **fields: Any) -> Envelope:
+    def _envelope(self, number: int, priority: Priority, request: ApprovalRequest | None, **fields: Any) -> Envelope:
         return Envelope(
             job_id=f"{self.queue}-{number:03}",
             task="noop",
             payload=b'{"n":%d}' % number,
             queue=self.queue,
-            meta=Meta(priority=priority, ask=ask if fields["hold"] else None),
+            meta=Meta(priority=priority, approval_request=request if fields["hold"] else None),
             **fields,
         )
 
     # Working ---------------------------------------------------------------------------------------
 
-    @rule(seat=seats, limit=st.integers(1, 4), lost=sometimes)
-    def claim(self, seat: str, limit: int, lost: bool) -> None:
-        self._receive(seat, self._claim(seat, limit), lost)
+    @rule(worker=workers, limit=st.integers(1, 4), lost=sometimes)
+    def claim(self, worker: str, limit: int, lost: bool) -> None:
+        self._receive(worker, self._claim(worker, limit), lost)
 
-    def _claim(self, seat: str, limit: int) -> list[Claim]:
-        least, allowed = self.model.least(), self.model.claimable()
-        room = {tenant: self.model.room(tenant, at_most=True) for tenant in TENANTS}
-        claims = self._run(self.engine.claim(self._worker(seat), [self.queue], limit, 0))
+    def _claim(self, worker: str, limit: int) -> list[Claim]:
+        least, allowed = self.model.least(self.model.ready()).total(), self.model.claimable()
+        free = {tenant: self.model.room(tenant) for tenant in TENANTS}
+        claims = self._run(self.engine.claim(self._incarnation(worker), [self.queue], limit, 0))
         given = {claim.job_id for claim in claims}
         assert given <= allowed, f"{given - allowed} may not run"
         assert len(given) == len(claims) >= min(limit, least)
         for tenant, share in Counter(claim.tenant_id for claim in claims).items():
-            assert share <= room[tenant], f"{tenant} runs more than it may"
+            assert share <= free[tenant], f"{tenant} exceeds its concurrency"
         for claim in claims:
             self.model.start(claim)
         self.model.notice()
         return claims
 
-    @rule(seat=seats, verdict=verdicts, resend=sometimes)
-    def claim_and_settle(self, seat: str, verdict: Verdict, resend: bool) -> None:
-        """Where jobs get to when nothing goes wrong."""
-        settlements = [self._settlement(claim, verdict) for claim in self._claim(seat, 1)]
+    @rule(worker=workers, verdict=verdicts, resend=sometimes)
+    def claim_and_settle(self, worker: str, verdict: Verdict, resend: bool) -> None:
+        """Run one job without a fault."""
+        settlements = [self._settlement(claim, verdict) for claim in self._claim(worker, 1)]
         for _ in range(2 if resend else 1):
             self._settle(settlements)
 
-    @rule(seat=seats, lost=sometimes)
-    def reclaim(self, seat: str, lost: bool) -> None:
-        poisoned, taken = self.model.poisoned(), self.model.lost()
+    @rule(worker=workers, lost=sometimes)
+    def reclaim(self, worker: str, lost: bool) -> None:
+        poisoned, expired = self.model.poisoned(), self.model.lost()
         due = self.model.due(in_pending=True)
-        claims = self._run(self.engine.reclaim(self._worker(seat), [self.queue], 100))
-        assert {claim.job_id for claim in claims} == (taken - poisoned) | due
+        expected = self.model.least(due)
+        claims = self._run(self.engine.reclaim(self._incarnation(worker), [self.queue], 100))
+        given = {claim.job_id for claim in claims}
+        assert given - due == expired - poisoned
+        assert Counter(self.model.tenant(job_id) for job_id in given & due) == expected
         for claim in claims:
             if claim.job_id in due:
                 self.model.start(claim)
@@ -186,55 +189,56 @@ class EngineMachine(OperatorRules):
                 self.model.take_over(claim)
         for job_id in poisoned:
             self.model.poison(job_id)
-        self._receive(seat, claims, lost)
+        self._receive(worker, claims, lost)
 
-    @rule(seat=seats)
-    def resume(self, seat: str) -> None:
-        worker, hand = self._worker(seat), self.hands[seat]
-        claims = self._run(self.engine.recover_claims(worker, [self.queue], {claim.lease for claim in hand.values()}))
-        granted = self.model.held_by(worker)
+    @rule(worker=workers)
+    def recover_claims(self, worker: str) -> None:
+        incarnation, known = self._incarnation(worker), self.in_flight[worker]
+        leases = {claim.lease for claim in known.values()}
+        claims = self._run(self.engine.recover_claims(incarnation, [self.queue], leases))
+        granted = self.model.held_by(incarnation)
         assert {claim.lease.token: claim.attempt for claim in claims} == {
-            token: attempt for token, attempt in granted.items() if token not in hand
+            token: attempt for token, attempt in granted.items() if token not in known
         }
-        self._receive(seat, claims, lost=False)
+        self._receive(worker, claims, lost=False)
 
     @rule(
-        seat=seats,
+        worker=workers,
         chosen=st.lists(st.tuples(picks, verdicts), min_size=1, max_size=3),
         resend=sometimes,
-        forget=st.booleans(),
+        drop=st.booleans(),
     )
-    def settle(self, seat: str, chosen: list[tuple[int, Verdict]], resend: bool, forget: bool) -> None:
-        hand = self._hand(seat)
-        if not hand:
+    def settle(self, worker: str, chosen: list[tuple[int, Verdict]], resend: bool, drop: bool) -> None:
+        claims = self._claims_of(worker)
+        if not claims:
             return
-        tokens = list(hand)
+        tokens = list(claims)
         ends = {tokens[pick % len(tokens)]: verdict for pick, verdict in chosen}
         for _ in range(2 if resend else 1):
-            self._settle([self._settlement(hand[token], verdict) for token, verdict in ends.items()])
-        if forget:
+            self._settle([self._settlement(claims[token], verdict) for token, verdict in ends.items()])
+        if drop:
             for token in ends:
-                del hand[token]
+                del claims[token]
 
-    @rule(seat=seats)
-    def renew(self, seat: str) -> None:
-        hand = self._hand(seat)
-        leases = [claim.lease for claim in hand.values()]
+    @rule(worker=workers)
+    def renew(self, worker: str) -> None:
+        claims = self._claims_of(worker)
+        leases = [claim.lease for claim in claims.values()]
         lost = self._run(self.engine.renew(leases))
         assert lost == [lease for lease in leases if not self.model.holds(lease)]
         for lease in leases:
             if lease in lost:
-                del hand[lease.token]
+                del claims[lease.token]
             else:
                 self.model.renew(lease)
 
-    @rule(seat=seats, farewell=st.booleans())
-    def crash(self, seat: str, farewell: bool) -> None:
-        """The worker is gone, and another incarnation takes its seat. One that takes its leave loses no job either."""
-        if farewell:
-            self._run(self.engine.deregister_worker(self._worker(seat), [self.queue]))
-        self.hands[seat].clear()
-        self.incarnations[seat] += 1
+    @rule(worker=workers, deregister=st.booleans())
+    def crash(self, worker: str, deregister: bool) -> None:
+        """Replace the worker by its next incarnation. Deregistering with claims in flight loses no job either."""
+        if deregister:
+            self._run(self.engine.deregister_worker(self._incarnation(worker), [self.queue]))
+        self.in_flight[worker].clear()
+        self.incarnations[worker] += 1
 
     # Time and operators ----------------------------------------------------------------------------
 
@@ -261,37 +265,37 @@ class EngineMachine(OperatorRules):
         assert came_from == (self.model.move(job_id, to) if legal else None)
 
     @rule(ghost=st.booleans())
-    def survey(self, ghost: bool) -> None:
-        """Whatever has happened, no job is unknown, and putting known ones back changes nothing."""
+    def snapshot_and_restore(self, ghost: bool) -> None:
+        """In every state all jobs are known, and restoring known jobs changes nothing."""
         job_ids = [*self.model.jobs, *(["ghost"] if ghost else [])]
-        cut = self._run(self.engine.snapshot(self.queue, job_ids))
-        assert cut.unknown == (["ghost"] if ghost else [])
-        last = self._run(self.engine.read_feed(self.queue, cut.position, 2))
-        assert [(entry.position, entry.nonce) for entry in last] == [(cut.position, cut.nonce)]
+        snapshot = self._run(self.engine.snapshot(self.queue, job_ids))
+        assert snapshot.unknown == (["ghost"] if ghost else [])
+        last = self._run(self.engine.read_feed(self.queue, snapshot.position, 2))
+        assert [(entry.position, entry.nonce) for entry in last] == [(snapshot.position, snapshot.nonce)]
         opened = [view for view in self._run(self.engine.get(self.queue, list(self.model.jobs))) if view]
         opened = [view for view in opened if view.state not in FINAL]
-        assert self._run(self.engine.restore(self.queue, cut, opened)) == [False] * len(opened)
+        assert self._run(self.engine.restore(self.queue, snapshot, opened)) == [False] * len(opened)
 
     # Comparing -------------------------------------------------------------------------------------
 
     @invariant()
-    def every_job_is_where_it_should_be(self) -> None:
+    def every_job_has_the_expected_state(self) -> None:
         expected = {
-            job.job_id: self._seen_as(job.state, job.lease.worker if job.lease else "")
+            job.job_id: self._state_and_worker(job.state, job.lease.worker if job.lease else "")
             for job in self.model.jobs.values()
         }
         views = self._run(self.engine.get(self.queue, list(expected)))
-        assert {view.job_id: self._seen_as(view.state, view.worker) for view in views if view} == expected
+        assert {view.job_id: self._state_and_worker(view.state, view.worker) for view in views if view} == expected
 
     def teardown(self) -> None:
-        # After a failed step the engine and the model disagree already; a second complaint would hide the first.
+        # After a failed step engine and model already disagree; a second failure would hide the first.
         if sys.exc_info()[0] is None and hasattr(self, "model"):
-            self._compare_with_stories()
+            self._compare_with_histories()
             self.model.limits.clear()
             self.set_limits()
-            self._work_off()
+            self._finish_open_jobs()
             history = check_history(self._events(), ended=True)
-            assert {story.job_id: story.state for story in history.histories.values()} == {
+            assert {past.job_id: past.state for past in history.histories.values()} == {
                 job.job_id: job.state for job in self.model.jobs.values()
             }
             stats = self._run(self.engine.stats(self.queue))
@@ -299,54 +303,54 @@ class EngineMachine(OperatorRules):
         if hasattr(self, "engine"):
             self._run(self.engine.close())
 
-    def _compare_with_stories(self) -> None:
-        """The feed tells enough to put every open job back as it is."""
-        stories: dict[str, list[Event]] = {job_id: [] for job_id in self.model.jobs}
+    def _compare_with_histories(self) -> None:
+        """Every open job can be rebuilt from its events in the feed."""
+        histories: dict[str, list[Event]] = {job_id: [] for job_id in self.model.jobs}
         for event in self._events():
-            # What people did is not a part of a job's story.
+            # Audit entries are not part of a job's history.
             if not event.type.startswith(OPERATOR_PREFIX):
-                stories[event.job_id].append(event)
-        for view in self._run(self.engine.get(self.queue, list(stories))):
+                histories[event.job_id].append(event)
+        for view in self._run(self.engine.get(self.queue, list(histories))):
             if view and view.state not in FINAL:
-                told = rebuild_job(self.queue, stories[view.job_id])
-                assert _essence(told) == _essence(view), f"{told}\n{view}"
+                rebuilt = rebuild_job(self.queue, histories[view.job_id])
+                assert _comparable(rebuilt) == _comparable(view), f"{rebuilt}\n{view}"
 
-    def _work_off(self) -> None:
-        """Whatever is still open ends now: nothing is stuck."""
+    def _finish_open_jobs(self) -> None:
+        """Finish all open jobs: none is stuck."""
         for _ in range(3):
             self.pass_time(4)
             self.promote()
             self.reclaim("a", lost=False)
             self.claim_all()
             for job in self.model.open_jobs():
-                for to in _WAY_OUT.get(job.state, ()):
+                for to in _MOVES_OUT.get(job.state, ()):
                     assert self._run(self._move(job.job_id, to)) == self.model.move(job.job_id, to)
         assert self.model.open_jobs() == []
 
     def claim_all(self) -> None:
-        claims = self._run(self.engine.claim(self._worker("a"), [self.queue], 500, 0))
+        claims = self._run(self.engine.claim(self._incarnation("a"), [self.queue], 500, 0))
         assert {claim.job_id for claim in claims} == self.model.ready()
         for claim in claims:
             self.model.start(claim)
-        running = [*claims, *self.hands["a"].values()]
+        running = [*claims, *self.in_flight["a"].values()]
         self._settle([self._settlement(claim, Succeed(b"1")) for claim in running])
-        self.hands["a"].clear()
+        self.in_flight["a"].clear()
 
     # Helpers ---------------------------------------------------------------------------------------
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return self.world.run(work)
 
-    def _hand(self, seat: str) -> dict[str, Claim]:
-        """What the worker on this seat holds, or if that is nothing, on another."""
-        return self.hands[seat] or max(self.hands.values(), key=len)
+    def _claims_of(self, worker: str) -> dict[str, Claim]:
+        """Claims of this worker, or if it has none, of the worker with the most."""
+        return self.in_flight[worker] or max(self.in_flight.values(), key=len)
 
-    def _worker(self, seat: str) -> str:
-        return f"{seat}{self.incarnations[seat]}"
+    def _incarnation(self, worker: str) -> str:
+        return f"{worker}{self.incarnations[worker]}"
 
-    def _receive(self, seat: str, claims: Iterable[Claim], lost: bool) -> None:
+    def _receive(self, worker: str, claims: Iterable[Claim], lost: bool) -> None:
         if not lost:
-            self.hands[seat].update({claim.lease.token: claim for claim in claims})
+            self.in_flight[worker].update({claim.lease.token: claim for claim in claims})
 
     def _settlement(self, claim: Claim, verdict: Verdict) -> Settlement:
         return Settlement(claim, verdict, claim.claimed_at_ms)
@@ -354,7 +358,7 @@ class EngineMachine(OperatorRules):
     def _settle(self, settlements: list[Settlement]) -> None:
         answers = self._run(self.engine.settle(settlements))
         assert len(answers) == len(settlements)
-        # Asked about two attempts of one job at once, an engine may look at the older one before or after it writes.
+        # With two attempts of one job in a batch, an engine may check the older one before or after it writes.
         repeats = {each.claim.lease.token for each in settlements if self.model.was_settled(each.claim)}
         for settlement, answer in zip(settlements, answers, strict=True):
             expected = self.model.settle(settlement.claim, settlement.verdict)
@@ -364,9 +368,9 @@ class EngineMachine(OperatorRules):
                 assert answer is expected
 
     def _move(self, job_id: str, to: State) -> Coroutine[Any, Any, State]:
-        return self.engine.move(self.queue, job_id, to, actor="ann", reason="clearing up")
+        return self.engine.move(self.queue, job_id, to, actor="ann", reason="cleanup")
 
-    def _seen_as(self, state: State, worker: str) -> tuple[State, str]:
+    def _state_and_worker(self, state: State, worker: str) -> tuple[State, str]:
         return state, worker if state is State.RUNNING else ""
 
     def _events(self) -> list[Event]:
@@ -374,7 +378,7 @@ class EngineMachine(OperatorRules):
         position = ""
         while True:
             entries = self._run(self.engine.read_feed(self.queue, position, 500))
-            # The first one of a page is the last one of the page before.
+            # Each page begins with the last entry of the page before.
             new = [entry for entry in entries if entry.position != position]
             if not new:
                 return events
@@ -382,19 +386,22 @@ class EngineMachine(OperatorRules):
             position = new[-1].position
 
 
-def _essence(view: JobInfo) -> tuple[Any, ...]:
-    """All of an open job but its instants, which a harness may have moved, and lost leases: whether those of an attempt
-    that an operator took away count is the engine's choice."""
+def _comparable(view: JobInfo) -> tuple[Any, ...]:
+    """All of an open job except its instants and its lost leases.
+
+    A harness may have moved the instants. Whether lost leases of an attempt that an operator ended count is the
+    engine's choice.
+    """
     meta, worker = view.meta, view.worker if view.state is State.RUNNING else ""
     policy = (meta.retry_count, meta.unavailable_count, meta.priority, meta.context, meta.dlq_id)
-    people = (meta.ask, meta.cleared, meta.consents or {})
+    approvals = (meta.approval_request, meta.approved_hash, meta.approvals or {})
     history = [(past.number, past.worker, past.outcome, past.failure) for past in meta.history]
     identity = (view.job_id, view.task, view.tenant_id, view.payload, view.idempotency_key, view.trace_id)
     ended_with = view.failure if view.state in (State.RETRYING, State.DLQ_PENDING, State.DLQ_RECORDED) else None
-    return identity, view.state, view.attempt, worker, policy, people, history, ended_with
+    return identity, view.state, view.attempt, worker, policy, approvals, history, ended_with
 
 
-_WAY_OUT: Final[dict[State, tuple[State, ...]]] = {
+_MOVES_OUT: Final[dict[State, tuple[State, ...]]] = {
     State.SUSPENDED: (State.QUEUED,),
     State.WAITING_APPROVAL: (State.QUEUED,),
     State.DLQ_PENDING: (State.DLQ_RECORDED, State.FAILED),
@@ -403,5 +410,5 @@ _WAY_OUT: Final[dict[State, tuple[State, ...]]] = {
 
 
 def engine_machine(world: World) -> type[EngineMachine]:
-    """The machine on this world."""
+    """Return the state machine class for this world."""
     return type("EngineMachine", (EngineMachine,), {"world": world})

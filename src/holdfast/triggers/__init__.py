@@ -1,1 +1,1 @@
-"""Messages of brokers become jobs."""
+"""Triggers: start a run for each message of a broker queue."""

@@ -1,6 +1,6 @@
-"""What a trigger logs at INFO: the first message at once, step by step, then a line with counts for each interval.
+"""INFO log of a trigger: the first message of an interval step by step, then a summary of counts per interval.
 
-A line per message would cost more than the messages. At DEBUG there is one for each step of each.
+A line per message would cost more than handling the message. DEBUG has a line for each step of each message.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ class _Totals(msgspec.Struct, frozen=True):
 
 
 class Activity:
-    """The INFO lines of one trigger. One event loop."""
+    """INFO log of one trigger. Use it in one event loop."""
 
     def __init__(self, config: TriggerConfig, counts: TriggerCounters, *, interval_s: float = INTERVAL_S) -> None:
         self._about = {"trigger": config.name, "queue": config.queue_name}
         self._counts = counts
         self._interval_s = interval_s
-        #: Something has happened since the last summary, and a message of it was logged step by step.
+        #: Set when something happened since the last summary.
         self._changed = asyncio.Event()
         self._has_first = False
         self._logged = _totals(counts)
 
     def receive(self, item: InFlightMessage) -> None:
-        """Count a message; the first of an interval is logged step by step."""
+        """Count a message. The first one of an interval is logged step by step."""
         self._counts.received += 1
         self._changed.set()
         if not self._has_first:
@@ -53,7 +53,7 @@ class Activity:
             item.level = logging.INFO
 
     def end(self) -> None:
-        """A message is done with."""
+        """A message is finished."""
         self._changed.set()
 
     async def run(self) -> None:

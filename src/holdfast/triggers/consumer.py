@@ -30,7 +30,7 @@ from holdfast.triggers.state import InFlightMessage, TriggerCounters
 
 
 class Keyed(Protocol):
-    """What stands in a line."""
+    """An item of a `KeyedQueue`."""
 
     @property
     def key(self) -> str: ...
@@ -40,43 +40,43 @@ T = TypeVar("T", bound=Keyed)
 
 
 class KeyedQueue(Generic[T]):
-    """Filled by one consumer, emptied by any number of workers. One event loop."""
+    """Queue with order per key: one consumer fills it, any number of workers empty it. One event loop."""
 
     def __init__(self, limit: int) -> None:
-        """`limit`: so many may be in hand before `room` makes the consumer wait."""
+        """`limit`: number of items in flight at which `wait_for_room` blocks."""
         self._limit = limit
         self._ready: deque[T] = deque()
-        #: By key, those behind the one that is out.
-        self._behind: dict[str, deque[T]] = {}
+        #: Waiting items by key, behind the one that is ready or taken.
+        self._waiting_by_key: dict[str, deque[T]] = {}
         self._takers: deque[asyncio.Future[None]] = deque()
         self._room: asyncio.Future[None] | None = None
-        self._shut: set[str] = set()
+        self._blocked_by: set[str] = set()
         self._closed = False
-        #: Everything that has been put and is not done.
+        #: Items put and not yet done.
         self.size = 0
 
     def put(self, item: T) -> None:
-        """A new one, behind all others of its key."""
+        """Add an item behind all others of its key."""
         self.size += 1
         if item.key:
-            behind = self._behind.get(item.key)
+            behind = self._waiting_by_key.get(item.key)
             if behind is not None:
                 behind.append(item)
                 return
-            self._behind[item.key] = deque()
+            self._waiting_by_key[item.key] = deque()
         self._ready.append(item)
         self._wake()
 
     async def wait_for_room(self) -> None:
-        """Until fewer than the limit are in hand."""
+        """Wait until fewer than `limit` items are in flight."""
         while self.size >= self._limit:
             self._room = asyncio.get_running_loop().create_future()
             await self._room
 
     async def take(self) -> T | None:
-        """The next one whose turn it is; None once the lines are closed."""
+        """Wait for the next ready item; None once the queue is closed."""
         while not self._closed:
-            if self._ready and not self._shut:
+            if self._ready and not self._blocked_by:
                 return self._ready.popleft()
             taker: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._takers.append(taker)
@@ -84,45 +84,45 @@ class KeyedQueue(Generic[T]):
                 await taker
             except asyncio.CancelledError:
                 if taker.done() and not taker.cancelled():
-                    # Woken and cancelled in one moment: somebody else must see to it.
+                    # Woken and cancelled at the same time: wake another taker instead.
                     self._wake()
                 raise
         return None
 
     def requeue(self, item: T) -> None:
-        """One that was out, again: it still has its key, and comes before those that have not begun."""
+        """Put a taken item back. It keeps its key and goes before items that were not taken yet."""
         self._ready.appendleft(item)
         self._wake()
 
     def done(self, item: T) -> None:
-        """It is off: the next of its key may go."""
+        """Remove a taken item; the next one of its key becomes ready."""
         self.size -= 1
         if item.key:
-            behind = self._behind[item.key]
+            behind = self._waiting_by_key[item.key]
             if behind:
                 self._ready.append(behind.popleft())
                 self._wake()
             else:
-                del self._behind[item.key]
+                del self._waiting_by_key[item.key]
         if self._room is not None and self.size < self._limit and not self._room.done():
             self._room.set_result(None)
 
     def ready(self) -> list[T]:
-        """Those whose turn it is, and that nobody has taken."""
+        """Ready items that are not taken."""
         return list(self._ready)
 
-    def block(self, why: str) -> None:
-        """Nothing is taken until `open` says that this reason is gone."""
-        self._shut.add(why)
+    def block(self, reason: str) -> None:
+        """Give out nothing until `unblock` with the same reason."""
+        self._blocked_by.add(reason)
 
-    def unblock(self, why: str) -> None:
-        self._shut.discard(why)
-        if not self._shut:
+    def unblock(self, reason: str) -> None:
+        self._blocked_by.discard(reason)
+        if not self._blocked_by:
             for _ in range(len(self._ready)):
                 self._wake()
 
     def close(self) -> None:
-        """Nothing is taken any more."""
+        """Give out nothing more; waiting `take` calls return None."""
         self._closed = True
         while self._takers:
             self._wake()
@@ -141,13 +141,13 @@ _REASON_LIMIT: Final = 500
 
 
 class Consumer:
-    """Fills the lines until it is cancelled. A consumer that fails or ends is begun again, with backoff."""
+    """Fills the queue until it is cancelled. Restarts with backoff if consuming fails or ends."""
 
     def __init__(
         self,
         config: TriggerConfig,
         adapter: QueueAdapter,
-        lines: KeyedQueue[InFlightMessage],
+        queue: KeyedQueue[InFlightMessage],
         counts: TriggerCounters,
         activity: Activity,
         clock: Clock,
@@ -155,12 +155,12 @@ class Consumer:
     ) -> None:
         self._config = config
         self._adapter = adapter
-        self._lines = lines
+        self._queue = queue
         self._counts = counts
         self._activity = activity
         self._clock = clock
         self._sleep = sleep
-        #: Whether messages are waited for now.
+        #: Whether it is consuming now.
         self.feeding = False
 
     async def run(self) -> None:
@@ -171,24 +171,27 @@ class Consumer:
                 self.feeding = False
                 name, queue = self._config.name, self._config.queue_name
                 _log.error(
-                    "trigger %s: consuming is begun again: %s", name, reason, extra={"trigger": name, "queue": queue}
+                    "trigger %s: consuming failed, restarting: %s",
+                    name,
+                    reason,
+                    extra={"trigger": name, "queue": queue},
                 )
                 await self._sleep(backoff.next_s())
         finally:
             self.feeding = False
 
     async def watch(self) -> None:
-        """Look at how many wait at the broker, now and then."""
+        """Read the lag from the broker at the metrics interval."""
         while True:
             try:
                 self._counts.lag = await self._adapter.lag()
-            except Exception as exc:  # noqa: BLE001 - a broker that is away has no lag to tell of
+            except Exception as exc:  # noqa: BLE001 - an unreachable broker has no lag
                 self._counts.lag = None
-                _log.debug("trigger %s: no lag: %s", self._config.name, type(exc).__name__)
+                _log.debug("trigger %s: lag unknown: %s", self._config.name, type(exc).__name__)
             await asyncio.sleep(self._config.metrics.export_interval)
 
     async def _consume(self, backoff: Backoff) -> str:
-        """Until it fails or ends: why."""
+        """Consume until it fails or ends. Returns the reason."""
         try:
             messages = self._adapter.consume()
             self.feeding = True
@@ -196,7 +199,7 @@ class Consumer:
                 async for raw in messages:
                     backoff.reset()
                     self._receive(raw)
-                    await self._lines.wait_for_room()
+                    await self._queue.wait_for_room()
             finally:
                 close = getattr(messages, "aclose", None)
                 if close is not None:
@@ -204,38 +207,38 @@ class Consumer:
         except (Exception, asyncio.CancelledError) as exc:
             if is_own_cancellation(exc):
                 raise
-            # A broker's library may cancel what is under way when a connection goes: that is no end of ours.
+            # A client library may cancel calls when a connection is lost; that does not cancel this task.
             return f"{type(exc).__name__}: {redact_and_truncate(str(exc), _REASON_LIMIT)}"
-        return "it ended"
+        return "the consumer ended"
 
     def _receive(self, raw: RawMessage) -> None:
         self._counts.delays.add_one(max(0.0, self._clock.now_ms() / 1000 - raw.timestamp.timestamp()))
         item = InFlightMessage(raw)
         self._activity.receive(item)
-        self._lines.put(item)
-        self._counts.in_flight = self._lines.size
+        self._queue.put(item)
+        self._counts.in_flight = self._queue.size
 
 
-_WHY: Final = "holding"
+_HOLDING: Final = "holding"
 
 
 class OutageHold:
-    """Messages that wait because something is down. One event loop."""
+    """Messages that wait because a dependency is down. Use it in one event loop."""
 
     def __init__(
         self,
         name: str,
-        lines: KeyedQueue[InFlightMessage],
+        queue: KeyedQueue[InFlightMessage],
         sleep: Callable[[float], Awaitable[None]],
-        changed: Callable[[], None],
+        on_change: Callable[[], None],
     ) -> None:
-        """`changed` is told when holding begins and when it ends."""
+        """`on_change` is called when holding begins and when it ends."""
         self._name = name
-        self._lines = lines
+        self._queue = queue
         self._sleep = sleep
-        self._changed = changed
+        self._on_change = on_change
         self._backoff = Backoff()
-        #: All that have not got through; and those of them that wait for the next round.
+        #: All held messages, and those of them that wait for the next round.
         self._held: set[InFlightMessage] = set()
         self._waiting: list[InFlightMessage] = []
         self._round: asyncio.Task[None] | None = None
@@ -244,35 +247,35 @@ class OutageHold:
         return len(self._held)
 
     def add(self, item: InFlightMessage, reason: str) -> None:
-        """Keep it until the next round."""
+        """Hold a message until the next round."""
         began = not self._held
         self._held.add(item)
         self._waiting.append(item)
         if self._round is None:
-            # Nothing else is taken meanwhile: it would fail as well.
-            self._lines.block(_WHY)
+            # Other messages would fail as well.
+            self._queue.block(_HOLDING)
             self._round = asyncio.create_task(self._try_later(), name="holdfast-trigger-holding")
         if began:
             _log.warning(
-                "trigger %s holds, and takes no more messages until it can hand them over: %s",
+                "trigger %s holds its messages until the outage ends: %s",
                 self._name,
                 reason,
                 extra={"trigger": self._name, "trace_id": item.trace_id, "stage": "held"},
             )
-            self._changed()
+            self._on_change()
 
     def release(self, item: InFlightMessage) -> None:
-        """It has got through, or is off in another way."""
+        """A message succeeded or ended otherwise. Holding ends with the last one."""
         if item not in self._held:
             return
         self._held.discard(item)
         if not self._held:
             self._backoff.reset()
-            _log.warning("trigger %s goes on", self._name, extra={"trigger": self._name, "stage": "resumed"})
-            self._changed()
+            _log.warning("trigger %s recovered", self._name, extra={"trigger": self._name, "stage": "resumed"})
+            self._on_change()
 
     async def stop(self) -> list[InFlightMessage]:
-        """No more rounds; those that waited for one."""
+        """Stop retrying. Returns the messages that waited for the next round."""
         if self._round is not None:
             self._round.cancel()
             await asyncio.wait({self._round})
@@ -284,7 +287,7 @@ class OutageHold:
         await self._sleep(self._backoff.next_s())
         waiting, self._waiting = self._waiting, []
         self._round = None
-        # The last one first: each goes to the head of the line.
+        # In reverse, because each goes to the head of the queue.
         for item in reversed(waiting):
-            self._lines.requeue(item)
-        self._lines.unblock(_WHY)
+            self._queue.requeue(item)
+        self._queue.unblock(_HOLDING)

@@ -1,13 +1,13 @@
-"""Which messages have been acted on, for runtimes that cannot tell: one run per key (requirements T5, T6.15–17).
+"""Dedup keys for runtimes that do not detect duplicates themselves: one run per key (T5, T6.15–17).
 
-    free ──begin──► ours ──done──► known for the window ──► free
-                      │ given up: denied, dead letter, stopped
-                      ▼
-                    free
+    free ──reserve──► reserved ──complete──► known for the window ──► free
+                         │ release: denied, dead letter, stopped
+                         ▼
+                       free
 
-A key is reserved before the run and concluded after it. One that somebody else holds is waited for; a holder that has
-not renewed it for a lease is taken for dead, and its key is taken over: its run may then happen a second time, which is
-what "at least once" means for a runtime that keeps no keys of its own.
+A key is reserved before the run and completed after it. A key that is reserved elsewhere is waited for. If its holder
+has not renewed it for a lease, the holder counts as crashed and the key is reclaimed. Its run may then happen twice:
+delivery is at least once for a runtime without its own dedup.
 """
 
 from __future__ import annotations
@@ -33,102 +33,102 @@ _log: Final = logging.getLogger("holdfast.trigger")
 _LEASE_S: Final = 30.0
 #: How often a reservation is renewed within a lease.
 _RENEWALS: Final = 3
-#: Others' reservations that are watched at the same time.
-_SEEN_LIMIT: Final = 100_000
-#: What a key is bound to in the ledger.
+#: Limit of observed reservations of other processes.
+_OBSERVED_LIMIT: Final = 100_000
+#: Function name of these keys in the ledger.
 _FUNCTION: Final = "trigger"
 
 
 class DedupTicket:
-    """A reservation of ours."""
+    """A reservation held by this process."""
 
-    __slots__ = ("key", "message_id", "tenant_id", "token", "turn")
+    __slots__ = ("key", "lock", "message_id", "tenant_id", "token")
 
     def __init__(self, tenant_id: str, key: str, message_id: str) -> None:
         self.tenant_id = tenant_id
         self.key = key
         self.message_id = message_id
         self.token = uuid4().hex
-        #: A renewal on its way must not bring back a key that has just been freed.
-        self.turn = asyncio.Lock()
+        #: Serialises renewal and release: a late renewal must not reserve a released key again.
+        self.lock = asyncio.Lock()
 
 
 class AlreadyHandled(msgspec.Struct, frozen=True):
-    """It has been acted on; by which run."""
+    """The key was completed by this run."""
 
     run_id: str
 
 
-#: Ours now; done before; or somebody is at it: look again.
+#: Reserved now; completed before; or reserved elsewhere, check again later.
 Answer = DedupTicket | AlreadyHandled | Literal["busy"]
 
 
 class DedupStore(Protocol):
-    """A store of keys. Methods raise `LedgerUnavailable` while it does not answer."""
+    """Store of dedup keys. Methods raise `LedgerUnavailable` while it is unreachable."""
 
     async def reserve(self, tenant_id: str, key: str, message_id: str) -> Answer:
         """Reserve the key, if it is free."""
         ...
 
     async def complete(self, ticket: DedupTicket, run_id: str, window_ms: int) -> None:
-        """It has run: known from now on, for so long."""
+        """Record the run. The key is known for the window."""
         ...
 
     async def release(self, ticket: DedupTicket) -> None:
-        """It has not run, or shall run again: the key is free."""
+        """Free the key: the message did not run, or may run again."""
         ...
 
     def abandon(self, ticket: DedupTicket) -> None:
-        """The store does not answer, and nobody will ask again: whoever comes next takes the key over."""
+        """Stop renewing a key without releasing it, for example during an outage. It can be reclaimed later."""
         ...
 
     async def close(self) -> None:
-        """No more of it."""
+        """Stop renewing all keys."""
         ...
 
 
 class InMemoryDedupStore(DedupStore):
-    """Keys of this process alone: for tests, and for triggers of which there is only one."""
+    """Keys in this process only: for tests, and for triggers that run in one process."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
-        self._held: dict[tuple[str, str], str] = {}
+        self._reserved: dict[tuple[str, str], str] = {}
         self._done: dict[tuple[str, str], tuple[str, int]] = {}
 
     async def reserve(self, tenant_id: str, key: str, message_id: str) -> Answer:
-        place = (tenant_id, key)
-        done = self._done.get(place)
+        slot = (tenant_id, key)
+        done = self._done.get(slot)
         if done is not None:
             if done[1] > self._clock.now_ms():
                 return AlreadyHandled(done[0])
-            del self._done[place]
-        if place in self._held:
+            del self._done[slot]
+        if slot in self._reserved:
             return "busy"
         ticket = DedupTicket(tenant_id, key, message_id)
-        self._held[place] = ticket.token
+        self._reserved[slot] = ticket.token
         return ticket
 
     async def complete(self, ticket: DedupTicket, run_id: str, window_ms: int) -> None:
-        place, now_ms = (ticket.tenant_id, ticket.key), self._clock.now_ms()
-        self._held.pop(place, None)
-        self._done.pop(place, None)
-        self._done[place] = (run_id, now_ms + window_ms)
-        # The oldest come first: what has expired is forgotten as new ones come.
-        while (oldest := next(iter(self._done))) != place and self._done[oldest][1] <= now_ms:
+        slot, now_ms = (ticket.tenant_id, ticket.key), self._clock.now_ms()
+        self._reserved.pop(slot, None)
+        self._done.pop(slot, None)
+        self._done[slot] = (run_id, now_ms + window_ms)
+        # Ordered by age: remove expired keys when a new one is added.
+        while (oldest := next(iter(self._done))) != slot and self._done[oldest][1] <= now_ms:
             del self._done[oldest]
 
     async def release(self, ticket: DedupTicket) -> None:
         self.abandon(ticket)
 
     def abandon(self, ticket: DedupTicket) -> None:
-        self._held.pop((ticket.tenant_id, ticket.key), None)
+        self._reserved.pop((ticket.tenant_id, ticket.key), None)
 
     async def close(self) -> None:
-        self._held.clear()
+        self._reserved.clear()
 
 
 class LedgerDedupStore(DedupStore):
-    """Keys in the ledger's `idempotency_keys`, for any number of processes. One event loop."""
+    """Keys in the ledger's `idempotency_keys`, for any number of processes. Use it in one event loop."""
 
     def __init__(
         self,
@@ -138,68 +138,72 @@ class LedgerDedupStore(DedupStore):
         lease_s: float = _LEASE_S,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._desk = EffectBatcher(effects)
+        self._batcher = EffectBatcher(effects)
         self._queue = queue_name
         self._lease_s = lease_s
         self._monotonic = monotonic
         self._worker = new_identity("trigger")
-        #: Ours, by token.
+        #: Reservations of this process, by token.
         self._active: dict[str, DedupTicket] = {}
-        #: Others' reservations, and since when they have been seen unchanged: by our clock, since theirs may be wrong.
-        self._seen: dict[tuple[str, str], tuple[tuple[str, int], float]] = {}
+        #: Reservations of other processes, and since when they are unchanged by the local clock; theirs may be wrong.
+        self._observed: dict[tuple[str, str], tuple[tuple[str, int], float]] = {}
         self._renewing: asyncio.Task[None] | None = None
 
     async def reserve(self, tenant_id: str, key: str, message_id: str) -> Answer:
         ticket = DedupTicket(tenant_id, key_or_hash(f"trigger:{key}"), message_id)
-        held = await self._reserve(ticket)
-        if held.token != ticket.token and self._is_lost(ticket, held):
-            _log.warning("message %s was begun by %s, which is lost: it runs again", held.job_id, held.worker)
-            held = await self._reserve(ticket, instead_of=held.token)
-        place = (ticket.tenant_id, ticket.key)
-        if held.token == ticket.token:
-            self._seen.pop(place, None)
+        current = await self._reserve(ticket)
+        if current.token != ticket.token and self._is_lost(ticket, current):
+            _log.warning(
+                "message %s was started by %s, which stopped renewing its key; running it again",
+                current.job_id,
+                current.worker,
+            )
+            current = await self._reserve(ticket, replaces=current.token)
+        slot = (ticket.tenant_id, ticket.key)
+        if current.token == ticket.token:
+            self._observed.pop(slot, None)
             self._renew()
             return ticket
         self._active.pop(ticket.token, None)
-        if held.state is EffectState.DONE:
-            self._seen.pop(place, None)
-            return AlreadyHandled(msgspec.json.decode(held.value, type=str) if held.value else "")
+        if current.state is EffectState.DONE:
+            self._observed.pop(slot, None)
+            return AlreadyHandled(msgspec.json.decode(current.value, type=str) if current.value else "")
         return "busy"
 
     async def complete(self, ticket: DedupTicket, run_id: str, window_ms: int) -> None:
         outcome = self._outcome(ticket, EffectState.DONE, msgspec.json.encode(run_id), window_ms)
-        async with ticket.turn:
-            held = await self._desk.conclude(outcome)
+        async with ticket.lock:
+            applied = await self._batcher.conclude(outcome)
             self._active.pop(ticket.token, None)
-        if not held:
-            _log.error("the key %r was taken over while this process was at it: it may have run twice", ticket.key)
+        if not applied:
+            _log.error("key %r was reclaimed during the run; it may have run twice", ticket.key)
 
     async def release(self, ticket: DedupTicket) -> None:
-        async with ticket.turn:
+        async with ticket.lock:
             self._active.pop(ticket.token, None)
-            await self._desk.conclude(self._outcome(ticket, None))
+            await self._batcher.conclude(self._outcome(ticket, None))
 
     def abandon(self, ticket: DedupTicket) -> None:
         self._active.pop(ticket.token, None)
 
     async def close(self) -> None:
-        """What is still reserved is free for others after a lease: it may be running yet, in a thread say."""
+        """Stop renewing. Keys still reserved expire after a lease: their runs may still be active in a thread."""
         if self._renewing is not None:
             self._renewing.cancel()
             await asyncio.wait({self._renewing})
         self._active.clear()
 
-    async def _reserve(self, ticket: DedupTicket, instead_of: str = "") -> EffectKey:
-        # Before it is made: whoever finds it must see that it is ours.
+    async def _reserve(self, ticket: DedupTicket, replaces: str = "") -> EffectKey:
+        # Before the reservation: a concurrent call that finds it must see that it is active here.
         self._active[ticket.token] = ticket
         try:
-            return await self._desk.reserve(self._wish(ticket, instead_of))
+            return await self._batcher.reserve(self._reservation(ticket, replaces))
         except BaseException:
-            # If it was made all the same, it is found by our name and taken over.
+            # If the reservation was made anyway, it is found by the worker name and reclaimed.
             self._active.pop(ticket.token, None)
             raise
 
-    def _wish(self, ticket: DedupTicket, instead_of: str) -> Reservation:
+    def _reservation(self, ticket: DedupTicket, replaces: str) -> Reservation:
         return Reservation(
             tenant_id=ticket.tenant_id,
             key=ticket.key,
@@ -210,7 +214,7 @@ class LedgerDedupStore(DedupStore):
             job_id=ticket.message_id,
             attempt=0,
             worker=self._worker,
-            replaces_token=instead_of,
+            replaces_token=replaces,
         )
 
     def _outcome(
@@ -225,20 +229,20 @@ class LedgerDedupStore(DedupStore):
             ttl_ms=ttl_ms or None,
         )
 
-    def _is_lost(self, ticket: DedupTicket, held: EffectKey) -> bool:
-        """Whether its holder has been silent for a lease."""
-        if held.state is EffectState.DONE or held.token in self._active:
+    def _is_lost(self, ticket: DedupTicket, current: EffectKey) -> bool:
+        """Whether the holder has not renewed it for a lease."""
+        if current.state is EffectState.DONE or current.token in self._active:
             return False
-        if held.worker == self._worker:
-            # Reserved by a call whose answer never came.
+        if current.worker == self._worker:
+            # Reserved by a call whose answer was lost.
             return True
-        place, now, state = (ticket.tenant_id, ticket.key), self._monotonic(), (held.token, held.updated_at_ms)
-        seen, since = self._seen.get(place, (None, now))
-        if seen != state:
-            if len(self._seen) >= _SEEN_LIMIT:
-                # Of messages that went elsewhere: whoever still waits is seen again.
-                self._seen.clear()
-            self._seen[place] = (state, now)
+        slot, now, state = (ticket.tenant_id, ticket.key), self._monotonic(), (current.token, current.updated_at_ms)
+        previous, since = self._observed.get(slot, (None, now))
+        if previous != state:
+            if len(self._observed) >= _OBSERVED_LIMIT:
+                # Most are of messages delivered elsewhere; those still waiting are recorded again.
+                self._observed.clear()
+            self._observed[slot] = (state, now)
             return False
         return now - since >= self._lease_s
 
@@ -257,11 +261,11 @@ class LedgerDedupStore(DedupStore):
             await asyncio.gather(*(self._renew_one(ticket) for ticket in tickets))
 
     async def _renew_one(self, ticket: DedupTicket) -> None:
-        async with ticket.turn:
+        async with ticket.lock:
             if ticket.token not in self._active:
                 return
             try:
-                # Its own reservation once more: that moves its time, which is how others see that we live.
-                await self._desk.reserve(self._wish(ticket, ticket.token))
+                # Replacing its own reservation updates its timestamp, which shows others that the holder is alive.
+                await self._batcher.reserve(self._reservation(ticket, ticket.token))
             except LedgerUnavailable as exc:
-                _log.warning("a key could not be renewed: %s", exc)
+                _log.warning("key not renewed: %s", exc)

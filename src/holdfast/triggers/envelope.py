@@ -35,16 +35,16 @@ from holdfast.errors import InvalidOption, InvalidPayload, PayloadTooLarge
 
 
 class ParseError(InvalidPayload):
-    """A body that its parser cannot read, or a header that cannot be. No later try will do better."""
+    """A body that the parser cannot read, or an invalid header. A retry cannot succeed."""
 
 
 class Parsed(msgspec.Struct, frozen=True):
-    """What a body says."""
+    """The parsed body."""
 
     payload: Any
-    #: The payload as JSON, byte by byte as it came; None if it is no JSON.
+    #: The payload as the original JSON bytes; None if it is not JSON.
     json: bytes | None = None
-    #: What stands in for headers that are missing.
+    #: Substitutes for missing headers.
     event_name: str = ""
     dedup_key: str = ""
     headers: Mapping[str, str] = MappingProxyType({})
@@ -54,16 +54,16 @@ Parser = Callable[[bytes | None], Parsed]
 
 _any: Final[msgspec.json.Decoder[Any]] = msgspec.json.Decoder()
 _members: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_NOTHING: Final = msgspec.Raw(b"null")
+_NULL: Final = msgspec.Raw(b"null")
 _TOMBSTONE: Final = Parsed(None, b"null")
-_NEEDED: Final = ("specversion", "id", "source", "type")
+_REQUIRED: Final = ("specversion", "id", "source", "type")
 
 
 def parser_of(kind: str) -> Parser:
-    """The parser of this name."""
+    """Get a parser by name."""
     parser = _PARSERS.get(kind)
     if parser is None:
-        raise InvalidOption(f"there is no parser {kind!r}; it is one of {', '.join(_PARSERS)}")
+        raise InvalidOption(f"unknown parser {kind!r}; use one of {', '.join(_PARSERS)}")
     return parser
 
 
@@ -77,7 +77,7 @@ def parse_text(body: bytes | None) -> Parsed:
     try:
         return Parsed(body.decode())
     except UnicodeDecodeError as exc:
-        # Its own words would show bytes of the message.
+        # The original error would quote bytes of the message.
         raise ParseError(f"the message is not UTF-8: byte {exc.start} of {len(body)}: {exc.reason}") from None
 
 
@@ -87,18 +87,18 @@ def parse_binary(body: bytes | None) -> Parsed:
 
 def parse_cloud_event(body: bytes | None) -> Parsed:
     if body is None:
-        raise ParseError("the message is not a CloudEvent: it is a tombstone, without a value")
+        raise ParseError("the message is not a CloudEvent: it is a tombstone without a value")
     members = _json(_members, body)
     attributes: dict[str, str] = {}
     for name, raw in members.items():
         if name not in ("data", "data_base64"):
             value = _json(_any, bytes(raw))
             attributes[name.lower()] = value if isinstance(value, str) else bytes(raw).decode()
-    for name in _NEEDED:
+    for name in _REQUIRED:
         if not attributes.get(name):
-            raise ParseError(f"the message is no CloudEvent: its {name!r} is missing")
+            raise ParseError(f"the message is not a CloudEvent: {name!r} is missing")
     if not attributes["specversion"].startswith("1."):
-        raise ParseError("the message is a CloudEvent of another version than 1.x")
+        raise ParseError("the message is a CloudEvent of an unsupported version; only 1.x is supported")
     payload, data = _cloud_data(members)
     return Parsed(
         payload,
@@ -112,24 +112,24 @@ def parse_cloud_event(body: bytes | None) -> Parsed:
 def _cloud_data(members: dict[str, msgspec.Raw]) -> tuple[Any, bytes | None]:
     encoded = members.get("data_base64")
     if encoded is None:
-        data = bytes(members.get("data", _NOTHING))
+        data = bytes(members.get("data", _NULL))
         return _json(_any, data), data
     if "data" in members:
-        raise ParseError("the message is no CloudEvent: it has both data and data_base64")
+        raise ParseError("the message is not a CloudEvent: it has both data and data_base64")
     text = _json(_any, bytes(encoded))
     try:
         return base64.b64decode(text, validate=True), None
     except (TypeError, ValueError, binascii.Error):
-        raise ParseError("the message is no CloudEvent: its data_base64 is no base64") from None
+        raise ParseError("the message is not a CloudEvent: data_base64 is not base64") from None
 
 
 def _json(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, RecursionError) as exc:
-        raise ParseError(f"the message cannot be read as JSON: {exc}") from None
+        raise ParseError(f"the message is not valid JSON: {exc}") from None
     except UnicodeDecodeError as exc:
-        raise ParseError(f"the message cannot be read as JSON: it is not UTF-8 ({exc.reason})") from None
+        raise ParseError(f"the message is not valid JSON: it is not UTF-8 ({exc.reason})") from None
 
 
 _PARSERS: Final[Mapping[str, Parser]] = {
@@ -140,20 +140,20 @@ _PARSERS: Final[Mapping[str, Parser]] = {
 }
 
 
-#: T5's word for a message that has no event name.
+#: Event name of a message without one (T5).
 DEFAULT_EVENT: Final = "queue_message"
 
-#: The id of the first message, in a replay of its dead letter.
+#: Header of a replayed dead letter: id of the original message.
 REPLAY_OF: Final = "x-replay-of"
 
 _TRACE_HEADER: Final = "x-trace-id"
 _TRACEPARENT: Final = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
-#: Of a name that is shown in an error.
+#: Characters of a name shown in an error.
 _SHOWN: Final = 40
 
 
 class HeaderNames(msgspec.Struct, frozen=True):
-    """Where an envelope's fields come from; lower case."""
+    """Names of the headers that fill an envelope, in lower case."""
 
     event_name: str = "x-event-name"
     dedup_key: str = "x-dedup-key"
@@ -164,18 +164,18 @@ _DEFAULT_NAMES: Final = HeaderNames()
 
 
 class MessageEnvelope(msgspec.Struct, frozen=True, kw_only=True):
-    """A message, ready to be handed over."""
+    """A parsed message."""
 
     message_id: str
     payload: Any
     headers: Mapping[str, str]
     received_at: datetime
-    #: The queue.
+    #: Name of the queue.
     source: str
     dedup_key: str | None = None
     event_name: str | None = None
     tenant_id: str | None = None
-    #: The payload's JSON as it came, if it is JSON.
+    #: The original JSON of the payload, if it is JSON.
     json: bytes | None = None
     trace_id: str = ""
     traceparent: str = ""
@@ -189,11 +189,11 @@ class MessageEnvelope(msgspec.Struct, frozen=True, kw_only=True):
         names: HeaderNames = _DEFAULT_NAMES,
         payload_limit: int | None = None,
     ) -> MessageEnvelope:
-        """Raises `ParseError`, or `PayloadTooLarge`: then it is one for the dead letters."""
+        """Parse a message. Raises `ParseError` or `PayloadTooLarge`, after which it should be dead-lettered."""
         size = len(raw.body or b"")
         if payload_limit is not None and size > payload_limit:
             raise PayloadTooLarge("the message", size, payload_limit)
-        headers = _readable(raw.headers)
+        headers = _clean_headers(raw.headers)
         parsed = parser(raw.body)
         if parsed.headers:
             headers = {**parsed.headers, **headers}
@@ -205,7 +205,7 @@ class MessageEnvelope(msgspec.Struct, frozen=True, kw_only=True):
             headers=headers,
             received_at=raw.timestamp,
             source=source,
-            # A replay of a message without a key has the key that the message had: its id.
+            # The replay of a message without a key uses the key of the original: its id.
             dedup_key=_key(headers.get(names.dedup_key) or parsed.dedup_key or headers.get(REPLAY_OF, "")),
             event_name=_event(headers.get(names.event_name, "").strip() or parsed.event_name),
             tenant_id=_tenant(headers.get(names.tenant_id, "").strip(), names.tenant_id),
@@ -216,7 +216,7 @@ class MessageEnvelope(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tenant(self) -> str:
-        """Whose it is; nobody's are the default tenant's."""
+        """The tenant, or the default tenant."""
         return self.tenant_id or DEFAULT_TENANT
 
     @property
@@ -224,7 +224,7 @@ class MessageEnvelope(msgspec.Struct, frozen=True, kw_only=True):
         return self.event_name or DEFAULT_EVENT
 
     def context(self) -> dict[str, Any]:
-        """What a runtime is told of it (requirement T5)."""
+        """The `context` passed to a runtime (T5)."""
         return {
             "message": self.payload,
             "headers": self.headers,
@@ -235,15 +235,15 @@ class MessageEnvelope(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def trace_id_of(raw: RawMessage) -> str:
-    """Of a message that may not be parsed."""
-    headers = _readable(raw.headers)
+    """Trace id of a message that may not be parsable."""
+    headers = _clean_headers(raw.headers)
     found = _TRACEPARENT.fullmatch(headers.get("traceparent", ""))
     return _trace_id(headers.get(_TRACE_HEADER, ""), found[1] if found else "", raw.message_id)
 
 
 def tenant_and_event_hint(raw: RawMessage, names: HeaderNames) -> tuple[str, str]:
     """Tenant and event name of a message that cannot be parsed, as far as its headers can be used."""
-    headers = _readable(raw.headers)
+    headers = _clean_headers(raw.headers)
     try:
         tenant = _tenant(headers.get(names.tenant_id, "").strip(), names.tenant_id)
     except ParseError:
@@ -256,9 +256,9 @@ def tenant_and_event_hint(raw: RawMessage, names: HeaderNames) -> tuple[str, str
 
 
 def key_or_hash(text: str, limit: int = KEY_LIMIT) -> str:
-    """The text itself, or its SHA-256 if a ledger could not hold it or look it up."""
+    """The text itself, or its SHA-256 if a ledger could not store or index it."""
     if text.isascii():
-        # The usual case, without a copy.
+        # The common case, without a copy.
         fits = len(text) <= limit and "\0" not in text
     else:
         fits = clean(text) == text and len(text.encode()) <= limit
@@ -266,12 +266,12 @@ def key_or_hash(text: str, limit: int = KEY_LIMIT) -> str:
 
 
 def short_hash(text: str) -> str:
-    """A short name for a text, the same every time."""
+    """Deterministic SHA-256 name of a text."""
     return "sha256-" + hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _readable(headers: Mapping[str, str]) -> dict[str, str]:
-    """What is no text that JSON could hold is replaced, so that one odd header costs no message."""
+def _clean_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """Replace characters that JSON cannot hold, so that an odd header does not make a message unparsable."""
     return {
         name if name.isascii() else clean(name): value if value.isascii() else clean(value)
         for name, value in headers.items()
@@ -287,7 +287,7 @@ def _event(name: str) -> str | None:
         return None
     if not name.isprintable() or len(name.encode()) > NAME_LIMIT:
         raise ParseError(
-            f"the event name {name[:_SHOWN]!r} cannot be: at most {NAME_LIMIT} bytes, no control characters"
+            f"event name {name[:_SHOWN]!r} is not valid: at most {NAME_LIMIT} bytes, no control characters"
         )
     return name
 
@@ -299,8 +299,8 @@ def _tenant(name: str, header: str) -> str | None:
         return check_name(name, header)
     except InvalidOption:
         raise ParseError(
-            f"the header {header} names a tenant that cannot be, {name[:_SHOWN]!r}: at most {NAME_LIMIT} bytes, no "
-            "blanks, braces or control characters"
+            f"tenant {name[:_SHOWN]!r} in header {header} is not valid: at most {NAME_LIMIT} bytes, no "
+            "spaces, braces or control characters"
         ) from None
 
 

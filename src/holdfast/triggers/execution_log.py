@@ -1,7 +1,7 @@
-"""Rows of `queue_executions`, written in batches beside the work (requirement L6).
+"""Write rows of `queue_executions` in batches, in the background (L6).
 
-The ledger being down stops no message. Rows are kept meanwhile, up to a limit; what is dropped then is counted, and
-told once. A record that is written twice is one row.
+A ledger outage does not stop messages. Rows are buffered up to a limit; further ones are dropped, counted, and logged
+once. A record that is written twice is one row.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast.triggers.state import TriggerCounters
 
 _log: Final = logging.getLogger("holdfast.trigger")
 
-#: Rows that are kept while the ledger is away.
+#: Rows buffered while the ledger is unreachable.
 LIMIT: Final = 20_000
 _BATCH: Final = 500
 #: How long the first row of a batch waits for others.
@@ -27,47 +27,46 @@ _LINGER_S: Final = 0.02
 
 
 class ExecutionLog:
-    """One trigger's rows on their way to the ledger. One event loop."""
+    """Buffer of one trigger's rows. Use it in one event loop."""
 
     def __init__(self, book: TriggerStore, counts: TriggerCounters, *, limit: int = LIMIT) -> None:
         self._book = book
         self._counts = counts
         self._limit = limit
         self._waiting: deque[Execution] = deque()
-        self._there = asyncio.Event()
-        self._hurry = asyncio.Event()
+        self._has_rows = asyncio.Event()
+        self._closing = asyncio.Event()
         self._losing = False
         self._writing = asyncio.create_task(self._write(), name="holdfast-trigger-records")
 
     def put(self, execution: Execution) -> None:
-        """Never waits."""
+        """Buffer a row. Never waits; drops it if the buffer is full."""
         if len(self._waiting) >= self._limit:
             self._counts.records_lost += 1
             if not self._losing:
                 self._losing = True
                 _log.warning(
-                    "the ledger has been away for so long that records of messages are dropped from now on "
-                    "(%d are kept); the messages themselves are safe",
+                    "ledger unreachable, execution records beyond %d are dropped; messages are not affected",
                     self._limit,
                 )
             return
         self._waiting.append(execution)
-        self._there.set()
+        self._has_rows.set()
 
-    async def close(self, patience_s: float) -> None:
-        """Write what is there, for so long at most; says how much was left."""
-        self._hurry.set()
-        self._there.set()
-        await asyncio.wait({self._writing}, timeout=max(0.0, patience_s))
+    async def close(self, timeout_s: float) -> None:
+        """Write the buffered rows within the timeout; log how many were not written."""
+        self._closing.set()
+        self._has_rows.set()
+        await asyncio.wait({self._writing}, timeout=max(0.0, timeout_s))
         if not self._writing.done():
             self._writing.cancel()
             await asyncio.wait({self._writing})
-            _log.warning("%d records of messages were not written: the ledger is away", len(self._waiting))
+            _log.warning("%d execution records not written: ledger unreachable", len(self._waiting))
 
     async def _write(self) -> None:
         backoff = Backoff()
-        while self._waiting or not self._hurry.is_set():
-            await self._there.wait()
+        while self._waiting or not self._closing.is_set():
+            await self._has_rows.wait()
             if len(self._waiting) < _BATCH:
                 await self._linger(_LINGER_S)
             batch = [self._waiting[number] for number in range(min(_BATCH, len(self._waiting)))]
@@ -75,7 +74,7 @@ class ExecutionLog:
                 try:
                     await self._record(batch)
                 except Unavailable as exc:
-                    _log.warning("%d records of messages wait for the ledger: %s", len(self._waiting), exc)
+                    _log.warning("cannot write %d execution records, retrying: %s", len(self._waiting), exc)
                     await asyncio.sleep(backoff.next_s())
                     continue
                 backoff.reset()
@@ -83,13 +82,13 @@ class ExecutionLog:
                     self._waiting.popleft()
                 self._losing = False
             if not self._waiting:
-                self._there.clear()
+                self._has_rows.clear()
 
     async def _linger(self, seconds: float) -> None:
-        if not self._hurry.is_set():
+        if not self._closing.is_set():
             try:
                 async with asyncio.timeout(seconds):
-                    await self._hurry.wait()
+                    await self._closing.wait()
             except TimeoutError:
                 return
 
@@ -98,18 +97,18 @@ class ExecutionLog:
             await self._book.record_executions(batch)
         except Unavailable:
             raise
-        except Exception as exc:  # noqa: BLE001 - told, counted, and the next one is written
+        except Exception as exc:  # noqa: BLE001 - logged and counted, then the next one is written
             if len(batch) > 1:
-                # One of them is to blame: the others are written all the same.
+                # One record is invalid: write each alone, so that the others are not lost.
                 for one in batch:
                     await self._record([one])
                 return
             self._counts.records_lost += 1
-            _log.exception("a record of message %s cannot be written: %s", batch[0].message_id, type(exc).__name__)
+            _log.exception("execution record of message %s not written: %s", batch[0].message_id, type(exc).__name__)
 
 
 def execution_id(*parts: str) -> str:
-    """The same for the same outcome of the same message."""
+    """Deterministic id: the same for the same outcome of the same message."""
     digest = hashlib.sha256()
     for part in parts:
         encoded = part.encode("utf-8", "surrogatepass")

@@ -1,14 +1,14 @@
-"""One message from raw to acknowledged (requirements T5, T8).
+"""Handle one message from receipt to acknowledgement (T5, T8).
 
     parse ─► key ─► guard ─► runtime ─► ack ─► record
-      │       │       │         ├─ failed: again after base × multiplier^n; at last a dead letter with its history
-      │       │       │         ├─ failed for good: by the ack policy
-      │       │       │         └─ something is down: held, for as long as it takes
+      │       │       │         ├─ failed: retry after base × multiplier^n; finally a dead letter with its history
+      │       │       │         ├─ failed permanently: by the ack policy
+      │       │       │         └─ a dependency is down: held until it is back
       │       │       └─ denied: by the ack policy
-      │       └─ came before: acknowledged; somebody is at it: look again
+      │       └─ duplicate: acknowledged; key in use elsewhere: check again later
       └─ unparsable, too large: a dead letter
 
-A message is acknowledged only once it is safe: handed over, in the dead letters, or given up by policy.
+A message is acknowledged only after the runtime accepted it, its dead letter was written, or the ack policy drops it.
 """
 
 from __future__ import annotations
@@ -64,18 +64,18 @@ from holdfast.triggers.state import (
 
 _log: Final = logging.getLogger("holdfast.trigger")
 
-#: Between two looks at a key that somebody else is at: doubled each time.
-_LOOK_FIRST_S: Final = 0.02
-_LOOK_CAP_S: Final = 1.0
-#: However large the multiplier: no retry is further off, and no message that is requeued again and again.
+#: Delay between two checks of a key that is in use elsewhere, doubled each time.
+_CHECK_FIRST_S: Final = 0.02
+_CHECK_CAP_S: Final = 1.0
+#: Limits of the delay before a retry, and before a message is requeued repeatedly.
 _RETRY_CAP_S: Final = 86_400.0
 _REQUEUE_CAP_S: Final = 60.0
 
 #: How the log describes the answer to the broker.
-_ENDED: Final = {
+_ANSWERS: Final = {
     AckPolicy.ACK: "acknowledged",
-    AckPolicy.NACK: "refused, for the broker to drop",
-    AckPolicy.REQUEUE: "refused, to be delivered again",
+    AckPolicy.NACK: "refused, the broker drops it",
+    AckPolicy.REQUEUE: "refused, will be redelivered",
     AckPolicy.DLQ: "dead-lettered",
 }
 
@@ -83,7 +83,7 @@ Act = Callable[[RuntimeCall], Any]
 
 
 class Handler:
-    """What a trigger's workers do with each message. One event loop."""
+    """Handles the messages of one trigger. Use it in one event loop."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Handler:
         adapter: QueueAdapter,
         act: Act,
         *,
-        ask: Act | None,
+        check: Act | None,
         dedup: DedupStore | None,
         counts: TriggerCounters,
         record: Callable[[Execution], None] | None,
@@ -99,11 +99,11 @@ class Handler:
         monotonic: Callable[[], float],
         payload_limit: int,
     ) -> None:
-        """`ask` raises `Denied`; None: nobody is asked here. `dedup` None: duplicates are not known here."""
+        """`check` raises `Denied`; None: no guards here. `dedup` None: no dedup here."""
         self._config = config
         self._adapter = adapter
         self._act = act
-        self._ask = ask
+        self._check = check
         self._dedup = dedup
         self._counts = counts
         self._record = record
@@ -112,27 +112,26 @@ class Handler:
         self._payload_limit = payload_limit
         self._parser = parser_of(config.parser_type)
         self._names = HeaderNames(config.event_name_header, config.dedup_header, config.tenant_header)
-        #: Keys are this group's own: other groups read the same messages for purposes of their own.
+        #: Keys are scoped to the group: other groups handle the same messages independently.
         self._keys = f"{config.queue_name}:{config.consumer_group}:"
         self._window_ms = config.idempotency_window_ms
-        self._without_keys = False
+        self._without_dedup = False
 
     async def handle(self, item: InFlightMessage) -> Next:
-        """One look at it. Never raises, unless cancelled."""
+        """Handle a message as far as possible now. Never raises, unless cancelled."""
         if not self._adapter.owns(item.raw):
             return await self._drop(item)
         if not item.started_at_ms:
             self._begin(item)
         if item.ending is None:
-            later = await self._hand_over(item)
-            if later is not None:
-                return later
+            next_step = await self._process(item)
+            if next_step is not None:
+                return next_step
         assert item.ending is not None
         return await self._finish(item, item.ending)
 
     async def abandon(self, item: InFlightMessage) -> None:
-        """It waits for something, and will not be looked at again here: whoever gets it next may begin at once, or
-        knows that it has run."""
+        """Stop handling a message here: release its key, or complete it if the message has run."""
         ticket, item.ticket = item.ticket, None
         if ticket is None or self._dedup is None:
             return
@@ -143,65 +142,65 @@ class Handler:
                 await self._dedup.complete(ticket, item.run.run_id, self._window_ms)
         except LedgerUnavailable as exc:
             self._dedup.abandon(ticket)
-            self._say(logging.WARNING, item, "released", "its key stays reserved for a while: %s", exc)
+            self._log_step(logging.WARNING, item, "released", "key not released, its lease will expire: %s", exc)
 
-    # From raw to handed over -------------------------------------------------------------------------
+    # Parse and run -----------------------------------------------------------------------------------
 
     def _begin(self, item: InFlightMessage) -> None:
         item.started_at_ms, item.began_s = self._clock.now_ms(), self._monotonic()
         if _log.isEnabledFor(item.level):
             item.trace_id = trace_id_of(item.raw)
-            self._say(item.level, item, "received", "received, delivery %d", item.raw.deliveries)
+            self._log_step(item.level, item, "received", "received, delivery %d", item.raw.deliveries)
 
-    async def _hand_over(self, item: InFlightMessage) -> RetryAfter | OnHold | None:
-        """None: it has an ending now."""
+    async def _process(self, item: InFlightMessage) -> RetryAfter | OnHold | None:
+        """Parse and run the message. None: `item.ending` is set."""
         try:
-            call = item.call or self._open(item)
+            call = item.call or self._parse(item)
         except (ParseError, PayloadTooLarge) as exc:
             item.trace_id = trace_id_of(item.raw)
-            self._say(logging.ERROR, item, "unparsable", "cannot be used: %s", error_reason(exc))
+            self._log_step(logging.ERROR, item, "unparsable", "unparsable: %s", error_reason(exc))
             item.ending = Disposition(AckPolicy.DLQ, ExecutionStatus.UNPARSABLE, error_reason(exc))
             return None
         except _ForeignTenant as exc:
-            await self._give_up(item, self._config.ack_policy, ExecutionStatus.REJECTED, exc, str(exc))
+            await self._dispose(item, self._config.ack_policy, ExecutionStatus.REJECTED, exc, str(exc))
             return None
         try:
             run = await self._run(item, call)
         except _KeyBusy:
-            return RetryAfter(min(_LOOK_CAP_S, _LOOK_FIRST_S * 2.0 ** min(item.looks, 16)))
+            return RetryAfter(min(_CHECK_CAP_S, _CHECK_FIRST_S * 2.0 ** min(item.key_checks, 16)))
         except Denied as exc:
-            await self._give_up(item, self._config.ack_policy, ExecutionStatus.REJECTED, exc)
+            await self._dispose(item, self._config.ack_policy, ExecutionStatus.REJECTED, exc)
         except PayloadTooLarge as exc:
-            await self._give_up(item, AckPolicy.DLQ, ExecutionStatus.FAILED, exc)
+            await self._dispose(item, AckPolicy.DLQ, ExecutionStatus.FAILED, exc)
         except (Unavailable, IntakeRefused, SchemaMismatch) as exc:
-            self._say(logging.DEBUG, item, "held", "waits: %s", error_reason(exc))
+            self._log_step(logging.DEBUG, item, "held", "on hold: %s", error_reason(exc))
             return OnHold(error_reason(exc))
         except (Fatal, UsageError) as exc:
-            await self._give_up(item, self._config.ack_policy, ExecutionStatus.FAILED, exc)
+            await self._dispose(item, self._config.ack_policy, ExecutionStatus.FAILED, exc)
         except asyncio.CancelledError as exc:
             if is_own_cancellation(exc):
                 raise
-            # The runtime has cancelled itself: this worker is to go on.
+            # The runtime cancelled itself; this worker continues.
             return await self._failed(item, RuntimeError("the run was cancelled"))
-        except Exception as exc:  # noqa: BLE001 - whatever a runtime raises is a failed try
+        except Exception as exc:  # noqa: BLE001 - any exception of a runtime is a failed attempt
             return await self._failed(item, exc)
         else:
             status = ExecutionStatus.DUPLICATE if run.duplicate else ExecutionStatus.SUCCESS
             item.run, item.ending = run, Disposition(AckPolicy.ACK, status)
             if _log.isEnabledFor(item.level):
-                words = "duplicate of run %s" if run.duplicate else "submitted, run %s"
-                self._say(item.level, item, "handed_over", words, run.run_id or "without an id")
+                text = "duplicate of run %s" if run.duplicate else "submitted, run %s"
+                self._log_step(item.level, item, "handed_over", text, run.run_id or "without an id")
         return None
 
-    def _open(self, item: InFlightMessage) -> RuntimeCall:
+    def _parse(self, item: InFlightMessage) -> RuntimeCall:
         config = self._config
         envelope = MessageEnvelope.from_raw(item.raw, config.queue_name, self._parser, self._names, self._payload_limit)
-        tenant_id = self._own(envelope.tenant_id)
+        tenant_id = self._allowed_tenant(envelope.tenant_id)
         item.envelope = msgspec.structs.replace(envelope, tenant_id=tenant_id) if config.tenants else envelope
         item.trace_id = envelope.trace_id
         if config.tenants and envelope.tenant_id not in (None, tenant_id):
             raise _ForeignTenant(
-                f"tenant {redact_and_truncate(envelope.tenant, REASON_LIMIT)} is none of this trigger's tenants"
+                f"tenant {redact_and_truncate(envelope.tenant, REASON_LIMIT)} is not one of this trigger's tenants"
             )
         item.call = RuntimeCall(
             event_name=envelope.event,
@@ -216,24 +215,24 @@ class Handler:
             message_json=envelope.json,
         )
         if _log.isEnabledFor(logging.DEBUG):
-            self._say(logging.DEBUG, item, "parsed", "parsed")
+            self._log_step(logging.DEBUG, item, "parsed", "parsed")
         return item.call
 
-    def _own(self, tenant_id: str | None) -> str | None:
-        """The tenant, if messages may be for it; else the first that they may be for: nothing is written for others."""
+    def _allowed_tenant(self, tenant_id: str | None) -> str | None:
+        """The tenant if allowed, else the first allowed one: nothing is written for other tenants."""
         tenants = self._config.tenants
         return tenant_id if not tenants or tenant_id in tenants else tenants[0]
 
     async def _run(self, item: InFlightMessage, call: RuntimeCall) -> RuntimeResult:
-        """One try, under the message's key if this trigger keeps keys. What has run is not run again."""
+        """One attempt, under the message's key if this trigger has a dedup store. Does not repeat a run."""
         if self._dedup is not None and call.key and item.ticket is None and item.run is None:
             answer = await self._reserve(self._dedup, item, call)
             if isinstance(answer, AlreadyHandled):
                 return RuntimeResult(answer.run_id, duplicate=True)
             item.ticket = answer
         if item.run is None:
-            if self._ask is not None:
-                await self._ask(call)
+            if self._check is not None:
+                await self._check(call)
             self._counts.calls += 1
             item.run = await self._act(call)
         if item.ticket is not None:
@@ -241,18 +240,18 @@ class Handler:
         return item.run
 
     async def _failed(self, item: InFlightMessage, exc: Exception) -> RetryAfter | None:
-        """Another try after base × multiplier^n, or the dead letters: whatever the policy says of other endings."""
-        reason, tries, config = error_reason(exc), item.retries + 1, self._config
-        item.add_failure(f"try {tries} at {to_datetime(self._clock.now_ms()).isoformat()}: {reason}")
+        """Retry after base × multiplier^n, finally dead-letter, whatever the ack policy."""
+        reason, attempts, config = error_reason(exc), item.retries + 1, self._config
+        item.add_failure(f"attempt {attempts} at {to_datetime(self._clock.now_ms()).isoformat()}: {reason}")
         if item.retries >= config.max_retries:
-            await self._give_up(
-                item, AckPolicy.DLQ, ExecutionStatus.FAILED, exc, f"given up after {tries} tries: {reason}"
+            await self._dispose(
+                item, AckPolicy.DLQ, ExecutionStatus.FAILED, exc, f"failed after {attempts} attempts: {reason}"
             )
             return None
         wait_s = retry_delay_s(config.retry_backoff_base, config.retry_backoff_multiplier, item.retries, _RETRY_CAP_S)
         item.retries += 1
         self._counts.retries += 1
-        self._say(
+        self._log_step(
             logging.WARNING,
             item,
             "retry",
@@ -274,10 +273,10 @@ class Handler:
         except LedgerUnavailable as exc:
             if self._config.dedup_down is DedupDown.HOLD:
                 raise
-            self._warn_without_keys(exc)
+            self._warn_without_dedup(exc)
             return None
         if answer == "busy":
-            item.looks += 1
+            item.key_checks += 1
             raise _KeyBusy
         return answer
 
@@ -287,20 +286,20 @@ class Handler:
             await self._dedup.complete(ticket, run.run_id, self._window_ms)
         except LedgerUnavailable as exc:
             if self._config.dedup_down is DedupDown.HOLD:
-                # Not acknowledged before it is known: a duplicate would run.
+                # Not acknowledged before the key is recorded: otherwise a duplicate would run.
                 raise
-            self._warn_without_keys(exc)
-            # Else it would be renewed for ever, and every duplicate would wait for it.
+            self._warn_without_dedup(exc)
+            # Otherwise it would be renewed forever, and every duplicate would wait for it.
             self._dedup.abandon(ticket)
         else:
-            self._without_keys = False
+            self._without_dedup = False
         item.ticket = None
 
-    def _warn_without_keys(self, exc: LedgerUnavailable) -> None:
-        if not self._without_keys:
-            self._without_keys = True
+    def _warn_without_dedup(self, exc: LedgerUnavailable) -> None:
+        if not self._without_dedup:
+            self._without_dedup = True
             _log.warning(
-                "trigger %s goes on without knowing duplicates, which may run: %s",
+                "trigger %s continues without dedup, duplicates may run: %s",
                 self._config.name,
                 exc,
                 extra={"trigger": self._config.name},
@@ -308,33 +307,37 @@ class Handler:
 
     # Endings -----------------------------------------------------------------------------------------
 
-    async def _give_up(
+    async def _dispose(
         self, item: InFlightMessage, how: AckPolicy, status: ExecutionStatus, exc: Exception, reason: str = ""
     ) -> None:
         reason = reason or error_reason(exc)
         stage = "denied" if status is ExecutionStatus.REJECTED else "failed"
-        self._say(logging.WARNING, item, stage, "%s, goes by %s: %s", status.value, how.value, reason)
+        self._log_step(logging.WARNING, item, stage, "%s, disposition %s: %s", status.value, how.value, reason)
         item.ending = Disposition(how, status, reason)
         await self.abandon(item)
 
     async def _finish(self, item: InFlightMessage, ending: Disposition) -> Next:
-        if ending.how is AckPolicy.REQUEUE and item.raw.deliveries > 1 and item.patience is None:
-            # It has been here before, and would be here again at once.
-            item.patience = Backoff()
+        if ending.how is AckPolicy.REQUEUE and item.raw.deliveries > 1 and item.backoff is None:
+            # It was requeued before and would come back immediately.
+            item.backoff = Backoff()
             base, multiplier = self._config.retry_backoff_base, self._config.retry_backoff_multiplier
             return RetryAfter(retry_delay_s(base, multiplier, item.raw.deliveries - 2, _REQUEUE_CAP_S))
         try:
-            await self._tell(item, ending)
-        except Exception as exc:  # noqa: BLE001 - what a client raises is no reason to lose a message, or to stop
+            await self._answer_broker(item, ending)
+        except Exception as exc:  # noqa: BLE001 - a client error must not lose the message or stop the worker
             if ending.how is AckPolicy.DLQ:
-                item.patience = item.patience or Backoff()
-                self._say(logging.ERROR, item, "dead_letter", "its dead letter waits: %s", error_reason(exc))
-                return RetryAfter(item.patience.next_s())
-            self._say(logging.WARNING, item, ending.how.value, "the broker was not told: %s", error_reason(exc))
-        self._note(item, ending)
+                item.backoff = item.backoff or Backoff()
+                self._log_step(
+                    logging.ERROR, item, "dead_letter", "dead letter not written, retrying: %s", error_reason(exc)
+                )
+                return RetryAfter(item.backoff.next_s())
+            self._log_step(
+                logging.WARNING, item, ending.how.value, "answer not sent to the broker: %s", error_reason(exc)
+            )
+        self._record_ending(item, ending)
         return "off"
 
-    async def _tell(self, item: InFlightMessage, ending: Disposition) -> None:
+    async def _answer_broker(self, item: InFlightMessage, ending: Disposition) -> None:
         match ending.how:
             case AckPolicy.ACK:
                 await self._adapter.ack(item.raw)
@@ -348,9 +351,9 @@ class Handler:
                 self._counts.dead_letters += 1
         level = logging.WARNING if ending.how is AckPolicy.DLQ else item.level
         if _log.isEnabledFor(level):
-            self._say(level, item, ending.how.value, _ENDED[ending.how])
+            self._log_step(level, item, ending.how.value, _ANSWERS[ending.how])
 
-    def _note(self, item: InFlightMessage, ending: Disposition) -> None:
+    def _record_ending(self, item: InFlightMessage, ending: Disposition) -> None:
         counts = self._counts
         counts.consumed[ending.status] += 1
         if ending.status is ExecutionStatus.DUPLICATE:
@@ -365,7 +368,7 @@ class Handler:
             tenant_id, event_name = envelope.tenant, envelope.event
         else:
             guess, event_name = tenant_and_event_hint(item.raw, self._names)
-            tenant_id = self._own(guess) or guess
+            tenant_id = self._allowed_tenant(guess) or guess
         run_id = clean(item.run.run_id) if item.run is not None else ""
         return Execution(
             tenant_id=tenant_id,
@@ -384,12 +387,12 @@ class Handler:
 
     async def _drop(self, item: InFlightMessage) -> Next:
         self._counts.lost_messages += 1
-        self._say(logging.DEBUG, item, "dropped", "is somebody else's by now")
+        self._log_step(logging.DEBUG, item, "dropped", "no longer owned by this consumer")
         await self.abandon(item)
         return "off"
 
-    def _say(self, level: int, item: InFlightMessage, stage: str, words: str, *values: object) -> None:
-        """A line that names the message. Never its payload."""
+    def _log_step(self, level: int, item: InFlightMessage, stage: str, text: str, *values: object) -> None:
+        """Log a line about the message, never with its payload."""
         if not _log.isEnabledFor(level):
             return
         about = {
@@ -402,12 +405,12 @@ class Handler:
         if item.envelope is not None:
             about["event_name"] = item.envelope.event
             about["tenant_id"] = item.envelope.tenant
-        _log.log(level, f"message %s: {words}", item.raw.message_id, *values, extra=about)
+        _log.log(level, f"message %s: {text}", item.raw.message_id, *values, extra=about)
 
 
 class _ForeignTenant(Exception):
-    """The message is for a tenant that it may not be for."""
+    """The tenant of the message is not allowed."""
 
 
 class _KeyBusy(Exception):
-    """Somebody is at this key."""
+    """The key is reserved elsewhere."""

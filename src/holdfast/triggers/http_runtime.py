@@ -1,11 +1,10 @@
-"""Messages become requests to an agent's runtime over HTTP (`AGENT_RUNTIME_URL`).
+"""Runtime that sends messages to an agent runtime over HTTP (`AGENT_RUNTIME_URL`).
 
     POST <url>      Idempotency-Key: …    traceparent: …
     {"event_name": …, "context": {"message": …, "headers": …, …}, "focus": …, "tenant_id": …}
 
-2xx is taken; its JSON body names the run by `run_id` or `id`. 408, 429, 5xx and a runtime that does not answer are
-tried again; any other answer is final. The key is the same in every try, so that a runtime can know a call that came
-before.
+2xx is success; its JSON body has the run id as `run_id` or `id`. 408, 429, 5xx and a missing answer are retried; any
+other status is final. The key is the same in every attempt, so that a runtime can detect duplicates.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ if TYPE_CHECKING:
 
 
 _TIMEOUT_S: Final = 30.0
-#: Requests are as large as messages with their headers may be.
+#: Large enough for any message with its headers.
 _BODY_LIMIT: Final = 64 * 1024 * 1024
-#: Of a header's value: longer keys, and those that are not ASCII, are sent as their hash.
+#: Limit of a header value. Longer or non-ASCII keys are sent as their hash.
 _VALUE_LIMIT: Final = 255
-_TRIED_AGAIN: Final = (408, 429)
+_RETRIED: Final = (408, 429)
 
 
 class _Redacting(logging.Filter):
-    """httpx writes every address it calls into its log, with what stands behind the question mark."""
+    """Redacts the log of httpx, which contains each URL with its query string."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.msg, record.args = redact(record.getMessage()), ()
@@ -46,11 +45,11 @@ _redacting: Final = _Redacting()
 
 
 class RuntimeFailed(Exception):
-    """The runtime did not take the call; another try may do better."""
+    """The runtime did not accept the call; a retry may succeed."""
 
 
 class HttpRuntime(Runtime):
-    """One runtime, with connections that are kept. One event loop."""
+    """Client of one runtime with pooled connections. Use it in one event loop."""
 
     submits_jobs = False
 
@@ -63,12 +62,12 @@ class HttpRuntime(Runtime):
         connections: int = 100,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`token` is sent as a bearer token. `transport`: for tests."""
-        require("a runtime over HTTP", "httpx")
+        """`token` is sent as a bearer token. `transport` is for tests."""
+        require("an HTTP runtime", "httpx")
         import httpx
 
         if urlsplit(url).scheme not in ("http", "https"):
-            raise InvalidOption("a runtime's url must begin with http:// or https://")
+            raise InvalidOption("url of a runtime must start with http:// or https://")
         logging.getLogger("httpx").addFilter(_redacting)
         self._httpx = httpx
         self._url = url
@@ -78,7 +77,7 @@ class HttpRuntime(Runtime):
             limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
             headers={"authorization": f"Bearer {token}"} if token else None,
             transport=transport,
-            # Messages go where the configuration says, not where the environment or an answer sends them.
+            # Send messages only to the configured URL: no proxies from the environment, no redirects.
             trust_env=False,
             follow_redirects=False,
         )
@@ -106,16 +105,16 @@ class HttpRuntime(Runtime):
         try:
             response = await self._client.post(self._url, content=body, headers=_headers(call))
         except self._httpx.HTTPError as exc:
-            raise RuntimeFailed(f"{self._where} does not answer: {type(exc).__name__}") from exc
+            raise RuntimeFailed(f"{self._where} did not answer: {type(exc).__name__}") from exc
         if response.is_success:
             return RuntimeResult(_run_id(response.content))
-        words = f"{self._where} answered {response.status_code}"
-        if response.status_code < 500 and response.status_code not in _TRIED_AGAIN:
-            raise Fatal(words)
-        raise RuntimeFailed(words)
+        text = f"{self._where} answered {response.status_code}"
+        if response.status_code < 500 and response.status_code not in _RETRIED:
+            raise Fatal(text)
+        raise RuntimeFailed(text)
 
     async def close(self) -> None:
-        """Give connections back."""
+        """Close the connections."""
         await self._client.aclose()
 
     def __repr__(self) -> str:

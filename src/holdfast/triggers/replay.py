@@ -1,9 +1,9 @@
-"""Dead letters of a trigger go back to its queue, as the messages that they were.
+"""Replay the dead letters of a trigger: publish the original messages to its queue again.
 
-At least once: a dead letter is acknowledged when the broker has confirmed the message in the source queue. A process
-that is killed in between leaves a repeat, which the trigger knows by `x-replay-of`, the id of the first message: it
-stands in for a dedup key where the message has none. The key was released when the message failed, so the replay
-itself runs.
+Delivery is at least once: a dead letter is acknowledged after the broker confirmed the message in the source queue. If
+the process is killed in between, the message is published twice. The trigger detects that by `x-replay-of`, the id of
+the original message, which serves as dedup key if the message has none. The key was released when the message failed,
+so the replay itself runs.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ from holdfast.triggers.config import TriggerEntry
 from holdfast.triggers.envelope import REPLAY_OF
 from holdfast.triggers.state import REASON_LIMIT
 
-#: Which replay wrote a message: dead letters that come back while it runs are left for the next one.
+#: Header with the id of the replay: messages that are dead-lettered again while it runs are left for the next one.
 REPLAY_ID: Final = "x-replay-id"
-#: After so long without a message the queue is asked whether there are more.
+#: After this time without a message, check the lag.
 _QUIET_S: Final = 1.0
-#: So long dead letters that the broker counts, but does not deliver, are waited for: a member of a group that was
-#: killed keeps them until its session ends.
+#: How long to wait for dead letters that the broker counts but does not deliver: a killed member of the group keeps
+#: them until its session ends.
 _STALL_S: Final = 60.0
-#: A client that has just connected may not know yet how many wait.
+#: A client that has just connected may not know the lag yet.
 _COUNT_TRIES: Final = 20
-#: How long the first of a batch waits for others.
+#: How long the first message of a batch waits for others.
 _LINGER_S: Final = 0.05
-#: Published together.
-_TOGETHER: Final = 50
+#: Maximum batch size.
+_MAX_BATCH: Final = 50
 _BATCHES_PER_S: Final = 20
 _PREFETCH: Final = 1_000
 _ANY_SIZE: Final = 1_000_000_000
 
-#: Where the trigger's own connection is not what a replay needs: all dead letters from the first, straight into the
-#: source queue, as large as they are; a queue that is not there is not made.
+#: Overrides of the trigger's connection: read all dead letters from the first, publish directly to the source queue
+#: without a size limit, and do not create queues.
 _CONNECTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
     "kafka": {"start_at": "earliest", "max_message_bytes": _ANY_SIZE},
     "rabbitmq": {"exchange": "", "declare": False, "max_message_bytes": _ANY_SIZE},
     "sqs": {"declare": False},
     "redis": {"max_length": None},
 }
-#: Here every group reads all messages: to acknowledge one that is another trigger's takes it from nobody.
+#: Brokers where every group reads all messages: acknowledging a foreign one does not take it from its trigger.
 _EACH_GROUP_READS_ALL: Final = frozenset({"kafka", "memory"})
 
 
@@ -73,19 +73,19 @@ async def replay_dead_letters(
 ) -> BulkReport:
     """Publish dead letters to the trigger's queue, the oldest first. Raises `BrokerUnavailable`.
 
-    `dry_run` only counts, without what a command that was killed has in flight. A message that cannot be published
-    ends it; the next call continues there.
+    `dry_run` only counts, without messages in flight of a killed command. A message that cannot be published ends the
+    replay; the next call continues there.
     """
     if limit is not None and limit < 1:
-        raise InvalidOption(f"the limit must be at least 1, not {limit}")
+        raise InvalidOption(f"limit must be at least 1, not {limit}")
     if not rate_per_s > 0:
-        raise InvalidOption(f"the rate must be more than 0 a second, not {rate_per_s:g}")
+        raise InvalidOption(f"rate must be greater than 0 per second, not {rate_per_s:g}")
     kind = entry.adapter.type
     connection = entry.adapter.connection.model_copy(update=dict(_CONNECTIONS.get(kind, {})))
     queue = dead_letter_queue(kind, entry.queue_name, entry.dlq_name)
     group = f"{entry.consumer_group}.{entry.queue_name}.replay"
     async with AsyncExitStack() as stack:
-        # No more than are wanted: brokers count deliveries, and some drop what was delivered too often.
+        # No more than needed: brokers count deliveries, and some drop messages delivered too often.
         prefetch = min(limit or _PREFETCH, _PREFETCH)
         adapter = build_adapter(kind, connection, queue, group, prefetch)
         stack.push_async_callback(adapter.close)
@@ -101,7 +101,7 @@ async def replay_dead_letters(
 
 
 async def _count(adapter: QueueAdapter, limit: int | None) -> int:
-    """How many wait; 0 if the broker does not say."""
+    """Number of waiting dead letters; 0 if the broker does not report it."""
     waiting = await adapter.lag()
     for _ in range(_COUNT_TRIES):
         if waiting is None:
@@ -112,7 +112,7 @@ async def _count(adapter: QueueAdapter, limit: int | None) -> int:
 
 
 class _Replay:
-    """One run. Clients are connected; the caller closes them, and what was not acknowledged stays a dead letter."""
+    """One replay. The caller connects and closes the clients; unacknowledged messages stay dead letters."""
 
     def __init__(
         self,
@@ -134,9 +134,9 @@ class _Replay:
         self._rate_per_s = rate_per_s
         self._progress = progress
         self._results: list[BulkResult] = []
-        #: Of other queues, or back from this replay: not acknowledged.
+        #: Dead letters of other queues, or dead-lettered again by this replay: not acknowledged.
         self._skipped = 0
-        #: Kafka's partitions where a dead letter was skipped: a commit would stop before it.
+        #: Kafka partitions where a dead letter was skipped: a commit cannot pass it.
         self._closed_partitions: set[int] = set()
         self._stopped = ""
 
@@ -152,7 +152,7 @@ class _Replay:
         return BulkReport(matched=matched, dry_run=False, results=self._results, stopped=self._stopped)
 
     async def _batches(self) -> AsyncGenerator[list[RawMessage], None]:
-        size = max(1, min(_TOGETHER, int(self._rate_per_s / _BATCHES_PER_S)))
+        size = max(1, min(_MAX_BATCH, int(self._rate_per_s / _BATCHES_PER_S)))
         messages = self._adapter.consume()
         batch: list[RawMessage] = []
         last_at = time.monotonic()
@@ -163,7 +163,7 @@ class _Replay:
                 if coming.done():
                     message, last_at = coming.result(), time.monotonic()
                     coming = asyncio.ensure_future(anext(messages))
-                    if await self._is_wanted(message):
+                    if await self._is_selected(message):
                         batch.append(message)
                     if len(batch) < (size if self._left is None else min(size, self._left)):
                         continue
@@ -177,49 +177,49 @@ class _Replay:
             coming.cancel()
             await asyncio.wait({coming})
 
-    async def _is_wanted(self, message: RawMessage) -> bool:
+    async def _is_selected(self, message: RawMessage) -> bool:
         partition = message.metadata.get("partition")
-        came_back = message.headers.get(REPLAY_ID) == self._id
-        is_ours = message.headers.get(DEAD_SOURCE, self._source) == self._source
-        if partition in self._closed_partitions or (is_ours and came_back):
-            self._skip(message, partition, came_back)
-        elif is_ours:
+        failed_again = message.headers.get(REPLAY_ID) == self._id
+        is_own = message.headers.get(DEAD_SOURCE, self._source) == self._source
+        if partition in self._closed_partitions or (is_own and failed_again):
+            self._skip(message, partition, failed_again)
+        elif is_own:
             return True
         elif self._passes_others:
             await self._adapter.ack(message)
         else:
-            self._skip(message, partition, came_back)
+            self._skip(message, partition, failed_again)
         return False
 
-    def _skip(self, message: RawMessage, partition: int | None, came_back: bool) -> None:
-        """Leave it a dead letter."""
+    def _skip(self, message: RawMessage, partition: int | None, failed_again: bool) -> None:
+        """Leave the message in the dead-letter queue."""
         self._skipped += 1
         if partition is not None:
             self._closed_partitions.add(partition)
-        if came_back:
+        if failed_again:
             reason = redact_and_truncate(message.headers.get(DEAD_REASON, ""), REASON_LIMIT)
             self._note(BulkResult(id=_original_id(message), done=False, code="FAILED_AGAIN", message=reason))
 
     async def _is_drained(self, last_at: float) -> bool:
         if self._skipped >= self._prefetch:
-            self._stopped = f"{self._skipped} dead letters of other queues, or that came back, are in front of the rest"
+            self._stopped = f"{self._skipped} dead letters of other queues, or dead-lettered again, block the rest"
         if self._skipped:
             return True
         waiting = await self._adapter.lag()
         if not waiting:
             return True
         if time.monotonic() - last_at > _STALL_S:
-            self._stopped = f"{waiting} dead letters wait, but the broker delivers none"
+            self._stopped = f"{waiting} dead letters are waiting, but the broker delivers none"
             return True
         return False
 
     async def _publish(self, batch: Sequence[RawMessage]) -> None:
-        ours = [letter for letter in batch if self._adapter.owns(letter)]
-        answers = await self._publisher.publish([self._restore(letter) for letter in ours])
-        for letter, failure in zip(ours, answers, strict=True):
-            message_id = _original_id(letter)
+        owned = [message for message in batch if self._adapter.owns(message)]
+        answers = await self._publisher.publish([self._restore(message) for message in owned])
+        for message, failure in zip(owned, answers, strict=True):
+            message_id = _original_id(message)
             if failure is None:
-                await self._adapter.ack(letter)
+                await self._adapter.ack(message)
                 if self._left is not None:
                     self._left -= 1
             else:
@@ -230,17 +230,17 @@ class _Replay:
         self._results.append(result)
         self._progress(result)
 
-    def _restore(self, letter: RawMessage) -> OutgoingMessage:
-        headers = {name: value for name, value in letter.headers.items() if name not in DEAD_HEADERS}
-        headers |= {REPLAY_OF: _original_id(letter), REPLAY_ID: self._id}
-        # Another id than the first message's: SQS would take the replay for a repeat of that, and drop it.
-        message_id = hashlib.sha256(f"replay {letter.message_id}".encode()).hexdigest()[:32]
-        return OutgoingMessage(self._source, letter.body, headers, letter.key, message_id)
+    def _restore(self, message: RawMessage) -> OutgoingMessage:
+        headers = {name: value for name, value in message.headers.items() if name not in DEAD_HEADERS}
+        headers |= {REPLAY_OF: _original_id(message), REPLAY_ID: self._id}
+        # Not the original id: SQS would drop the replay as a duplicate.
+        message_id = hashlib.sha256(f"replay {message.message_id}".encode()).hexdigest()[:32]
+        return OutgoingMessage(self._source, message.body, headers, message.key, message_id)
 
 
-def _original_id(letter: RawMessage) -> str:
-    """Of the first message, also if this is not its first replay."""
-    return letter.headers.get(REPLAY_OF) or letter.headers.get(DEAD_MESSAGE_ID) or letter.message_id
+def _original_id(message: RawMessage) -> str:
+    """Id of the original message, also after several replays."""
+    return message.headers.get(REPLAY_OF) or message.headers.get(DEAD_MESSAGE_ID) or message.message_id
 
 
 def _result(message_id: str, failure: BrokerUnavailable | None) -> BulkResult:

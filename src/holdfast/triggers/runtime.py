@@ -23,21 +23,21 @@ from holdfast.guard.runner import GuardRunner
 
 
 class Runtime(Protocol):
-    """A holdfast task, a Python callable, or an agent's runtime over HTTP."""
+    """Handles messages: a holdfast task, a Python callable, or an agent runtime over HTTP."""
 
     async def trigger_event(
         self, event_name: str, context: Mapping[str, Any], focus: str | None, tenant_id: str
     ) -> str:
-        """Act, or hand over durably; the id of the run. An exception is a failed try.
+        """Run, or submit durably. Returns the run id. An exception is a failed attempt.
 
-        `Fatal` and `UsageError` say that no other try will do better; `Unavailable` says that something is down: the
-        trigger holds, and this uses up no retries.
+        `Fatal` and `UsageError` are permanent. `Unavailable` means that a dependency is down: the trigger holds the
+        message without using up retries.
         """
         ...
 
 
 class RuntimeCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A message on its way to a runtime: the arguments of `trigger_event`, and what else is known of it."""
+    """One call of a runtime: the arguments of `trigger_event`, plus trace, dedup key and trigger."""
 
     event_name: str
     context: Mapping[str, Any]
@@ -45,16 +45,16 @@ class RuntimeCall(msgspec.Struct, frozen=True, kw_only=True):
     tenant_id: str
     trace_id: str
     traceparent: str = ""
-    #: Two calls of one key are one run, within the window; empty: every call is a run.
+    #: Calls with the same key within the window are one run. Empty: every call is a run.
     key: str = ""
     window_ms: int = 0
-    #: The trigger's name.
+    #: Name of the trigger.
     trigger: str = ""
-    #: `context["message"]` as it came, if it is JSON.
+    #: The original JSON of `context["message"]`, if it is JSON.
     message_json: bytes | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """All of it by name, as JSON can hold it: bytes are base64, JSON stays as it came."""
+        """All arguments by name, encodable as JSON: bytes become base64, JSON stays unchanged."""
         return {
             "event_name": self.event_name,
             **self.context,
@@ -63,7 +63,7 @@ class RuntimeCall(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def message(self) -> Any:
-        """The payload as JSON can hold it."""
+        """The payload, encodable as JSON."""
         if self.message_json is not None:
             return msgspec.Raw(self.message_json)
         payload = self.context["message"]
@@ -71,26 +71,26 @@ class RuntimeCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RuntimeResult(msgspec.Struct, frozen=True):
-    """What became of a call."""
+    """Result of a call."""
 
     run_id: str
-    #: Somebody has handed it over before; `run_id` is that run's, as far as it is known.
+    #: The call repeats an earlier one; `run_id` is that of the earlier run, if known.
     duplicate: bool = False
 
 
 @runtime_checkable
 class InternalRuntime(Protocol):
-    """A runtime of holdfast's own, which can do with more than `trigger_event` tells."""
+    """A built-in runtime, which uses more than the arguments of `trigger_event`."""
 
-    #: Calls go through an app's desk: guards are asked there, duplicates are known there, and once `act` is back the
-    #: work is safe. Others need a trigger's own gate and store of keys.
+    #: Whether calls go through an app's submitter, which reviews guards, detects duplicates and submits durably. Other
+    #: runtimes need guards and a dedup store of the trigger.
     submits_jobs: bool
 
     async def run_call(self, call: RuntimeCall) -> RuntimeResult: ...
 
 
 def adapt_runtime(runtime: Runtime) -> tuple[Callable[[RuntimeCall], Awaitable[RuntimeResult]], bool]:
-    """How to call it, and whether it submits to an app's desk."""
+    """The function to call, and whether the runtime submits jobs."""
     if isinstance(runtime, InternalRuntime):
         return runtime.run_call, runtime.submits_jobs
 
@@ -103,17 +103,17 @@ def adapt_runtime(runtime: Runtime) -> tuple[Callable[[RuntimeCall], Awaitable[R
 
 
 class CallableRuntime(Runtime):
-    """Calls `function(event_name, context, focus, tenant_id)`: an `async` one on the loop, a plain one in a thread.
+    """Calls `function(event_name, context, focus, tenant_id)`: async on the event loop, otherwise in a thread.
 
-    What it returns is the run's id: a text, a mapping with `run_id` or `id`, or nothing. The call is the run: a message
-    is acknowledged once it has returned. A process that dies in between runs it again, so it should not mind that.
+    It returns the run id as a string, as a mapping with `run_id` or `id`, or nothing. The message is acknowledged after
+    it returned. If the process crashes in between, it runs again, so it should be idempotent.
     """
 
     submits_jobs = False
 
     def __init__(self, function: Callable[..., Any]) -> None:
         if not callable(function):
-            raise InvalidOption(f"a trigger's callable must be a function, not {function!r}")
+            raise InvalidOption(f"callable of a trigger must be a function, not {function!r}")
         self._function = function
 
     async def trigger_event(
@@ -129,45 +129,45 @@ class CallableRuntime(Runtime):
 
 
 def run_id_of(answer: object) -> str:
-    """The run's id in whatever a runtime answers; empty if it names none."""
+    """Extract the run id from the answer of a runtime; empty if it has none."""
     if isinstance(answer, Mapping):
         answer = answer.get("run_id") or answer.get("id")
     return clean(str(answer)) if isinstance(answer, str | int) and not isinstance(answer, bool) else ""
 
 
-_NOBODY = Envelope(job_id="-", task="-", payload=b"{}")
+_PLACEHOLDER = Envelope(job_id="-", task="-", payload=b"{}")
 
 
 class CallGuard:
-    """Asks as if the call were a job: the event's name is the task's, what is known of the message are its arguments.
+    """Runs the guards as if the call were a job: the event name is its task, the fields of the message its arguments.
 
-    The gate must know no tasks (`Gate(app.guard, {}, …)`): an event is none, even if it has the name of one.
+    The runner must have no tasks (`GuardRunner(app.guard, {}, …)`): an event is not a task, even with the same name.
     """
 
     def __init__(self, gate: GuardRunner, queue_name: str, payload_limit: int) -> None:
         self._gate = gate
         self._queue = queue_name
-        # The message itself is within the limit; its headers and the JSON around it come on top.
+        # The limit applies to the message alone; headers and surrounding JSON are added.
         self._limit = 4 * payload_limit
 
     async def check(self, call: RuntimeCall) -> None:
-        """Raises `Denied`, or `GuardFailed`. Nobody can be asked to approve a call: that is a no."""
-        if not self._gate.applies_to(_NOBODY):
+        """Raise `Denied` or `GuardFailed`. A guard that requires approval denies the call."""
+        if not self._gate.applies_to(_PLACEHOLDER):
             return
         envelope = Envelope(
             job_id=new_job_ids(1)[0],
             task=call.event_name,
-            payload=encode_json(call.arguments(), "what guards are told of the message", self._limit),
+            payload=encode_json(call.arguments(), "the guard input of the message", self._limit),
             queue=self._queue,
             tenant_id=call.tenant_id,
             idempotency_key=call.key,
             trace_id=call.trace_id,
         )
         try:
-            admitted = await self._gate.review(envelope, "trigger")
+            reviewed = await self._gate.review(envelope, "trigger")
         except NoLedger as exc:
             raise Denied(call.event_name, (str(exc),), ()) from exc
-        ask = admitted.meta.ask
-        if admitted.hold and ask is not None:
-            reason = "people would have to approve it, which is possible only for the jobs of a holdfast task"
-            raise Denied(call.event_name, (ask.reason, reason), ask.policies)
+        request = reviewed.meta.approval_request
+        if reviewed.hold and request is not None:
+            reason = "it requires approval, which is possible only for jobs of a holdfast task"
+            raise Denied(call.event_name, (request.reason, reason), request.policies)

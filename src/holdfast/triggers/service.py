@@ -50,24 +50,24 @@ if TYPE_CHECKING:
 
 
 def load_callable(reference: str) -> Callable[..., Any]:
-    """The function that a reference names; modules are looked for in the working directory first.
+    """Resolve a reference to a function. Modules are searched in the working directory first.
 
-    Raises `InvalidOption` that says what was tried.
+    Raises `InvalidOption` with the reason.
     """
     source, _, name = reference.rpartition(":")
     by_file = source.endswith(".py") or os.sep in source
-    module = _import(reference, *(_of_file(reference, Path(source)) if by_file else (source, Path.cwd())))
+    module = _import(reference, *(_module_of(reference, Path(source)) if by_file else (source, Path.cwd())))
     found = getattr(module, name, None)
     if not callable(found):
-        what = f"has no {name!r}" if found is None else f"has a {name!r} that cannot be called"
-        raise _cannot(reference, f"module {module.__name__!r} {what}")
+        cause = f"has no {name!r}" if found is None else f"has {name!r}, which is not callable"
+        raise _cannot(reference, f"module {module.__name__!r} {cause}")
     return found  # type: ignore[no-any-return]
 
 
-def _of_file(reference: str, path: Path) -> tuple[str, Path]:
-    """A file's name as a module, and where that is imported from."""
+def _module_of(reference: str, path: Path) -> tuple[str, Path]:
+    """Module name of a file, and the directory to import it from."""
     if not path.is_file():
-        raise _cannot(reference, f"there is no file {path} in {Path.cwd()}")
+        raise _cannot(reference, f"file {path} not found in {Path.cwd()}")
     path = path.resolve()
     root, name = path.parent, path.stem
     # A file inside a package is imported as the package's module, so that its relative imports work.
@@ -84,40 +84,43 @@ def _import(reference: str, name: str, root: Path) -> ModuleType:
     except MissingExtra:
         raise
     except ModuleNotFoundError as exc:
-        raise _cannot(reference, f"there is no module {exc.name!r}") from exc
+        raise _cannot(reference, f"module {exc.name!r} not found") from exc
     except Exception as exc:
         raise _cannot(reference, f"importing {name!r} raised {type(exc).__name__}: {exc}") from exc
 
 
-def _cannot(reference: str, why: str) -> InvalidOption:
-    return InvalidOption(f"cannot load {reference!r}: {why}")
+def _cannot(reference: str, reason: str) -> InvalidOption:
+    return InvalidOption(f"cannot load {reference!r}: {reason}")
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltTrigger:
-    """A trigger and what it is made of. Not connected yet."""
+    """A trigger with its entry and runtime, not yet connected."""
 
     entry: TriggerEntry
     trigger: QueueTrigger
     runtime: Runtime
 
     async def close(self) -> None:
-        """Give back what the runtime holds; the trigger closes its adapter itself."""
+        """Close the runtime. The trigger closes its adapter itself."""
         close: Callable[[], Awaitable[None]] | None = getattr(self.runtime, "close", None)
         if close is not None:
             await close()
 
 
 def build_trigger(app: Holdfast, entry: TriggerEntry) -> BuiltTrigger:
-    """`UsageError` for a task that the app does not have, a function that is not there, a broker whose package is not
-    installed; `NoLedger` if it would need one."""
+    """Build the trigger of an entry.
+
+    Raises `UsageError` for an unknown task, a missing function or a broker package that is not installed, and
+    `NoLedger` if the trigger needs a ledger.
+    """
     runtime = _runtime(app, entry)
     ledger, submits_jobs = app.ledger_backend, entry.runtime.kind == "task"
     trigger = QueueTrigger(
         entry,
         _adapter(entry),
         runtime,
-        # An event is no task, even if it has the name of one: the gate knows none.
+        # Without tasks: an event is not a task, even if it has the name of one.
         gate=None if submits_jobs else GuardRunner(app.guard, {}, SystemClock(), ledger),
         book=None if ledger is None else ledger.triggers,
         dedup=None if submits_jobs or not entry.enable_dedup else _dedup(app, entry),
@@ -127,8 +130,11 @@ def build_trigger(app: Holdfast, entry: TriggerEntry) -> BuiltTrigger:
 
 
 async def check_entries(app: Holdfast, entries: Sequence[TriggerEntry], *, connect: bool) -> None:
-    """Raise one error for all that is wrong with these beside their configuration: tasks that an app with tasks does
-    not have, functions that are not there, and, if `connect`, brokers that do not answer or say no."""
+    """Check what the configuration alone does not show, and raise one error for all entries.
+
+    Finds unknown tasks (if the app has tasks) and missing functions; with `connect`, also brokers that do not answer or
+    refuse.
+    """
     failed: dict[str, Exception] = {}
     for entry in entries:
         try:
@@ -147,7 +153,7 @@ async def check_entries(app: Holdfast, entries: Sequence[TriggerEntry], *, conne
 
 
 def combined_error(failed: dict[str, Exception]) -> Exception:
-    """One error with the words of all: a wrong call if one of them is, else the broker's no, else its silence."""
+    """Combine errors into one: `InvalidOption` if any is a usage error, else `BrokerRefused`, else unavailable."""
     for error in failed.values():
         if not isinstance(error, UsageError | BrokerUnavailable):
             return error
@@ -178,16 +184,16 @@ def _adapter(entry: TriggerEntry) -> QueueAdapter:
 
 
 def _runtime(app: Holdfast, entry: TriggerEntry) -> Runtime:
-    told = entry.runtime
-    if told.task is not None:
-        return TaskRuntime(app, told.task)
-    if told.callable is not None:
-        return CallableRuntime(load_callable(told.callable))
+    config = entry.runtime
+    if config.task is not None:
+        return TaskRuntime(app, config.task)
+    if config.callable is not None:
+        return CallableRuntime(load_callable(config.callable))
     from holdfast.triggers.http_runtime import HttpRuntime
 
-    assert told.url is not None
-    options: dict[str, Any] = {} if told.token is None else {"token": told.token.get_secret_value()}
-    return HttpRuntime(told.url, timeout_s=told.timeout, connections=entry.concurrency, **options)
+    assert config.url is not None
+    options: dict[str, Any] = {} if config.token is None else {"token": config.token.get_secret_value()}
+    return HttpRuntime(config.url, timeout_s=config.timeout, connections=entry.concurrency, **options)
 
 
 def _dedup(app: Holdfast, entry: TriggerEntry) -> DedupStore:
@@ -198,24 +204,24 @@ def _dedup(app: Holdfast, entry: TriggerEntry) -> DedupStore:
 
 _log: Final = logging.getLogger("holdfast.trigger")
 
-#: How often a process says that it is here, and hears of pauses.
+#: Interval of heartbeats, which also return pauses.
 REPORT_S: Final = 2.0
-#: Whoever has not been heard of for so long is taken off the list.
-_FORGET_MS: Final = 60_000
-#: A store that has not answered by then is asked again at the next turn.
-_PATIENCE_S: Final = 5.0
+#: Processes without a heartbeat for this time are removed from the list.
+_EXPIRE_MS: Final = 60_000
+#: Timeout of one ledger call; it is repeated at the next interval.
+_LEDGER_TIMEOUT_S: Final = 5.0
 
 
 class TriggersReadiness(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether messages can be handed over."""
+    """Whether all triggers can handle messages."""
 
     ready: bool
-    #: Triggers that cannot.
+    #: Names of triggers that cannot.
     failing: list[str]
 
 
 class TriggerService:
-    """Triggers of one process, from start to stop. One event loop; the app is open."""
+    """Runs the triggers of one process. Use it in one event loop; the app must be open."""
 
     def __init__(
         self,
@@ -225,16 +231,15 @@ class TriggerService:
         report_s: float = REPORT_S,
         clock: Clock | None = None,
     ) -> None:
-        """Raises `InvalidOption` with all that is wrong: tasks that the app does not have, functions that are not
-        there."""
+        """Raises `InvalidOption` with all errors: unknown tasks, missing functions."""
         self._book: TriggerStore | None = None if app.ledger_backend is None else app.ledger_backend.triggers
-        self._built = _all(app, entries)
+        self._built = _build_all(app, entries)
         self._report_s = report_s
         self._clock = clock or SystemClock()
         self.process = new_identity()
         self._stopping = asyncio.Event()
-        self._hurrying = asyncio.Event()
-        #: The last that was heard of people's wishes.
+        self._stop_now_requested = asyncio.Event()
+        #: Names of paused triggers, as last applied.
         self._paused: set[str] = set()
         self._running = False
         app.engine.counts.triggers.update(
@@ -243,7 +248,7 @@ class TriggerService:
 
     @property
     def ready(self) -> bool:
-        """Whether every trigger can hand messages over; False before the start and from the first `stop` on."""
+        """Whether every trigger can handle messages. False before the start and after `stop`."""
         return self._running and not self._stopping.is_set() and all(each.trigger.ready for each in self._built)
 
     async def readiness(self) -> TriggersReadiness:
@@ -253,22 +258,22 @@ class TriggerService:
         )
 
     def stop(self) -> None:
-        """Take nothing new, finish what is in hand, end. A second call does not wait for what is in hand."""
+        """Drain: receive nothing more and finish messages in flight. A second call does not wait for them."""
         if self._stopping.is_set():
-            _log.info("the triggers do not wait for what is in hand")
-            self._hurrying.set()
+            _log.info("triggers stop now, without waiting for messages in flight")
+            self._stop_now_requested.set()
         else:
-            _log.info("the triggers stop; %d messages are in hand", sum(each.trigger.in_flight for each in self._built))
+            _log.info("triggers stop; %d messages in flight", sum(each.trigger.in_flight for each in self._built))
         self._stopping.set()
 
     async def run(self) -> None:
-        """Until stopped. Raises what a trigger's first connection raises, with the reasons of all that failed."""
-        await self._hear_of_pauses()
+        """Run until stopped. If triggers cannot connect at the start, raises one error with all reasons."""
+        await self._load_pauses()
         try:
             await self._start()
             self._running = True
             async with asyncio.TaskGroup() as group:
-                reporting = group.create_task(self._report_for_ever())
+                reporting = group.create_task(self._report())
                 await self._stopping.wait()
                 reporting.cancel()
         finally:
@@ -291,7 +296,7 @@ class TriggerService:
         entry = built.entry
         await built.trigger.start()
         if entry.name in self._paused:
-            # Nothing else has had its turn since it was started: it has handed nothing over.
+            # No other task has run since `start`, so it has not handled anything.
             await built.trigger.pause()
         _log.info(
             "trigger %s started: %s queue %s, group %s, to %s, %d at a time%s",
@@ -306,23 +311,21 @@ class TriggerService:
 
     # While they run ----------------------------------------------------------------------------------
 
-    async def _report_for_ever(self) -> None:
+    async def _report(self) -> None:
         if self._book is None:
             return
         while True:
-            # Together: each asks its broker, and one that does not answer takes seconds to say so.
-            presences = await asyncio.gather(*(self._presence(each) for each in self._built))
+            # Concurrently: each queries its broker, and one that does not answer takes seconds.
+            heartbeats = await asyncio.gather(*(self._heartbeat(each) for each in self._built))
             try:
-                async with asyncio.timeout(_PATIENCE_S):
-                    paused = await self._book.heartbeat(presences, forget_after_ms=_FORGET_MS)
-                await self._follow(paused)
+                async with asyncio.timeout(_LEDGER_TIMEOUT_S):
+                    paused = await self._book.heartbeat(heartbeats, expire_after_ms=_EXPIRE_MS)
+                await self._apply_pauses(paused)
             except (HoldfastError, TimeoutError) as exc:
-                _log.warning(
-                    "the ledger could not be told of this process's triggers: %s", str(exc) or "no answer in time"
-                )
+                _log.warning("trigger heartbeat not written to the ledger: %s", str(exc) or "no answer in time")
             await asyncio.sleep(self._report_s)
 
-    async def _presence(self, built: BuiltTrigger) -> TriggerHeartbeat:
+    async def _heartbeat(self, built: BuiltTrigger) -> TriggerHeartbeat:
         return TriggerHeartbeat(
             name=built.entry.name,
             process=self.process,
@@ -332,55 +335,55 @@ class TriggerService:
             seen_at_ms=self._clock.now_ms(),
         )
 
-    async def _follow(self, paused: set[str]) -> None:
-        """Do what people have asked for since the last time; what does not work is tried again the next time."""
+    async def _apply_pauses(self, paused: set[str]) -> None:
+        """Apply pauses and resumes that operators requested. What fails is repeated at the next heartbeat."""
         for built in self._built:
             name, trigger = built.entry.name, built.trigger
             if (name in paused) == (name in self._paused):
                 continue
-            _log.info("trigger %s is %s by a person", name, "paused" if name in paused else "resumed")
+            _log.info("trigger %s %s by an operator", name, "paused" if name in paused else "resumed")
             try:
                 await (trigger.pause() if name in paused else trigger.resume())
             except BrokerUnavailable as exc:
-                _log.warning("trigger %s: the broker's client does not follow yet: %s", name, exc)
+                _log.warning("trigger %s: pause or resume failed, retrying: %s", name, exc)
                 continue
             self._paused ^= {name}
 
-    async def _hear_of_pauses(self) -> None:
-        """Before the start: what is paused must not begin."""
+    async def _load_pauses(self) -> None:
+        """Read the pauses before the start: a paused trigger must not consume."""
         if self._book is None:
             return
         try:
-            async with asyncio.timeout(_PATIENCE_S):
+            async with asyncio.timeout(_LEDGER_TIMEOUT_S):
                 self._paused = {pause.name for pause in await self._book.pauses()}
         except (HoldfastError, TimeoutError) as exc:
-            _log.warning("whether triggers are paused is not known, so they start: %s", str(exc) or "no answer in time")
+            _log.warning("cannot read which triggers are paused, starting all: %s", str(exc) or "no answer in time")
 
     # Stop --------------------------------------------------------------------------------------------
 
     async def _stop(self) -> None:
         stops = [asyncio.create_task(each.trigger.stop()) for each in self._built]
-        hurry = asyncio.create_task(self._hurry())
+        stop_now = asyncio.create_task(self._stop_now())
         try:
             for each, outcome in zip(self._built, await asyncio.gather(*stops, return_exceptions=True), strict=True):
                 if isinstance(outcome, Exception):
-                    _log.error("trigger %s did not stop well: %s", each.entry.name, outcome)
+                    _log.error("trigger %s failed to stop: %s", each.entry.name, outcome)
         finally:
-            hurry.cancel()
+            stop_now.cancel()
         for each in self._built:
             await each.close()
         if self._book is not None:
             with suppress(HoldfastError, TimeoutError):
-                async with asyncio.timeout(_PATIENCE_S):
+                async with asyncio.timeout(_LEDGER_TIMEOUT_S):
                     await self._book.remove_process(self.process)
 
-    async def _hurry(self) -> None:
-        await self._hurrying.wait()
+    async def _stop_now(self) -> None:
+        await self._stop_now_requested.wait()
         for each in self._built:
             each.trigger.stop_now()
 
 
-def _all(app: Holdfast, entries: Sequence[TriggerEntry]) -> list[BuiltTrigger]:
+def _build_all(app: Holdfast, entries: Sequence[TriggerEntry]) -> list[BuiltTrigger]:
     built: list[BuiltTrigger] = []
     failed: dict[str, Exception] = {}
     for entry in entries:

@@ -25,13 +25,13 @@ from holdfast.triggers.dedup import DedupTicket
 from holdfast.triggers.envelope import MessageEnvelope
 from holdfast.triggers.runtime import RuntimeCall, RuntimeResult
 
-#: A history keeps this many tries: the first ones and the latest ones.
+#: A history keeps the first and the latest failed attempts.
 _FIRST: Final = 5
 _LATEST: Final = 20
 
 
 class Disposition(msgspec.Struct, frozen=True):
-    """What is still to be told to the broker, and then recorded."""
+    """How to answer the broker, and what to record then."""
 
     how: AckPolicy
     status: ExecutionStatus
@@ -39,33 +39,33 @@ class Disposition(msgspec.Struct, frozen=True):
 
 
 class RetryAfter(msgspec.Struct, frozen=True):
-    """Not off yet: look at it again after so long. Its key waits with it."""
+    """Handle the message again after a delay. Its key stays blocked."""
 
     delay_s: float
 
 
 class OnHold(msgspec.Struct, frozen=True):
-    """Something is down that has nothing to do with the message."""
+    """A dependency is down; the message is not the cause."""
 
     reason: str
 
 
-#: What a look at a message leads to; `off`: nothing more is to be done.
+#: Result of handling a message; `off`: it is finished.
 Next = RetryAfter | OnHold | Literal["off"]
 
 
 class InFlightMessage:
-    """One delivery."""
+    """One delivery and what is known of it."""
 
     __slots__ = (
+        "backoff",
         "began_s",
         "call",
         "ending",
         "envelope",
         "history",
+        "key_checks",
         "level",
-        "looks",
-        "patience",
         "raw",
         "retries",
         "run",
@@ -76,34 +76,34 @@ class InFlightMessage:
 
     def __init__(self, raw: RawMessage) -> None:
         self.raw = raw
-        #: At which its steps are logged.
+        #: Log level of its steps.
         self.level = logging.DEBUG
-        #: Once it is parsed.
+        #: Set once it is parsed.
         self.envelope: MessageEnvelope | None = None
         self.call: RuntimeCall | None = None
         self.trace_id = ""
-        #: When it was first looked at: by the wall clock, and by one that does not jump.
+        #: When handling began, by the wall clock and by the monotonic clock.
         self.started_at_ms = 0
         self.began_s = 0.0
-        #: Tries of the hand-over after the first one, and why each failed.
+        #: Attempts after the first one, and why each attempt failed.
         self.retries = 0
         self.history: list[str] = []
-        #: The reservation of its key, and what came of its run.
+        #: Reservation of its key, and result of its run.
         self.ticket: DedupTicket | None = None
         self.run: RuntimeResult | None = None
         self.ending: Disposition | None = None
-        #: How often somebody else was at its key.
-        self.looks = 0
-        #: Between two tries to write its dead letter.
-        self.patience: Backoff | None = None
+        #: How often its key was in use elsewhere.
+        self.key_checks = 0
+        #: Delay between attempts to write its dead letter.
+        self.backoff: Backoff | None = None
 
     @property
     def key(self) -> str:
-        """Messages of one key come one after the other."""
+        """Messages with the same key are handled one after the other."""
         return self.raw.key
 
     def add_failure(self, failure: str) -> None:
-        """One more try that failed; bounded, so that a message with many retries stays small."""
+        """Add a failed attempt. The history is bounded, so that a message with many retries stays small."""
         self.history.append(failure)
         if len(self.history) > _FIRST + _LATEST:
             del self.history[_FIRST]
@@ -113,20 +113,20 @@ REASON_LIMIT: Final = 1_000
 
 
 def error_reason(exc: BaseException) -> str:
-    """Why, in one line: what follows the first line of an error may quote the message."""
+    """The reason as one redacted line. Further lines of an error are cut: they may quote the message."""
     try:
         text = str(exc)
-    except Exception:  # noqa: BLE001 - an error without words is a failed try all the same
+    except Exception:  # noqa: BLE001 - an error without text is still a failed attempt
         text = ""
     text = " ".join(text.split()) if isinstance(exc, Denied) else text.partition("\n")[0]
     if not isinstance(exc, Denied | UsageError | Unavailable | Fatal | IntakeRefused):
         text = f"{type(exc).__name__}: {text}" if text else type(exc).__name__
-    # Clean: it is to be written into headers and rows, and what cannot be encoded would hold the message for ever.
+    # Cleaned: it is written to headers and rows, and unencodable text would block the message forever.
     return redact_and_truncate(clean(text), REASON_LIMIT)
 
 
 def retry_delay_s(base: float, multiplier: float, number: int, cap_s: float) -> float:
-    """base × multiplier^number, but no longer than the cap."""
+    """base × multiplier^number, at most `cap_s`."""
     try:
         return min(cap_s, base * multiplier**number)
     except OverflowError:
@@ -134,19 +134,19 @@ def retry_delay_s(base: float, multiplier: float, number: int, cap_s: float) -> 
 
 
 class TriggerState(StrEnum):
-    """Where a trigger is in its life."""
+    """Life cycle of a trigger."""
 
     NEW = "new"
     RUNNING = "running"
     PAUSED = "paused"
-    #: Something is down that messages would be handed over to; it goes on by itself.
+    #: A dependency is down; continues by itself when it is back.
     HOLDING = "holding"
     STOPPING = "stopping"
     STOPPED = "stopped"
 
 
 class TriggerHealth(msgspec.Struct, frozen=True):
-    """How it is, now. JSON: `msgspec.to_builtins`."""
+    """Current health. For JSON use `msgspec.to_builtins`."""
 
     #: `healthy`, `paused`, `holding`, `unhealthy` (the broker does not answer) or `stopped`.
     status: str
@@ -158,33 +158,33 @@ class TriggerHealth(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class TriggerCounters:
-    """Since the trigger was made. One queue."""
+    """Counters of one trigger since its creation."""
 
     queue: str
-    #: Messages that the broker has delivered, and those that it was told are done.
+    #: Messages delivered by the broker, and messages acknowledged.
     received: int = 0
     acknowledged: int = 0
-    #: Messages that are off, by what became of them.
+    #: Finished messages by status.
     consumed: dict[ExecutionStatus, int] = field(default_factory=lambda: dict.fromkeys(ExecutionStatus, 0))
-    #: Messages that somebody had handed over before.
+    #: Duplicates.
     dedup_hits: int = 0
-    #: Tries of a hand-over, those that failed included; and those after a first one.
+    #: Attempts, including failed ones; and attempts after the first one.
     calls: int = 0
     retries: int = 0
-    #: From the first look at a message to its end, in seconds.
+    #: From the start of handling a message to its end, in seconds.
     durations: Histogram = field(default_factory=Histogram)
-    #: From when a message was written to when it was received.
+    #: From writing a message to its receipt, in seconds.
     delays: Histogram = field(default_factory=Histogram)
-    #: Loops that are ready to hand messages over.
+    #: Running worker loops.
     active_workers: int = 0
-    #: Messages in hand now, and those of them that wait because something is down.
+    #: Messages in flight, and those of them that wait because a dependency is down.
     in_flight: int = 0
     held: int = 0
-    #: Written to the queue's dead letters.
+    #: Dead letters written.
     dead_letters: int = 0
-    #: Deliveries that somebody else owns by now: dropped.
+    #: Deliveries dropped because this consumer no longer owns them.
     lost_messages: int = 0
-    #: Messages that wait at the broker; None: it does not say.
+    #: Messages waiting at the broker; None: unknown.
     lag: int | None = None
-    #: Rows of `queue_executions` that were dropped because the ledger was away for too long.
+    #: Rows of `queue_executions` dropped during a long ledger outage.
     records_lost: int = 0

@@ -1,16 +1,16 @@
-"""Messages become jobs of holdfast tasks.
+"""Runtime that submits a job of a holdfast task for each message.
 
-What a task gets of a message is decided by the names of its parameters:
+The parameter names of the task decide which parts of a message it receives:
 
-- those named `message`, `headers`, `source`, `message_id`, `received_at`, `event_name` and `focus` get just that; a
-  task takes as many of them as it likes, and every other parameter must have a default;
-- a task that has none of them, and one parameter, gets the payload as that one argument;
-- a task that has none of them, and several parameters, gets the members of the payload, a JSON object, as its keyword
-  arguments: the message is then the same as a job's payload on the wire.
+- `message`, `headers`, `source`, `message_id`, `received_at`, `event_name` and `focus` receive that part; a task may
+  have any of them, and every other parameter must have a default;
+- a task with none of them and one parameter receives the payload as that argument;
+- a task with none of them and several parameters receives the members of the payload, a JSON object, as keyword
+  arguments: the message is then the job's payload unchanged.
 
-A payload of bytes comes as base64 text. A task that is not registered here (an app without tasks only passes on) gets
-all seven. The message's dedup key is the job's idempotency key: that it came before is found out by the engine, in the
-same step that accepts the job.
+A payload of bytes is passed as base64 text. A task that is not registered here (in an app without tasks) receives all
+seven. The message's dedup key is the job's idempotency key: the engine detects duplicates in the same step that accepts
+the job.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ if TYPE_CHECKING:
     from holdfast.core.codec import Arguments
 
 
-#: What a message has for a task's parameters.
+#: Parameter names that a message can fill.
 OFFERED: Final = frozenset({"event_name", "message", "headers", "source", "message_id", "received_at", "focus"})
-#: Instead of a task's name: the task that has the event's name.
+#: In place of a task name: use the task named like the event.
 BY_EVENT: Final = "*"
 
 _Encode = Callable[[RuntimeCall], bytes]
 
 
 class _Target:
-    """A task, worked out once."""
+    """A resolved task."""
 
     __slots__ = ("encode", "name", "priority", "queue")
 
@@ -61,8 +61,10 @@ class TaskRuntime(Runtime):
     submits_jobs = True
 
     def __init__(self, app: Holdfast, task: str = BY_EVENT) -> None:
-        """`task`: its name; `*` (the default): the task that has the event's name. `UnknownTask`, or `InvalidOption` if
-        it has a parameter that no message can fill."""
+        """`task` is a task name, or `*` (default) for the task named like the event.
+
+        Raises `UnknownTask`, or `InvalidOption` if the task has a parameter that no message can fill.
+        """
         self._app = app
         self._task = "" if task == BY_EVENT else task
         self._targets: dict[str, _Target] = {}
@@ -72,7 +74,7 @@ class TaskRuntime(Runtime):
     async def trigger_event(
         self, event_name: str, context: Mapping[str, Any], focus: str | None, tenant_id: str
     ) -> str:
-        """The job's id. Without a key: called twice, there are two jobs."""
+        """Submit a job and return its id. Has no idempotency key: two calls submit two jobs."""
         trace_id = key_or_hash(f"queue-{context.get('message_id', '')}")
         call = RuntimeCall(event_name=event_name, context=context, focus=focus, tenant_id=tenant_id, trace_id=trace_id)
         return (await self.run_call(call)).run_id
@@ -94,8 +96,8 @@ class TaskRuntime(Runtime):
         except asyncio.CancelledError as exc:
             if is_own_cancellation(exc):
                 raise
-            # The desk was closed under us. What was on its way may be accepted: its key will tell.
-            raise EngineUnavailable("the app was closed while a message was handed over") from exc
+            # The submitter was closed. The job may have been accepted: its key shows that on redelivery.
+            raise EngineUnavailable("the app was closed while a message was submitted") from exc
         return RuntimeResult(receipt.job_id, receipt.duplicate)
 
     def _target(self, name: str) -> _Target:
@@ -106,7 +108,7 @@ class TaskRuntime(Runtime):
             if known is None and tasks:
                 raise UnknownTask(name, tuple(tasks))
             target = _known(known) if known is not None else self._unknown(name)
-            # Of event names there may be any number; of tasks there are few.
+            # Cache tasks only: the number of event names is unbounded.
             if known is not None:
                 self._targets[name] = target
         return target
@@ -123,7 +125,7 @@ def _known(task: Task[..., Any]) -> _Target:
     encode: _Encode
     if taken and missing:
         raise InvalidOption(
-            f"task {task.name!r} has a parameter {missing[0]!r} that no message can fill; give it a default, or take "
+            f"task {task.name!r} has a parameter {missing[0]!r} that no message can fill; give it a default, or use "
             f"only {', '.join(sorted(OFFERED))}"
         )
     if taken:
@@ -150,9 +152,9 @@ def _only_one(arguments: Arguments, limit: int) -> _Encode:
 def _members(task: str, arguments: Arguments, limit: int) -> _Encode:
     def encode(call: RuntimeCall) -> bytes:
         payload = call.message_json
-        # An array would be read as positional arguments, which nobody has promised.
+        # An array would be read as positional arguments, which are not part of the contract.
         if payload is None or not isinstance(call.context["message"], dict):
-            raise InvalidPayload(f"task {task!r} has several parameters, so its messages must be JSON objects")
+            raise InvalidPayload(f"messages for task {task!r} must be JSON objects, because it has several parameters")
         if len(payload) > limit:
             raise PayloadTooLarge(f"the arguments of task {task!r}", len(payload), limit)
         arguments.decode(payload)

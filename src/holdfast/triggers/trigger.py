@@ -1,11 +1,11 @@
-"""A queue's messages become runs (requirements T4, T5).
+"""Consume a broker queue and start a run for each message (T4, T5).
 
-    adapter ──► lines (order per key) ──► workers: handle ──► runtime
+    adapter ──► queue (order per key) ──► workers: handle ──► runtime
                   ▲                          │ retry, outage
                   └────────── waiting ◄──────┘
 
-One consumer feeds the lines, `concurrency` workers empty them. What waits, for a retry or for the end of an outage, is
-in no worker's hands and keeps up only its own key. At most `prefetch` messages are in hand in all.
+One consumer fills the queue, `concurrency` workers empty it. A message that waits for a retry or for the end of an
+outage occupies no worker and blocks only its own key. At most `prefetch` messages are in flight.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ if TYPE_CHECKING:
 _log: Final = logging.getLogger("holdfast.trigger")
 
 _STOP_S: Final = 30.0
-#: For the last records, even if nothing is left of the time to stop.
+#: Minimum time for the last records, even if the stop timeout is used up.
 _LAST_RECORDS_S: Final = 2.0
 _HEALTH_S: Final = 5.0
-#: Of messages that are named when a trigger leaves them.
-_NAMED: Final = 10
+#: Number of message ids in the log of unfinished messages.
+_LOGGED_IDS: Final = 10
 _PAUSED: Final = "paused"
 
 
 class QueueTrigger:
-    """Consumes one queue. One event loop; started once: after `stop` make another one."""
+    """Trigger of one queue. Use it in one event loop and start it once; after `stop` create another."""
 
     def __init__(
         self,
@@ -65,8 +65,11 @@ class QueueTrigger:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         payload_limit: int = PAYLOAD_LIMIT,
     ) -> None:
-        """`gate` and `dedup` are for runtimes that do not submit to an app's desk, which has its own. `book`: where
-        records go. `sleep` waits for retries and outages; with a `clock`, durations are by that clock, too."""
+        """`gate` and `dedup` are for runtimes that do not submit jobs; an app's submitter has its own.
+
+        `book` stores execution records. `sleep` waits for retries and outages. With a `clock`, durations are measured
+        by that clock.
+        """
         self.config = config
         self.counts = counts or TriggerCounters(config.queue_name)
         self._adapter = adapter
@@ -77,25 +80,25 @@ class QueueTrigger:
         self._adapter_paused = False
         self._pausing = asyncio.Lock()
         self._stopping = asyncio.Lock()
-        self._lines: KeyedQueue[InFlightMessage] = KeyedQueue(config.prefetch)
-        self._holding = OutageHold(config.name, self._lines, sleep, self._on_holding)
+        self._queue: KeyedQueue[InFlightMessage] = KeyedQueue(config.prefetch)
+        self._holding = OutageHold(config.name, self._queue, sleep, self._on_holding)
         self._records: ExecutionLog | None = None
         self._dedup = dedup
         measured: Clock = clock or SystemClock()
         self._activity = Activity(config, self.counts)
-        self._feeder = Consumer(config, adapter, self._lines, self.counts, self._activity, measured, sleep)
+        self._consumer = Consumer(config, adapter, self._queue, self.counts, self._activity, measured, sleep)
         act, submits_jobs = adapt_runtime(runtime)
         if config.enable_dedup and not submits_jobs and dedup is None:
             raise InvalidOption(
-                f"trigger {config.name}: its runtime knows no duplicates, so it needs a store of keys: give "
-                "dedup=LedgerDedup(…), or set enable_dedup to false"
+                f"trigger {config.name}: the runtime does not detect duplicates and there is no dedup store; pass "
+                "dedup=LedgerDedupStore(…), or set enable_dedup to false"
             )
-        keeper = None if gate is None or submits_jobs else CallGuard(gate, config.queue_name, payload_limit)
+        guard = None if gate is None or submits_jobs else CallGuard(gate, config.queue_name, payload_limit)
         self._handler = Handler(
             config,
             adapter,
             act,
-            ask=keeper.check if keeper is not None else None,
+            check=guard.check if guard is not None else None,
             dedup=None if submits_jobs else dedup,
             counts=self.counts,
             record=self._record if book is not None else None,
@@ -105,18 +108,18 @@ class QueueTrigger:
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._workers: list[asyncio.Task[None]] = []
-        #: In a worker's hands, and waiting for a retry.
+        #: Messages being handled, and those waiting for a retry.
         self._busy: set[InFlightMessage] = set()
         self._waits: dict[InFlightMessage, asyncio.Task[None]] = {}
         self._background: set[asyncio.Task[None]] = set()
-        self._left: list[InFlightMessage] = []
+        self._unfinished: list[InFlightMessage] = []
 
-    # Life --------------------------------------------------------------------------------------------
+    # Life cycle --------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Connect, then consume. A first connection that fails raises at once, and nothing is left behind."""
+        """Connect, then consume. Raises if the first connection fails, and closes the adapter."""
         if self._state is not TriggerState.NEW:
-            raise UsageError(f"trigger {self.config.name} is {self._state.value}: a trigger is started once")
+            raise UsageError(f"trigger {self.config.name} is {self._state.value}; create a new one to start it again")
         self._state = TriggerState.RUNNING
         try:
             await self._adapter.connect()
@@ -126,65 +129,69 @@ class QueueTrigger:
             raise
         if self._has_stopped():
             await self._adapter.close()
-            raise UsageError(f"trigger {self.config.name} was stopped before it had started")
+            raise UsageError(f"trigger {self.config.name} was stopped while starting")
         if self._book is not None:
             self._records = ExecutionLog(self._book, self.counts)
         create = asyncio.create_task
-        self._feeder.feeding = True
+        self._consumer.feeding = True
         self._tasks = [
-            create(self._feeder.run(), name="holdfast-trigger-feed"),
+            create(self._consumer.run(), name="holdfast-trigger-feed"),
             create(self._activity.run(), name="holdfast-trigger-activity"),
         ]
         if self.config.metrics.enabled:
-            self._tasks.append(create(self._feeder.watch(), name="holdfast-trigger-watch"))
+            self._tasks.append(create(self._consumer.watch(), name="holdfast-trigger-watch"))
         self.counts.active_workers = self.config.concurrency
         self._workers = [create(self._work(), name="holdfast-trigger-work") for _ in range(self.config.concurrency)]
-        _log.debug("trigger %s started, %d workers", self.config.name, self.config.concurrency, extra=self._about())
+        _log.debug(
+            "trigger %s started, %d workers", self.config.name, self.config.concurrency, extra=self._log_fields()
+        )
 
     async def pause(self) -> None:
-        """Hand nothing over until `resume`; what is being handed over is finished, and the consumer stays a member of
-        its group. Twice is the same as once."""
-        self._must_run("pause")
+        """Handle no further messages until `resume`. Can be repeated.
+
+        Messages being handled are finished, and the consumer stays a member of its group.
+        """
+        self._require_running("pause")
         if not self._paused:
             self._paused = True
-            self._lines.block(_PAUSED)
-            _log.info("trigger %s paused", self.config.name, extra=self._about())
+            self._queue.block(_PAUSED)
+            _log.info("trigger %s paused", self.config.name, extra=self._log_fields())
         await self._pause_adapter()
 
     async def resume(self) -> None:
-        """Go on."""
-        self._must_run("resume")
+        """Continue after `pause`. Can be repeated."""
+        self._require_running("resume")
         if self._paused:
             self._paused = False
-            self._lines.unblock(_PAUSED)
-            _log.info("trigger %s resumed", self.config.name, extra=self._about())
+            self._queue.unblock(_PAUSED)
+            _log.info("trigger %s resumed", self.config.name, extra=self._log_fields())
         await self._pause_adapter()
 
     async def stop(self, timeout_s: float = _STOP_S) -> None:
-        """Take no more, wait for what is being handed over, and give back the rest: others get it. Safe to call twice.
+        """Drain: receive nothing more, finish messages being handled, return the rest to the broker. Can be repeated.
 
-        What waits for a retry or for an outage to end is not waited for: it is given back at once.
+        Messages that wait for a retry or for the end of an outage are returned immediately.
         """
         async with self._stopping:
             if self._state is TriggerState.STOPPED:
                 return
             started = self._state is not TriggerState.NEW
             self._state = TriggerState.STOPPING
-            give_up_at = asyncio.get_running_loop().time() + timeout_s
+            deadline = asyncio.get_running_loop().time() + timeout_s
             try:
                 if started:
                     await self._wind_down(timeout_s)
-                    await self._close_records(give_up_at)
+                    await self._close_records(deadline)
             finally:
                 self._state = TriggerState.STOPPED
-                self._feeder.feeding = False
+                self._consumer.feeding = False
                 await self._adapter.close()
         if started:
             self._activity.summarize()
-            self._tell_what_was_left()
+            self._log_unfinished()
 
     def stop_now(self) -> None:
-        """While it stops: do not wait for what is being handed over; it is delivered again."""
+        """During `stop`: do not wait for messages being handled; they are delivered again."""
         if self._state is TriggerState.STOPPING:
             for worker in self._workers:
                 worker.cancel()
@@ -196,7 +203,7 @@ class QueueTrigger:
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
-    # Questions ---------------------------------------------------------------------------------------
+    # State -------------------------------------------------------------------------------------------
 
     @property
     def state(self) -> TriggerState:
@@ -209,22 +216,22 @@ class QueueTrigger:
 
     @property
     def ready(self) -> bool:
-        """Whether it consumes, and what it hands over is taken; a trigger that people have paused is ready."""
-        return self._feeder.feeding and self.state in (TriggerState.RUNNING, TriggerState.PAUSED)
+        """Whether it consumes and its runtime is available. A trigger that operators paused is ready."""
+        return self._consumer.feeding and self.state in (TriggerState.RUNNING, TriggerState.PAUSED)
 
     @property
     def in_flight(self) -> int:
-        """Messages that are neither acknowledged nor refused."""
-        return self._lines.size
+        """Number of messages that are neither acknowledged nor refused."""
+        return self._queue.size
 
     async def health(self) -> TriggerHealth:
-        """The truth, now: the broker is asked."""
+        """Current health; queries the broker."""
         running = self._state is TriggerState.RUNNING
-        adapter_healthy = running and await self._ask_adapter()
+        adapter_healthy = running and await self._check_adapter()
         state = self.state
         if not running:
             status = "stopped"
-        elif not adapter_healthy or not self._feeder.feeding:
+        elif not adapter_healthy or not self._consumer.feeding:
             status = "unhealthy"
         else:
             status = "healthy" if state is TriggerState.RUNNING else state.value
@@ -240,37 +247,39 @@ class QueueTrigger:
 
     async def _work(self) -> None:
         try:
-            while (item := await self._lines.take()) is not None:
+            while (item := await self._queue.take()) is not None:
                 self._busy.add(item)
-                self._go_on(item, await self._look_at(item))
+                self._apply(item, await self._handle(item))
                 self._busy.discard(item)
         finally:
             self.counts.active_workers -= 1
 
-    async def _look_at(self, item: InFlightMessage) -> Next:
+    async def _handle(self, item: InFlightMessage) -> Next:
         try:
             return await self._handler.handle(item)
         except (Exception, asyncio.CancelledError) as exc:
             if is_own_cancellation(exc):
                 raise
-            # A mistake of ours, or a client that cancels its calls, must not cost a message, nor the worker.
-            _log.exception("message %s is looked at again", item.raw.message_id, extra=self._about(item))
+            # A defect here, or a client that cancels its calls, must not lose the message or end the worker.
+            _log.exception(
+                "message %s: handling failed unexpectedly, retrying", item.raw.message_id, extra=self._log_fields(item)
+            )
             return RetryAfter(1.0)
 
-    def _go_on(self, item: InFlightMessage, then: Next) -> None:
-        if then == "off":
-            self._lines.done(item)
+    def _apply(self, item: InFlightMessage, next_step: Next) -> None:
+        if next_step == "off":
+            self._queue.done(item)
             self._activity.end()
-            self.counts.in_flight = self._lines.size
+            self.counts.in_flight = self._queue.size
         elif self._state is not TriggerState.RUNNING:
-            self._left.append(item)
+            self._unfinished.append(item)
             return
-        elif isinstance(then, OnHold):
-            self._holding.add(item, then.reason)
+        elif isinstance(next_step, OnHold):
+            self._holding.add(item, next_step.reason)
             self.counts.held = len(self._holding)
             return
         else:
-            self._waits[item] = asyncio.create_task(self._wait(item, then.delay_s))
+            self._waits[item] = asyncio.create_task(self._wait(item, next_step.delay_s))
         if self._holding:
             self._holding.release(item)
             self.counts.held = len(self._holding)
@@ -278,7 +287,7 @@ class QueueTrigger:
     async def _wait(self, item: InFlightMessage, delay_s: float) -> None:
         await self._sleep(delay_s)
         del self._waits[item]
-        self._lines.requeue(item)
+        self._queue.requeue(item)
 
     def _record(self, execution: Any) -> None:
         assert self._records is not None
@@ -293,80 +302,77 @@ class QueueTrigger:
             task.add_done_callback(self._background.discard)
 
     async def _pause_adapter(self) -> None:
-        """Make the adapter as it should be; one at a time, and the last wish counts."""
+        """Pause or resume the adapter to match the current state. Calls are serialised."""
         async with self._pausing:
-            wanted = self._paused or bool(self._holding)
-            if wanted == self._adapter_paused or self._state is not TriggerState.RUNNING:
+            paused = self._paused or bool(self._holding)
+            if paused == self._adapter_paused or self._state is not TriggerState.RUNNING:
                 return
-            await (self._adapter.pause() if wanted else self._adapter.resume())
-            self._adapter_paused = wanted
+            await (self._adapter.pause() if paused else self._adapter.resume())
+            self._adapter_paused = paused
 
     async def _try_to_pause_adapter(self) -> None:
         try:
             await self._pause_adapter()
-        except Exception as exc:  # noqa: BLE001 - lines are shut anyway: it only saves prefetching
-            _log.warning(
-                "trigger %s: the broker's client could not be paused: %s", self.config.name, type(exc).__name__
-            )
+        except Exception as exc:  # noqa: BLE001 - the queue is blocked anyway; this only avoids prefetching
+            _log.warning("trigger %s: adapter not paused: %s", self.config.name, type(exc).__name__)
 
     # Ending ------------------------------------------------------------------------------------------
 
     async def _wind_down(self, timeout_s: float) -> None:
-        self._lines.close()
+        self._queue.close()
         await _cancel(self._tasks)
         waits = list(self._waits)
         await _cancel(list(self._waits.values()))
-        self._left += [*waits, *await self._holding.stop()]
+        self._unfinished += [*waits, *await self._holding.stop()]
         if self._workers:
             _, late = await asyncio.wait(self._workers, timeout=timeout_s)
             await _cancel(list(late))
-        self._left += [item for item in self._lines.ready() if item.started_at_ms]
-        await asyncio.gather(*(self._handler.abandon(item) for item in self._left))
-        # Whether these were acted on is not known: their keys stay reserved until a lease has passed.
-        self._left += self._busy
+        self._unfinished += [item for item in self._queue.ready() if item.started_at_ms]
+        await asyncio.gather(*(self._handler.abandon(item) for item in self._unfinished))
+        # Unknown whether these have run: their keys stay reserved for a lease.
+        self._unfinished += self._busy
         await _cancel(list(self._background))
         if self._dedup is not None:
             await self._dedup.close()
 
-    async def _close_records(self, give_up_at: float) -> None:
+    async def _close_records(self, deadline: float) -> None:
         if self._records is not None:
-            await self._records.close(max(_LAST_RECORDS_S, give_up_at - asyncio.get_running_loop().time()))
+            await self._records.close(max(_LAST_RECORDS_S, deadline - asyncio.get_running_loop().time()))
 
-    def _tell_what_was_left(self) -> None:
-        untouched = self._lines.size - len(self._left)
-        if self._left:
-            some = ", ".join(item.raw.message_id for item in self._left[:_NAMED])
+    def _log_unfinished(self) -> None:
+        untouched = self._queue.size - len(self._unfinished)
+        if self._unfinished:
+            some = ", ".join(item.raw.message_id for item in self._unfinished[:_LOGGED_IDS])
             _log.warning(
-                "trigger %s stopped and left %d messages that it had begun (%s%s) and %d others: they are delivered "
-                "again",
+                "trigger %s stopped with %d unfinished messages (%s%s) and %d not started; they will be redelivered",
                 self.config.name,
-                len(self._left),
+                len(self._unfinished),
                 some,
-                ", …" if len(self._left) > _NAMED else "",
+                ", …" if len(self._unfinished) > _LOGGED_IDS else "",
                 untouched,
-                extra=self._about(),
+                extra=self._log_fields(),
             )
         else:
-            _log.info("trigger %s stopped, %d messages given back", self.config.name, untouched, extra=self._about())
+            _log.info("trigger %s stopped, %d messages returned", self.config.name, untouched, extra=self._log_fields())
 
     # Helpers -----------------------------------------------------------------------------------------
 
-    async def _ask_adapter(self) -> bool:
+    async def _check_adapter(self) -> bool:
         try:
             async with asyncio.timeout(_HEALTH_S):
                 return await self._adapter.health_check()
-        except Exception as exc:  # noqa: BLE001 - that is an answer, too
+        except Exception as exc:  # noqa: BLE001 - any error means unhealthy
             _log.debug("trigger %s: the broker does not answer: %s", self.config.name, type(exc).__name__)
             return False
 
     def _has_stopped(self) -> bool:
         return self._state is not TriggerState.RUNNING
 
-    def _must_run(self, what: str) -> None:
+    def _require_running(self, what: str) -> None:
         if self._state is not TriggerState.RUNNING:
-            raise UsageError(f"trigger {self.config.name} is {self._state.value}: there is nothing to {what}")
+            raise UsageError(f"cannot {what} trigger {self.config.name}: it is {self._state.value}")
 
-    def _about(self, item: InFlightMessage | None = None) -> dict[str, Any]:
+    def _log_fields(self, item: InFlightMessage | None = None) -> dict[str, Any]:
         about = {"trigger": self.config.name, "queue": self.config.queue_name}
         return about if item is None else {**about, "message_id": item.raw.message_id, "trace_id": item.trace_id}
 

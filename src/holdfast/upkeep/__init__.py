@@ -1,1 +1,1 @@
-"""What keeps the store in order: promoter, reclaimer, pruner. Any number of processes may run them at once."""
+"""Background duties: promote, reclaim, project, reconcile, prune. Any number of processes may run them at once."""

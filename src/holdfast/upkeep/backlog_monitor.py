@@ -1,8 +1,8 @@
-"""Backlogs over their threshold (requirement H5): told once when they cross it, and once when they are well below.
+"""Alerts for backlogs over their threshold (requirement H5): raised once, and cleared once well below it.
 
-Told is an `alert.backlog` event in the operators' log (and from there whoever has subscribed by webhook), a warning in
-the log, and a metric. Any number of processes watch: the ledger lets one of them raise an alert, and one clear it.
-Without a ledger each process tells for itself, in its log and its metrics.
+An alert is an `alert.backlog` entry in the audit log (sent from there to webhook subscribers), a warning in the log,
+and a metric. Any number of processes may watch: the ledger lets one of them raise an alert, and one clear it. Without a
+ledger each process raises its own, in its log and its metrics.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from holdfast.upkeep.loop import LogThrottle, QueueSelection, run_forever
 _log: Final = logging.getLogger("holdfast.alarm")
 
 INTERVAL_S: Final = 2.0
-#: An alert is over when the backlog is below this part of its threshold: at the threshold itself it would flutter.
+#: An alert is cleared when the backlog is below this share of its threshold; at the threshold itself it would flap.
 CLEAR_BELOW: Final = 0.9
-#: How often to make sure, in the ledger, that an alert stands or does not: who raised or cleared it may have died.
-_SURE_S: Final = 60.0
+#: How often to confirm in the ledger that an alert is raised or cleared: the process that did it may have crashed.
+_CONFIRM_S: Final = 60.0
 _ACTOR: Final = "holdfast"
 
 RAISED: Final = "alert.backlog"
@@ -33,7 +33,7 @@ CLEARED: Final = "alert.backlog_cleared"
 
 
 class BacklogMonitor:
-    """Watches the backlogs of some queues, until cancelled."""
+    """Watch the backlogs of some queues until cancelled."""
 
     def __init__(
         self,
@@ -51,64 +51,64 @@ class BacklogMonitor:
         self._ledger = ledger
         self._interval_s = interval_s
         self._random = random or Random()
-        self._complaint = LogThrottle(_log)
-        #: Whether a queue was over its threshold at the last look, and until when that need not be made sure of.
-        self._sure: dict[str, tuple[bool, float]] = {}
+        self._failure_log = LogThrottle(_log)
+        #: Whether a queue was over its threshold at the last check, and until when that need not be confirmed.
+        self._confirmed: dict[str, tuple[bool, float]] = {}
 
     async def run(self) -> None:
-        """Look, again and again."""
-        await run_forever("alarm", self.check)
+        """Check repeatedly until cancelled."""
+        await run_forever("backlog monitor", self.check)
 
     async def check(self) -> float:
-        """One look at all queues; returns the seconds to the next."""
+        """Check all queues once; returns the seconds to the next check."""
         try:
-            await self._engine.for_each_queue(await self._queues.names(), self._look_at)
-            self._complaint.reset()
+            await self._engine.for_each_queue(await self._queues.names(), self._check_queue)
+            self._failure_log.reset()
         except LedgerUnavailable as exc:
-            self._complaint.log(logging.WARNING, "alerts wait for the ledger: %s", exc)
+            self._failure_log.log(logging.WARNING, "ledger unreachable, alerts are delayed: %s", exc)
         return self._interval_s * self._random.uniform(0.8, 1.2)
 
-    async def _look_at(self, queue: str) -> None:
-        asked = (await self._engine.get_control(queue)).backlog_alert
-        threshold = self._default if asked is None else asked
-        if threshold is None and self._is_sure(queue, over=False):
+    async def _check_queue(self, queue: str) -> None:
+        control = (await self._engine.get_control(queue)).backlog_alert
+        threshold = self._default if control is None else control
+        if threshold is None and self._is_confirmed(queue, over=False):
             return
         backlog = (await self._engine.stats(queue)).backlog
         if threshold is None:
-            await self._is_below(queue, None, backlog)
+            await self._clear(queue, None, backlog)
         elif backlog >= threshold:
-            await self._is_over(queue, threshold, backlog)
+            await self._raise(queue, threshold, backlog)
         elif backlog < threshold * CLEAR_BELOW:
-            await self._is_below(queue, threshold, backlog)
+            await self._clear(queue, threshold, backlog)
 
-    async def _is_over(self, queue: str, threshold: int, backlog: int) -> None:
-        if self._is_sure(queue, over=True):
+    async def _raise(self, queue: str, threshold: int, backlog: int) -> None:
+        if self._is_confirmed(queue, over=True):
             return
         key, standing = _key(queue), self._engine.counts.alerts
-        reason = f"{backlog} jobs are in line or running, the threshold is {threshold}"
-        action = _action(RAISED, queue, threshold, backlog, reason)
-        people = None if self._ledger is None else self._ledger.operators
-        if key not in standing if people is None else await people.raise_alert(key, action):
+        reason = f"the backlog is {backlog}, the threshold is {threshold}"
+        entry = _audit_entry(RAISED, queue, threshold, backlog, reason)
+        operators = None if self._ledger is None else self._ledger.operators
+        if key not in standing if operators is None else await operators.raise_alert(key, entry):
             facts = {"alert": key, "queue": queue, "backlog": backlog, "threshold": threshold}
-            _log.warning("the backlog of queue %s is over its threshold: %s", queue, reason, extra=facts)
+            _log.warning("backlog of queue %s is over its threshold: %s", queue, reason, extra=facts)
         standing.add(key)
-        self._sure[queue] = (True, time.monotonic() + _SURE_S)
+        self._confirmed[queue] = (True, time.monotonic() + _CONFIRM_S)
 
-    async def _is_below(self, queue: str, threshold: int | None, backlog: int) -> None:
-        if self._is_sure(queue, over=False):
+    async def _clear(self, queue: str, threshold: int | None, backlog: int) -> None:
+        if self._is_confirmed(queue, over=False):
             return
         key, standing = _key(queue), self._engine.counts.alerts
-        limit = "there is no threshold any more" if threshold is None else f"the threshold is {threshold}"
-        action = _action(CLEARED, queue, threshold, backlog, f"{backlog} jobs are in line or running, {limit}")
-        people = None if self._ledger is None else self._ledger.operators
-        if key in standing if people is None else await people.clear_alert(key, action):
+        limit = "there is no threshold" if threshold is None else f"the threshold is {threshold}"
+        entry = _audit_entry(CLEARED, queue, threshold, backlog, f"the backlog is {backlog}, {limit}")
+        operators = None if self._ledger is None else self._ledger.operators
+        if key in standing if operators is None else await operators.clear_alert(key, entry):
             facts = {"alert": key, "queue": queue, "backlog": backlog, "threshold": threshold}
-            _log.info("the backlog of queue %s is below its threshold again", queue, extra=facts)
+            _log.info("backlog of queue %s is below its threshold again", queue, extra=facts)
         standing.discard(key)
-        self._sure[queue] = (False, time.monotonic() + _SURE_S)
+        self._confirmed[queue] = (False, time.monotonic() + _CONFIRM_S)
 
-    def _is_sure(self, queue: str, *, over: bool) -> bool:
-        known, until = self._sure.get(queue, (not over, 0.0))
+    def _is_confirmed(self, queue: str, *, over: bool) -> bool:
+        known, until = self._confirmed.get(queue, (not over, 0.0))
         return known is over and until > time.monotonic()
 
 
@@ -116,11 +116,11 @@ def _key(queue: str) -> str:
     return f"backlog:{queue}"
 
 
-def _action(kind: str, queue: str, threshold: int | None, backlog: int, reason: str) -> AuditEntry:
+def _audit_entry(kind: str, queue: str, threshold: int | None, backlog: int, reason: str) -> AuditEntry:
     return AuditEntry(
         type=kind,
         actor=_ACTOR,
-        # A queue is everybody's: only who sees all tenants sees this.
+        # A queue is shared by all tenants: only principals that see all tenants see this.
         tenant_id=ALL_TENANTS,
         target="queue",
         target_id=queue,

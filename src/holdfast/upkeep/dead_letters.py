@@ -1,12 +1,12 @@
-"""Dead letters that are in the ledger: tells the engine, which has kept the job in `dlq_pending` until now (rule 18).
+"""Confirm recorded dead letters to the engine, which keeps their jobs in `dlq_pending` until then (rule 18).
 
-    commit of the item, unacknowledged → dlq_recorded → failed → acknowledged
+    commit of the dead letter, unacknowledged → dlq_recorded → failed → acknowledged
 
-Every step may be repeated, so a crash between any two costs nothing: what is unacknowledged is sent again.
+Every step can be repeated: after a crash, what is unacknowledged is confirmed again.
 
-The other way round, a job may wait in the engine although the ledger has nothing to tell: the ledger was replaced, set
-back to a backup, or switched off; or a replica of the engine took over that was behind, after the letter had been
-acknowledged, or the job had ended. `strays` and `Unrecorded` see to those.
+A job may also wait in the engine for a confirmation that will never come: the ledger was replaced, restored from a
+backup or switched off, or a stale replica of the engine took over after the dead letter was acknowledged or the job had
+ended. `find_orphans` and `OrphanedDeadLetters` handle those.
 """
 
 from __future__ import annotations
@@ -28,111 +28,113 @@ from holdfast.ledger.port.ledger import FeedPosition, Ledger, RecordedDeadLetter
 
 _log: Final = logging.getLogger("holdfast.projector")
 
-#: Letters told at a time.
-_TOGETHER: Final = 50
+#: Dead letters confirmed at a time.
+_CONFIRM_BATCH: Final = 50
 _PAGE: Final = 500
-#: One that could not be told is left alone for this long.
-_LATER_S: Final = 4.0
-#: Jobs that wait in the engine, looked at together.
-_STRAYS: Final = 200
+#: Pause before a dead letter that could not be confirmed is tried again.
+_RETRY_S: Final = 4.0
+#: Waiting jobs of the engine read at a time.
+_ORPHAN_BATCH: Final = 200
 
 _ACTOR: Final = "ledger"
 _REASON: Final = "the dead letter is recorded"
-_NO_LEDGER: Final = "there is no ledger any more that would record the dead letter"
+_NO_LEDGER: Final = "the engine no longer has a ledger that would record the dead letter"
 _STEPS: Final = ((State.DLQ_PENDING, State.DLQ_RECORDED), (State.DLQ_RECORDED, State.FAILED))
 _WAITING: Final = frozenset({State.DLQ_PENDING, State.DLQ_RECORDED})
 
 
 class DeadLetterConfirmer:
-    """Tells one engine what its ledger has recorded."""
+    """Confirms to one engine the dead letters that its ledger has recorded."""
 
     def __init__(self, engine: Engine, ledger: Ledger) -> None:
         assert ledger.projection is not None
         self._engine = engine
         self._ledger = ledger
         self._projection = ledger.projection
-        #: Those that could not be told, and when to try again.
-        self._later: dict[RecordedDeadLetter, float] = {}
-        #: Jobs that waited when we looked last, and where the feed ended after that.
+        #: Dead letters that could not be confirmed, and when to try again.
+        self._retry_at: dict[RecordedDeadLetter, float] = {}
+        #: Jobs that waited at the last orphan check, and where the feed ended after it.
         self._waited: dict[str, tuple[set[str], EngineSnapshot]] = {}
 
     async def confirm_all(self, queue: str) -> int:
-        """Tell all that is to be told; how many were left, because their jobs are elsewhere at the moment."""
+        """Confirm all unacknowledged dead letters; returns how many are left, their jobs being in another state."""
         left, last = 0, None
         now = time.monotonic()
-        self._later = {letter: at for letter, at in self._later.items() if at > now}
-        while letters := await self._projection.unacked_dead_letters(queue, _PAGE, last):
-            fresh = [letter for letter in letters if letter not in self._later]
-            left += len(letters) - len(fresh)
-            for start in range(0, len(fresh), _TOGETHER):
-                left += await self._send(fresh[start : start + _TOGETHER])
-            last = letters[-1]
-            if len(letters) < _PAGE:
+        self._retry_at = {dead_letter: at for dead_letter, at in self._retry_at.items() if at > now}
+        while dead_letters := await self._projection.unacked_dead_letters(queue, _PAGE, last):
+            fresh = [dead_letter for dead_letter in dead_letters if dead_letter not in self._retry_at]
+            left += len(dead_letters) - len(fresh)
+            for start in range(0, len(fresh), _CONFIRM_BATCH):
+                left += await self._confirm_batch(fresh[start : start + _CONFIRM_BATCH])
+            last = dead_letters[-1]
+            if len(dead_letters) < _PAGE:
                 break
         return left
 
-    async def _send(self, letters: Sequence[RecordedDeadLetter]) -> int:
-        """How many were left. One that cannot be told hinders no other."""
-        told = await asyncio.gather(*(self._tell(letter) for letter in letters), return_exceptions=True)
-        done = [letter for letter, ended in zip(letters, told, strict=True) if ended is True]
+    async def _confirm_batch(self, dead_letters: Sequence[RecordedDeadLetter]) -> int:
+        """Confirm some; returns how many are left. One that cannot be confirmed does not block the others."""
+        results = await asyncio.gather(*map(self._confirm, dead_letters), return_exceptions=True)
+        done = [dead_letter for dead_letter, result in zip(dead_letters, results, strict=True) if result is True]
         if done:
             await self._projection.ack_dead_letters(done)
-        for letter, ended in zip(letters, told, strict=True):
-            if ended is True:
+        for dead_letter, result in zip(dead_letters, results, strict=True):
+            if result is True:
                 continue
-            if isinstance(ended, Unavailable) or (
-                isinstance(ended, BaseException) and not isinstance(ended, Exception)
+            if isinstance(result, Unavailable) or (
+                isinstance(result, BaseException) and not isinstance(result, Exception)
             ):
-                raise ended
-            if isinstance(ended, Exception):
-                _log.error("dead letter %s of job %s cannot be told", letter.dlq_id, letter.key.job_id, exc_info=ended)
-            self._later[letter] = time.monotonic() + _LATER_S
-        return len(letters) - len(done)
+                raise result
+            if isinstance(result, Exception):
+                ids = dead_letter.dlq_id, dead_letter.key.job_id
+                _log.error("dead letter %s of job %s cannot be confirmed", *ids, exc_info=result)
+            self._retry_at[dead_letter] = time.monotonic() + _RETRY_S
+        return len(dead_letters) - len(done)
 
-    async def _tell(self, letter: RecordedDeadLetter) -> bool:
-        """Move the job to its end; whether the letter is done with."""
-        key = letter.key
+    async def _confirm(self, dead_letter: RecordedDeadLetter) -> bool:
+        """Move the job to its final state; returns whether the dead letter can be acknowledged."""
+        key = dead_letter.key
         for was, to in _STEPS:
             try:
                 await self._engine.move(key.queue, key.job_id, to, actor=_ACTOR, reason=_REASON, expected=was)
             except TransitionInvalid:
-                if not await self._is_past(letter, to):
+                if not await self._is_past(dead_letter, to):
                     return False
             except UnknownJob:
-                return await self._is_over(letter)
+                return await self._has_ended(dead_letter)
         return True
 
-    async def _is_past(self, letter: RecordedDeadLetter, to: State) -> bool:
-        """Whether the engine had heard of it already."""
-        (view,) = await self._engine.get(letter.key.queue, [letter.key.job_id])
+    async def _is_past(self, dead_letter: RecordedDeadLetter, to: State) -> bool:
+        """Whether the engine has already made this move."""
+        (view,) = await self._engine.get(dead_letter.key.queue, [dead_letter.key.job_id])
         if view is None:
-            return await self._is_over(letter)
+            return await self._has_ended(dead_letter)
         if view.state is to or view.state in FINAL:
             return True
         _log.warning(
-            "job %s has a dead letter %s, but is %s: the engine went on from an earlier point; waiting for its end",
+            "job %s has dead letter %s but is %s: the engine continued from an earlier point; waiting for its end",
             view.job_id,
-            letter.dlq_id,
+            dead_letter.dlq_id,
             view.state,
         )
         return False
 
-    async def _is_over(self, letter: RecordedDeadLetter) -> bool:
-        """The engine does not know the job: it has ended long ago, or is lost and will be restored as it was."""
-        if await self._ledger.recovery.still_open([letter.key]):
+    async def _has_ended(self, dead_letter: RecordedDeadLetter) -> bool:
+        """Whether a job that the engine does not know has ended. If not, it is lost and will be restored."""
+        if await self._ledger.recovery.still_open([dead_letter.key]):
             return False
-        _log.info("job %s of dead letter %s is gone from the engine; it had ended", letter.key.job_id, letter.dlq_id)
+        ids = dead_letter.key.job_id, dead_letter.dlq_id
+        _log.info("job %s of dead letter %s has ended and is no longer in the engine", *ids)
         return True
 
-    # From the engine's side ------------------------------------------------------------------------
+    # Orphans in the engine -----------------------------------------------------------------------------
 
     async def find_orphans(self, queue: str, at: FeedPosition) -> list[Event]:
-        """Events that the ledger, which is at `at`, has missed: of jobs that wait for it with their dead letter.
+        """Events that the ledger, which is at `at`, has missed: those of jobs that wait for their confirmation.
 
-        A job that waited when we looked last and still does, while the ledger has come past the feed's end of then,
-        will not be heard of again. Those whose letter the ledger has, or that have ended there, are moved on at once.
+        A job that waited at the last check and still does, after the ledger has passed the feed's end of that time, has
+        no further event in the feed. Jobs whose dead letter the ledger has, or that ended there, are finished here.
         """
-        views = await self._engine.find(queue, _WAITING, _STRAYS)
+        views = await self._engine.find(queue, _WAITING, _ORPHAN_BATCH)
         before = self._waited.pop(queue, None)
         if not views:
             return []
@@ -140,24 +142,24 @@ class DeadLetterConfirmer:
         if before is None or not await self._has(queue, at, before[1]):
             return []
         lost = {JobKey(view.tenant_id, queue, view.job_id): view for view in views if view.job_id in before[0]}
-        letters = await self._projection.dead_letters(list(lost))
-        for letter in letters:
-            del lost[letter.key]
+        dead_letters = await self._projection.dead_letters(list(lost))
+        for dead_letter in dead_letters:
+            del lost[dead_letter.key]
         events: list[Event] = []
-        stories = await self._ledger.recovery.histories(list(lost)) if lost else {}
-        for key, story in stories.items():
-            if any(event.to_state in FINAL for event in story):
-                letters.append(RecordedDeadLetter(key, lost[key].meta.dlq_id))
+        histories = await self._ledger.recovery.histories(list(lost)) if lost else {}
+        for key, history in histories.items():
+            if any(event.to_state in FINAL for event in history):
+                dead_letters.append(RecordedDeadLetter(key, lost[key].meta.dlq_id))
                 continue
-            _log.error("the ledger has missed the end of job %s in queue %s; it is told now", key.job_id, queue)
-            events += [] if story else [_creation(lost[key])]
-            events.append(_death(lost[key], await self._engine.now_ms()))
-        for start in range(0, len(letters), _TOGETHER):
-            await self._send(letters[start : start + _TOGETHER])
+            _log.error("ledger missed the end of job %s in queue %s; writing it now", key.job_id, queue)
+            events += [] if history else [_created_event(lost[key])]
+            events.append(_dead_letter_event(lost[key], await self._engine.now_ms()))
+        for start in range(0, len(dead_letters), _CONFIRM_BATCH):
+            await self._confirm_batch(dead_letters[start : start + _CONFIRM_BATCH])
         return events
 
     def has_waiting(self, queue: str) -> bool:
-        """Whether jobs waited at the last look for `strays`."""
+        """Whether jobs waited at the last call of `find_orphans`."""
         return queue in self._waited
 
     async def _has(self, queue: str, at: FeedPosition, end: EngineSnapshot) -> bool:
@@ -167,18 +169,20 @@ class DeadLetterConfirmer:
 
 
 class OrphanedDeadLetters:
-    """Moves on what waits for a ledger that an engine no longer has. `stream:dlq` is the record then."""
+    """Ends jobs that wait for a ledger which the engine no longer has. `stream:dlq` is the record then."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._waited: dict[str, set[str]] = {}
 
     async def finish(self, queue: str) -> int:
-        """End the jobs that waited when this was called last and still do: the ledger of another process would have
-        seen to them meanwhile. How many were moved on."""
+        """End the jobs that waited at the last call and still do; returns how many.
+
+        The ledger of another process would have confirmed them in between.
+        """
         if self._engine.options.ledger:
             return 0
-        views = await self._engine.find(queue, _WAITING, _STRAYS)
+        views = await self._engine.find(queue, _WAITING, _ORPHAN_BATCH)
         before = self._waited.get(queue, set())
         self._waited[queue] = {view.job_id for view in views}
         count = 0
@@ -191,12 +195,12 @@ class OrphanedDeadLetters:
             for was, to in _STEPS if view.state is State.DLQ_PENDING else _STEPS[1:]:
                 await self._engine.move(view.queue, view.job_id, to, actor="upkeep", reason=_NO_LEDGER, expected=was)
         except (TransitionInvalid, UnknownJob):
-            # Somebody was faster.
+            # Another process was faster.
             return False
         return True
 
 
-def _creation(view: JobInfo) -> Event:
+def _created_event(view: JobInfo) -> Event:
     data: dict[str, Any] = {
         "task": view.task,
         "payload": view.payload.decode("utf-8", "replace"),
@@ -219,8 +223,8 @@ def _creation(view: JobInfo) -> Event:
     )
 
 
-def _death(view: JobInfo, now_ms: int) -> Event:
-    """As the engine's record tells it."""
+def _dead_letter_event(view: JobInfo, now_ms: int) -> Event:
+    """The move to `dlq_pending`, rebuilt from the engine's record."""
     history = view.meta.history
     data: dict[str, Any] = {"dlq_id": view.meta.dlq_id, "history": msgspec.to_builtins(history)}
     if view.failure is not None:

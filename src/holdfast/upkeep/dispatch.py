@@ -42,128 +42,128 @@ from holdfast.webhooks.deliveries import (
 _log: Final = logging.getLogger("holdfast.upkeep")
 
 _BATCH: Final = 100
-#: How late an answer may be that its own process could not carry on, and a deadline.
-_LOOK_S: Final = 1.0
+#: Pause between checks for undelivered decisions and expired approval requests.
+_APPROVAL_PAUSE_S: Final = 1.0
 
 
 class ApprovalDelivery:
-    """Looks for them until cancelled."""
+    """Delivers decisions and expires approval requests until cancelled."""
 
     def __init__(self, engine: Engine, ledger: Ledger, random: Random | None = None) -> None:
         self._approvals = ApprovalOperations(engine, ledger)
-        self._complaint = LogThrottle(_log)
+        self._failure_log = LogThrottle(_log)
         self._random = random or Random()
 
     async def run(self) -> None:
-        """Carry on, again and again."""
-        await run_forever("registrar", self.run_once)
+        """Repeat `run_once` until cancelled."""
+        await run_forever("approval delivery", self.run_once)
 
     async def run_once(self) -> float:
-        """Everything that is due; how long to pause."""
+        """Handle everything that is due; returns the seconds to pause."""
         try:
             while await self._approvals.expire(_BATCH) == _BATCH:
                 pass
             await self._approvals.deliver_pending(_BATCH)
         except LedgerUnavailable as exc:
-            self._complaint.log(logging.WARNING, "approvals wait, the ledger does not answer: %s", exc)
+            self._failure_log.log(logging.WARNING, "ledger unreachable, approvals are delayed: %s", exc)
         else:
-            self._complaint.reset()
-        return _LOOK_S * self._random.uniform(1.0, 1.2)
+            self._failure_log.reset()
+        return _APPROVAL_PAUSE_S * self._random.uniform(1.0, 1.2)
 
 
 _REPLAY_PAUSE_S: Final = 5.0
 
 
 class ReplaySubmission:
-    """Looks for them until cancelled."""
+    """Finishes interrupted replays until cancelled."""
 
     def __init__(self, engine: Engine, ledger: Ledger, random: Random | None = None) -> None:
-        self._letters = DeadLetterOperations(engine, ledger, RecoveringSubmitter(engine, ledger))
+        self._dead_letters = DeadLetterOperations(engine, ledger, RecoveringSubmitter(engine, ledger))
         self._random = random or Random()
 
     async def run(self) -> None:
-        """Finish what is found, again and again."""
+        """Repeat `run_once` until cancelled."""
         await run_forever("replays", self.run_once)
 
     async def run_once(self) -> float:
-        """All that is found; how long to pause."""
+        """Finish all interrupted replays; returns the seconds to pause."""
         try:
-            count = await self._letters.submit_pending(_BATCH)
+            count = await self._dead_letters.submit_pending(_BATCH)
         except LedgerUnavailable as exc:
-            _log.info("no replay could be finished, the ledger does not answer: %s", exc)
+            _log.info("ledger unreachable, interrupted replays are delayed: %s", exc)
             count = 0
         if count:
-            _log.warning("finished %d replays of dead letters that were left half-way", count)
+            _log.warning("finished %d interrupted replays of dead letters", count)
         return _REPLAY_PAUSE_S * self._random.uniform(0.8, 1.2)
 
 
 _webhooks_log: Final = logging.getLogger("holdfast.webhooks")
 
-#: How soon news is looked for when there was none, and rows of one look.
+#: Pause between passes when there is nothing left to send, and rows read at a time.
 _DISPATCH_PAUSE_S: Final = 1.0
 _LIMIT: Final = 200
-#: How long to wait until deliveries are in the ledger.
-_PATIENCE_MS: Final = 2_000
+#: How long to wait for the ledger to record deliveries.
+_RECORD_TIMEOUT_MS: Final = 2_000
 
 Row = TypeVar("Row")
 
 
 class WebhookDispatcher:
-    """Looks and hands in until cancelled. Engine and ledger are the caller's."""
+    """Submits webhook deliveries until cancelled. The caller owns engine and ledger."""
 
     def __init__(self, engine: Engine, ledger: Ledger, settings: Settings, random: Random | None = None) -> None:
         self._engine = engine
         self._ledger = ledger
         self._settings = settings
         self._subscribers = Subscribers(settings.webhooks)
-        self._patience = LedgerProbe()
+        self._probe = LedgerProbe()
         self._random = random or Random()
 
     async def run(self) -> None:
-        """Look, again and again."""
+        """Dispatch repeatedly until cancelled."""
         try:
-            await run_forever("courier", self._turn)
+            await run_forever("webhook dispatcher", self._run_pass)
         finally:
-            await self._patience.close()
+            await self._probe.close()
 
     async def run_once(self) -> int:
-        """One look at everything; how many rows were told of."""
-        telling = self._ledger.notifications
-        told = await self._tell(
-            telling.finished_jobs, job_deliveries, lambda rows: telling.mark.jobs([row.key for row in rows])
+        """Submit the deliveries of all pending notifications, a page of each kind; returns the rows handled."""
+        notifications = self._ledger.notifications
+        count = await self._notify(
+            notifications.finished_jobs, job_deliveries, lambda rows: notifications.mark.jobs([row.key for row in rows])
         )
         if self._subscribers.any_for("approval"):
-            told += await self._tell(telling.approvals, approval_deliveries, telling.mark.approvals)
+            count += await self._notify(notifications.approvals, approval_deliveries, notifications.mark.approvals)
         if self._subscribers.any_for("alert"):
-            told += await self._tell(telling.alerts, alert_deliveries, telling.mark.alerts)
-        return told
+            count += await self._notify(notifications.alerts, alert_deliveries, notifications.mark.alerts)
+        return count
 
-    async def _turn(self) -> float:
+    async def _run_pass(self) -> float:
         try:
-            told = await self.run_once()
+            count = await self.run_once()
         except LedgerUnavailable as exc:
-            _webhooks_log.warning("nobody is told anything, the ledger does not answer: %s", exc)
-            told = 0
-        # Jitter: couriers side by side should not all look at the same moment.
-        return 0.0 if told >= _LIMIT else _DISPATCH_PAUSE_S * self._random.uniform(0.8, 1.2)
+            _webhooks_log.warning("ledger unreachable, webhooks are delayed: %s", exc)
+            count = 0
+        # Jitter: dispatchers of several processes should not all query at the same moment.
+        return 0.0 if count >= _LIMIT else _DISPATCH_PAUSE_S * self._random.uniform(0.8, 1.2)
 
-    async def _tell(
+    async def _notify(
         self,
-        look: Callable[[int], Awaitable[list[Row]]],
+        find: Callable[[int], Awaitable[list[Row]]],
         deliveries_of: Callable[[Row, Subscribers], Iterable[WebhookDelivery]],
         mark: Callable[[Sequence[Row]], Awaitable[Any]],
     ) -> int:
-        rows = await look(_LIMIT)
+        rows = await find(_LIMIT)
         if rows:
             deliveries = [delivery for row in rows for delivery in deliveries_of(row, self._subscribers)]
-            if not await self._remembered(await self._hand_in(deliveries)):
+            if not await self._is_recorded(await self._submit_all(deliveries)):
                 return 0
-            # Only now: what is marked is never looked at again.
+            # Only now: a marked row is never read again.
             await mark(rows)
         return len(rows)
 
-    async def _hand_in(self, deliveries: Sequence[WebhookDelivery]) -> list[JobKey]:
-        """The jobs that deliver them, new or known."""
+    async def _submit_all(self, deliveries: Sequence[WebhookDelivery]) -> list[JobKey]:
+        """Submit the deliveries; returns the keys of their jobs, new or known."""
         ids = new_job_ids(len(deliveries))
         envelopes = [self._envelope(job_id, delivery) for job_id, delivery in zip(ids, deliveries, strict=True)]
         keys: list[JobKey] = []
@@ -178,15 +178,15 @@ class WebhookDispatcher:
             return await self._engine.submit(envelopes)
         except FeedDetached as exc:
             # The first delivery ever, or the first after a wipe.
-            await reopen_intake(self._engine, self._ledger, exc.queue, self._patience, insist=True)
+            await reopen_intake(self._engine, self._ledger, exc.queue, self._probe, insist=True)
             return await self._engine.submit(envelopes)
 
-    async def _remembered(self, keys: Sequence[JobKey]) -> bool:
-        """Whether the ledger has all of these jobs; if not, they are handed in again at the next look."""
+    async def _is_recorded(self, keys: Sequence[JobKey]) -> bool:
+        """Whether the ledger has all of these jobs; if not, the next pass submits them again."""
         projection = self._ledger.projection
         if projection is None or not keys:
             return True
-        return await projection.wait_recorded(keys, _PATIENCE_MS) >= set(keys)
+        return await projection.wait_recorded(keys, _RECORD_TIMEOUT_MS) >= set(keys)
 
     def _envelope(self, job_id: str, delivery: WebhookDelivery) -> Envelope:
         return Envelope(
@@ -197,7 +197,7 @@ class WebhookDispatcher:
             tenant_id=delivery.tenant_id,
             idempotency_key=delivery.webhook_id,
             trace_id=delivery.trace_id,
-            # Its attempts are spans in the trace of the job that it is about.
+            # The delivery's attempts are spans in the trace of the job it notifies about.
             meta=Meta(traceparent=delivery.traceparent) if delivery.traceparent else EMPTY_META,
             durable=True,
         )

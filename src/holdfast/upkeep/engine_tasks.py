@@ -3,7 +3,7 @@
 - `Promoter` makes delayed jobs and retries ready when they are due. It sleeps until the next due time that the engine
   reported, and checks once a second in any case, since a notice may be lost. The engine's clock decides what is due;
   the local clock only measures the sleep.
-- `Reclaimer` takes over expired leases where no worker runs, and releases the jobs so that a worker may claim them. A
+- `Reclaimer` reclaims expired leases where no worker runs, and releases the jobs so that a worker may claim them. A
   worker reclaims by itself and runs what it reclaims. The lost attempt stays counted.
 - `EnginePruner` deletes what has expired (old results, finished records, dead consumers), and ends jobs that wait for
   a ledger which the engine no longer has.
@@ -25,7 +25,7 @@ from holdfast.settings import Settings
 from holdfast.upkeep.dead_letters import OrphanedDeadLetters
 from holdfast.upkeep.loop import QueueSelection, run_forever
 
-_LOOK_S: Final = 1.0
+_CHECK_S: Final = 1.0
 
 
 class Promoter:
@@ -40,20 +40,20 @@ class Promoter:
         self._offset_s = 0.0
 
     async def run(self) -> None:
-        """Promote what is due, again and again."""
-        await run_forever("promoter", self._turn, self._wake)
+        """Promote due jobs repeatedly until cancelled."""
+        await run_forever("promoter", self._run_once, self._wake)
 
     def due(self, at_ms: int) -> None:
-        """A job waits that is due at that time of the engine's clock: be there."""
+        """Note a job that is due at this time of the engine's clock, and wake up for it."""
         at = at_ms / 1000 - self._offset_s
         if at < self._next_at:
             self._next_at = at
             self._wake.set()
 
-    async def _turn(self) -> float:
+    async def _run_once(self) -> float:
         left_s = self._next_at - time.monotonic()
         if self._wake.is_set() and left_s > 0:
-            # Woken for one that is due sooner than we thought, but not yet.
+            # Woken for a job that is due sooner than expected, but not yet.
             self._wake.clear()
             return left_s
         self._wake.clear()
@@ -68,10 +68,10 @@ class Promoter:
             if promotion.count < MAX_BATCH:
                 break
         self._offset_s = promotion.now_ms / 1000 - time.monotonic()
-        look_s = _LOOK_S * self._random.uniform(1.0, 1.2)
+        check_s = _CHECK_S * self._random.uniform(1.0, 1.2)
         if not promotion.next_due_at_ms:
-            return look_s
-        return min(look_s, max(0.001, (promotion.next_due_at_ms - promotion.now_ms) / 1000))
+            return check_s
+        return min(check_s, max(0.001, (promotion.next_due_at_ms - promotion.now_ms) / 1000))
 
 
 _log: Final = logging.getLogger("holdfast.upkeep")
@@ -80,7 +80,7 @@ _MIN_PAUSE_S: Final = 0.02
 
 
 class Reclaimer:
-    """Reclaims until cancelled, under an incarnation of its own."""
+    """Reclaims until cancelled, under its own incarnation."""
 
     def __init__(
         self, engine: Engine, queues: QueueSelection, settings: Settings, incarnation: str, random: Random | None = None
@@ -92,14 +92,14 @@ class Reclaimer:
         self._random = random or Random()
 
     async def run(self) -> None:
-        """Take over and give back, again and again."""
-        await run_forever("reclaimer", self._turn)
+        """Reclaim and release repeatedly until cancelled."""
+        await run_forever("reclaimer", self._run_once)
 
     async def close(self) -> None:
-        """This reclaimer is gone for good."""
+        """Deregister from the engine."""
         await self._engine.deregister_worker(self._incarnation, await self._queues.names())
 
-    async def _turn(self) -> float:
+    async def _run_once(self) -> float:
         queues = await self._queues.names()
         batch = self._settings.reclaim_batch
         try:
@@ -107,12 +107,12 @@ class Reclaimer:
         except EngineUnavailable:
             self._engine.counts.reclaim_errors += 1
             raise
-        # What an earlier turn took over but could not give back, because the engine went away.
+        # Claims that an earlier pass reclaimed but could not release, because the engine became unreachable.
         claims += await self._engine.recover_claims(self._incarnation, queues, {claim.lease for claim in claims})
         if claims:
-            verdict = Release("its worker was lost; given back by upkeep")
+            verdict = Release("its worker was lost; released by upkeep")
             await self._engine.settle([Settlement(claim, verdict, claim.claimed_at_ms) for claim in claims])
-            _log.info("%d jobs of lost workers given back", len(claims))
+            _log.info("released %d jobs of lost workers", len(claims))
         if len(claims) >= batch:
             return 0.0
         return max(_MIN_PAUSE_S, self._settings.reclaim_interval_s) * self._random.uniform(0.6, 1.0)
@@ -122,20 +122,20 @@ _PAUSE_S: Final = 30.0
 
 
 class EnginePruner:
-    """Prunes until cancelled, about every 30 seconds."""
+    """Prunes about every 30 s until cancelled."""
 
     def __init__(self, engine: Engine, queues: QueueSelection, random: Random | None = None) -> None:
         self._engine = engine
         self._queues = queues
-        self._unrecorded = OrphanedDeadLetters(engine)
+        self._orphans = OrphanedDeadLetters(engine)
         self._random = random or Random()
 
     async def run(self) -> None:
-        """Prune, again and again."""
-        await run_forever("pruner", self._turn)
+        """Prune repeatedly until cancelled."""
+        await run_forever("pruner", self._run_once)
 
-    async def _turn(self) -> float:
+    async def _run_once(self) -> float:
         queues = await self._queues.names()
         await self._engine.prune(queues)
-        await self._engine.for_each_queue(queues, self._unrecorded.finish)
+        await self._engine.for_each_queue(queues, self._orphans.finish)
         return _PAUSE_S * self._random.uniform(0.8, 1.2)

@@ -1,4 +1,4 @@
-"""One feed as a projector follows it: what was read, what comes next, how much goes into a batch, and its troubles."""
+"""A projector's state for one feed: position, entries read ahead, batch limits, failures."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from holdfast.upkeep.loop import LogThrottle
 
 _log: Final = logging.getLogger("holdfast.projector")
 
-#: A batch of so many events waits for no company …
+#: A batch of this many events is written without waiting for more …
 ENOUGH_EVENTS: Final = 3_000
-#: … and no more than this goes into one transaction when there is a backlog.
+#: … and this is the limit of one transaction when there is a backlog.
 MOST_EVENTS: Final = 10_000
 MOST_BYTES: Final = 16 * 1024 * 1024
-#: A batch that the ledger does not take in time is halved, down to this part of the above.
+#: A batch that the ledger does not write in time is halved, down to this share of the above.
 SMALLEST_SHARE: Final = 1 / 256
-#: Entries read at a time: one holds up to some 500 events, most of them far fewer.
+#: Entries read at a time: one has up to about 500 events, most have far fewer.
 _FIRST_READ: Final = 20
 _MOST_READ: Final = 500
-#: A queue that cannot be projected is tried again after this, twice as long each time, up to …
-_TROUBLE_S: Final = 0.1
-_MOST_TROUBLE_S: Final = 30.0
-#: How often to look for jobs in the engine that wait for a word of the ledger, and how soon again if there are any:
-#: of those that wait at two looks in a row the ledger may have nothing to say.
+#: A queue that cannot be projected is retried after this, doubling each time, up to …
+_RETRY_S: Final = 0.1
+_MAX_RETRY_S: Final = 30.0
+#: How often to check for jobs in the engine that wait for a confirmation, and how soon to check again if there are any:
+#: jobs that wait at two checks in a row may be orphans.
 ORPHAN_CHECK_S: Final = 30.0
 ORPHAN_RECHECK_S: Final = 5.0
 
@@ -42,7 +42,7 @@ class FeedForked(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PendingBatch:
-    """A batch to be written, what comes after it, and what the store has made of the batch in advance."""
+    """A batch to be written, the entries after it, and what the ledger has prepared for the batch."""
 
     batch: list[FeedEntry]
     rest: list[FeedEntry]
@@ -50,7 +50,7 @@ class PendingBatch:
 
     @property
     def is_enough(self) -> bool:
-        """Not to wait for more."""
+        """Whether to write it without waiting for more entries."""
         return bool(self.rest) or is_enough(self.batch)
 
     @property
@@ -59,11 +59,11 @@ class PendingBatch:
 
 
 class FeedFailure:
-    """A queue that could not be projected."""
+    """Backoff and log of a queue that could not be projected."""
 
     def __init__(self) -> None:
-        self._backoff = Backoff(base_s=_TROUBLE_S, cap_s=_MOST_TROUBLE_S)
-        self.complaint = LogThrottle(_log)
+        self._backoff = Backoff(base_s=_RETRY_S, cap_s=_MAX_RETRY_S)
+        self.throttle = LogThrottle(_log)
         self.share = 1.0
         self.until = 0.0
 
@@ -72,29 +72,29 @@ class FeedFailure:
 
 
 class FeedCursor:
-    """One feed, as this projector follows it while it has the lease."""
+    """One feed, while this projector has its lease."""
 
     def __init__(self, queue: str, at: FeedPosition, share: float = 1.0) -> None:
         self.queue = queue
-        #: Which part of a full batch may be written at once.
+        #: Share of a full batch that may be written in one transaction.
         self.share = share
-        #: Where the ledger is.
+        #: The ledger's position.
         self.at = at
-        #: The position is not known to be in this feed: it is new, or has forked.
-        self.astray = not at.position
-        self.looked_at = 0.0
+        #: Whether the position is not known to be in this feed: the feed is new, or has forked.
+        self.detached = not at.position
+        self.read_at = 0.0
         self.trimmed_at = 0.0
         self.trimmed_to = ""
         self.leased_until = 0.0
-        #: What was read and is to be written in this turn.
+        #: Read, and to be written in this pass.
         self.pending: PendingBatch | None = None
         self.ahead: asyncio.Task[PendingBatch] | None = None
-        #: How large its entries were, last time.
+        #: Average size of the entries read last.
         self.entry_size = 0
-        #: At once, at first: another engine may have taken over, as it was some time ago.
-        self.strays_at = 0.0
-        self.telling: asyncio.Task[None] | None = None
-        self.tell_at = 0.0
+        #: The first check is immediate: a stale replica may have taken over.
+        self.orphan_check_at = 0.0
+        self.confirming: asyncio.Task[None] | None = None
+        self.confirm_at = 0.0
 
     @property
     def most_events(self) -> int:
@@ -105,17 +105,17 @@ class FeedCursor:
         return max(1, round(MOST_BYTES * self.share))
 
     def next_batch(self, entries: list[FeedEntry]) -> PendingBatch:
-        """As many as go into one transaction, and the rest; at least one."""
+        """Split off what goes into one transaction, at least one entry."""
         events = size = 0
-        for place, entry in enumerate(entries):
+        for index, entry in enumerate(entries):
             events += len(entry.events)
             size += entry.size
-            if (events > self.most_events or size > self.most_bytes) and place:
-                return PendingBatch(entries[:place], entries[place:])
+            if (events > self.most_events or size > self.most_bytes) and index:
+                return PendingBatch(entries[:index], entries[index:])
         return PendingBatch(entries, [])
 
     async def read(self, engine: Engine, start: str, nonce: str) -> list[FeedEntry]:
-        """Entries after `start`, which must still be there. Raises `Fork`."""
+        """Entries after `start`. Raises `FeedForked` if the feed does not have the entry at `start`."""
         entries: list[FeedEntry] = []
         events = size = 0
         limit = min(_FIRST_READ, self.most_bytes // max(1, self.entry_size) + 2)
@@ -134,30 +134,30 @@ class FeedCursor:
             start, nonce = entries[-1].position, entries[-1].nonce
             if len(page) < limit - 1:
                 break
-            wanted = min(
+            missing = min(
                 max(0, self.most_events - events) * len(entries) // max(1, events),
                 max(0, self.most_bytes - size) * len(entries) // max(1, size),
             )
-            limit = min(_MOST_READ, wanted + 2)
+            limit = min(_MOST_READ, missing + 2)
         return entries
 
     def defer_orphan_check(self, *, soon: bool) -> None:
-        self.strays_at = time.monotonic() + (ORPHAN_RECHECK_S if soon else ORPHAN_CHECK_S)
+        self.orphan_check_at = time.monotonic() + (ORPHAN_RECHECK_S if soon else ORPHAN_CHECK_S)
 
     def drop_ahead(self) -> None:
         self.pending = None
         if self.ahead is not None:
             self.ahead.cancel()
-            self.ahead.add_done_callback(_look_at)
+            self.ahead.add_done_callback(_discard_result)
             self.ahead = None
 
 
 def is_enough(entries: Sequence[FeedEntry]) -> bool:
-    """Large enough to be written at once, or in a hurry."""
+    """Whether entries are to be written without waiting for more: there are enough, or one is urgent."""
     return sum(len(entry.events) for entry in entries) >= ENOUGH_EVENTS or any(entry.urgent for entry in entries)
 
 
-def _look_at(task: asyncio.Task[PendingBatch]) -> None:
-    """Nobody wants its result any more, nor its error."""
+def _discard_result(task: asyncio.Task[PendingBatch]) -> None:
+    """Retrieve the error of a dropped task, so that asyncio does not log it."""
     if not task.cancelled():
         task.exception()

@@ -1,10 +1,10 @@
 """The background tasks that keep a ledger in step with its engine, and its retention (requirement L5).
 
 `LedgerTasks` starts and stops them for workers and `holdfast upkeep`: projector, reconciler, pruner, and the loops of
-`upkeep.dispatch`. Any number of processes may run them: one projects a feed at a time, the others stand by.
+`upkeep.dispatch`. Any number of processes may run them: one projects a feed at a time, the others are on standby.
 
 `ProjectorThread` runs the projector in its own thread, with its own event loop, engine and ledger: a large batch takes
-some hundred milliseconds of the interpreter, for which tasks on the worker's loop would otherwise wait.
+a few hundred milliseconds of CPU, for which tasks on the worker's loop would otherwise wait.
 
 `LedgerPruner` deletes finished jobs past their retention, in small batches. It pauses after each for twice as long as
 the batch took, so that it keeps up with any rate of new jobs and uses at most a third of one connection's time. Any
@@ -41,7 +41,7 @@ _projector_log: Final = logging.getLogger("holdfast.projector")
 
 
 class ProjectorThread:
-    """`start`, then `stop`, both from one event loop. `engine` and `ledger` are siblings made for it, not open yet."""
+    """`start`, then `stop`, both from one event loop. `engine` and `ledger` are unopened clones for its own use."""
 
     def __init__(
         self,
@@ -50,25 +50,25 @@ class ProjectorThread:
         queues: Sequence[str] = (),
         *,
         name: str = "",
-        forked: Callable[[str], None] | None = None,
+        on_fork: Callable[[str], None] | None = None,
     ) -> None:
-        """`forked` is called on the loop that makes this, with the queue of a feed that has forked."""
+        """`on_fork` is called on the creating event loop, with the queue of a feed that has forked."""
         self._engine = engine
         self._ledger = ledger
         self._home = asyncio.get_running_loop()
-        self._forked = forked
-        self.projector = Projector(engine, ledger, queues, name=name, forked=self._tell)
+        self._on_fork = on_fork
+        self.projector = Projector(engine, ledger, queues, name=name, on_fork=self._notify_fork)
         self._thread = LoopThread("holdfast-projector", self._live, loop_factory())
 
     def start(self) -> None:
-        """Begin to project."""
+        """Start the thread."""
         self._thread.start()
 
     async def stop(self) -> None:
-        """Give the feeds back, end the thread, and wait for it."""
+        """Release the feeds, end the thread, and wait for it."""
         await self._thread.stop()
 
-    # From here on: the projector's own thread --------------------------------------------------------
+    # In the projector's own thread ----------------------------------------------------------------
 
     async def _live(self) -> None:
         try:
@@ -79,25 +79,25 @@ class ProjectorThread:
             await self._ledger.close()
 
     async def _connect(self) -> bool:
-        """Open the engine, however long that takes; the ledger connects when it is first needed."""
+        """Open the engine, retrying until it answers; the ledger connects when it is first needed."""
         backoff = Backoff()
         while not self._thread.stopping:
             try:
                 await self._engine.open()
                 return True
             except Unavailable as exc:
-                _projector_log.info("the projector cannot reach the engine, trying again: %s", exc)
+                _projector_log.info("projector cannot reach the engine, retrying: %s", exc)
             except HoldfastError:
-                _projector_log.exception("the projector cannot work with this engine")
+                _projector_log.exception("projector cannot use this engine")
                 return False
             await asyncio.sleep(backoff.next_s())
         return False
 
-    def _tell(self, queue: str) -> None:
-        if self._forked is None:
+    def _notify_fork(self, queue: str) -> None:
+        if self._on_fork is None:
             return
         try:
-            self._home.call_soon_threadsafe(self._forked, queue)
+            self._home.call_soon_threadsafe(self._on_fork, queue)
         except RuntimeError:
             _projector_log.debug("the worker's loop is closed")
 
@@ -106,20 +106,20 @@ _log: Final = logging.getLogger("holdfast.upkeep")
 
 #: Rows of one transaction, about 50 ms of work.
 BATCH: Final = 4_000
-#: Between two batches while there is more: so many times as long as the batch took, and at least …
-_BREATHS: Final = 2.0
-_BREATH_S: Final = 0.02
-#: … after the last batch, and if there was nothing at all; but no longer than a tenth of what is kept.
-_SOON_S: Final = 30.0
-_PAUSE_S: Final = 300.0
-_SHARE: Final = 0.1
-#: Old jobs that were kept (for an open dead letter, say) are looked at again after this long.
-_AFRESH_S: Final = 6 * 3_600.0
+#: Pause between batches while there is more: this multiple of the batch's duration, and at least this long.
+_BATCH_PAUSE_FACTOR: Final = 2.0
+_MIN_BATCH_PAUSE_S: Final = 0.02
+#: Pause after the last batch, and if there was nothing to prune; at most this share of the retention.
+_DONE_PAUSE_S: Final = 30.0
+_IDLE_PAUSE_S: Final = 300.0
+_RETENTION_SHARE: Final = 0.1
+#: Expired jobs that were kept (for an open dead letter, for example) are checked again after this long.
+_RESTART_S: Final = 6 * 3_600.0
 _DAY_MS: Final = 86_400_000
 
 
 class LedgerPruner:
-    """Prunes the ledger until cancelled."""
+    """Prune the ledger until cancelled."""
 
     def __init__(
         self,
@@ -131,34 +131,34 @@ class LedgerPruner:
         self._ledger = ledger
         self._keep_ms = round(settings.retention_days * _DAY_MS)
         self._monotonic = monotonic
-        self._marks: PruneCursors = {}
-        self._afresh_at = 0.0
+        self._cursors: PruneCursors = {}
+        self._restart_at = 0.0
         self._random = random or Random()
 
     async def run(self) -> None:
-        """Prune, again and again."""
-        await run_forever("archivist", self.run_once)
+        """Repeat `run_once` until cancelled."""
+        await run_forever("ledger pruner", self.run_once)
 
     async def run_once(self) -> float:
-        """One batch; how long to pause."""
-        if self._monotonic() >= self._afresh_at:
-            self._marks = {}
-            self._afresh_at = self._monotonic() + _AFRESH_S
+        """Prune one batch; returns the seconds to pause."""
+        if self._monotonic() >= self._restart_at:
+            self._cursors = {}
+            self._restart_at = self._monotonic() + _RESTART_S
         began = self._monotonic()
         try:
-            gone = await self._ledger.prune(self._keep_ms, BATCH, self._marks)
+            pruned = await self._ledger.prune(self._keep_ms, BATCH, self._cursors)
         except LedgerUnavailable as exc:
-            _log.warning("nothing was pruned, the ledger does not answer: %s", exc)
-            gone = 0
-        # A batch may be a little short, as a job's rows go together.
-        if gone >= BATCH // 2:
-            return max(_BREATH_S, _BREATHS * (self._monotonic() - began))
-        pause_s = min(_SOON_S if gone else _PAUSE_S, max(1.0, self._keep_ms / 1_000 * _SHARE))
+            _log.warning("ledger unreachable, pruning is delayed: %s", exc)
+            pruned = 0
+        # A batch may be a little short, because a job's rows are deleted together.
+        if pruned >= BATCH // 2:
+            return max(_MIN_BATCH_PAUSE_S, _BATCH_PAUSE_FACTOR * (self._monotonic() - began))
+        pause_s = min(_DONE_PAUSE_S if pruned else _IDLE_PAUSE_S, max(1.0, self._keep_ms / 1_000 * _RETENTION_SHARE))
         return pause_s * self._random.uniform(0.8, 1.2)
 
 
 class LedgerTasks:
-    """`start`, then `stop`, on one event loop. Engine and ledger are the caller's; the projector has its own."""
+    """`start`, then `stop`, on one event loop. The caller owns engine and ledger; the projector has its own."""
 
     def __init__(
         self,
@@ -170,59 +170,61 @@ class LedgerTasks:
         name: str = "",
         project: bool = True,
     ) -> None:
-        """Without queues named: all that the engine has. `project`: bring the feed over, too."""
+        """No `queues`: all that the engine has. `project`: also run a projector."""
         self._ledger = ledger
-        self._archivist = LedgerPruner(ledger, settings)
+        self._pruner = LedgerPruner(ledger, settings)
         self._replays = ReplaySubmission(engine, ledger)
-        self._registrar = ApprovalDelivery(engine, ledger)
-        self._courier = WebhookDispatcher(engine, ledger, settings) if settings.webhooks_enabled else None
+        self._approvals = ApprovalDelivery(engine, ledger)
+        self._webhooks = WebhookDispatcher(engine, ledger, settings) if settings.webhooks_enabled else None
         if queues and settings.webhooks_enabled:
-            # Deliveries are jobs, too.
+            # Webhook deliveries are jobs as well.
             queues = (*queues, QUEUE)
         self._reconciler: Reconciler | None = None
-        self._projecting: ProjectorThread | None = None
-        # Embedded there is nothing to bring over, and nothing that one could lose and the other have.
-        apart = ledger.projection is not None
-        if apart and settings.reconcile_interval_s:
+        self._projector_thread: ProjectorThread | None = None
+        # In embedded mode there is nothing to project or to restore: engine and ledger are one file.
+        separate = ledger.projection is not None
+        if separate and settings.reconcile_interval_s:
             self._reconciler = Reconciler(engine, ledger, queues, interval_s=settings.reconcile_interval_s)
-        if apart and project:
-            self._projecting = ProjectorThread(
-                engine.clone(), ledger.clone(), queues, name=name, forked=lambda _: self._wake()
+        if separate and project:
+            self._projector_thread = ProjectorThread(
+                engine.clone(), ledger.clone(), queues, name=name, on_fork=lambda _: self._wake()
             )
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def projector(self) -> Projector | None:
         """The projector of this process, for its counts."""
-        return self._projecting.projector if self._projecting else None
+        return self._projector_thread.projector if self._projector_thread else None
 
     async def prepare(self) -> None:
-        """Load what people's part of the ledger needs: embedded, nobody may have needed SQLAlchemy yet, and a worker
-        that loads it while its jobs run is slow for a second."""
+        """Import what the ledger's operator tables need.
+
+        In embedded mode SQLAlchemy may not be loaded yet; loading it while jobs run would delay them for a second.
+        """
         await asyncio.to_thread(lambda: self._ledger.operators)
 
     def start(self) -> None:
-        """Begin."""
-        if self._projecting is not None:
-            self._projecting.start()
-        self._tasks.append(asyncio.create_task(self._archivist.run()))
-        self._tasks.append(asyncio.create_task(self._carry_on()))
+        """Start all tasks."""
+        if self._projector_thread is not None:
+            self._projector_thread.start()
+        self._tasks.append(asyncio.create_task(self._pruner.run()))
+        self._tasks.append(asyncio.create_task(self._run_dispatch()))
         if self._reconciler is not None:
             self._tasks.append(asyncio.create_task(self._reconciler.run()))
 
     async def stop(self) -> None:
-        """End all of it; feeds are given back, so that another process goes on at once."""
+        """End all tasks and release the feeds, so that another process can continue immediately."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._projecting is not None:
-            await self._projecting.stop()
+        if self._projector_thread is not None:
+            await self._projector_thread.stop()
 
-    async def _carry_on(self) -> None:
-        """What people decided, and who is to be told."""
-        loops = [self._replays.run(), self._registrar.run()]
-        if self._courier is not None:
-            loops.append(self._courier.run())
+    async def _run_dispatch(self) -> None:
+        """Run the loops of `upkeep.dispatch`."""
+        loops = [self._replays.run(), self._approvals.run()]
+        if self._webhooks is not None:
+            loops.append(self._webhooks.run())
         await asyncio.gather(*loops)
 
     def _wake(self) -> None:

@@ -20,26 +20,26 @@ from holdfast.errors import EngineUnavailable
 _log: Final = logging.getLogger("holdfast.upkeep")
 
 
-async def run_forever(name: str, turn: Callable[[], Awaitable[float]], wake: asyncio.Event | None = None) -> None:
-    """Call `turn` until cancelled; it returns the seconds to its next turn, which `wake` cuts short."""
+async def run_forever(name: str, run_once: Callable[[], Awaitable[float]], wake: asyncio.Event | None = None) -> None:
+    """Call `run_once` until cancelled; it returns the seconds to the next call, a pause that `wake` ends early."""
     backoff = Backoff()
     while True:
         try:
-            pause_s = await turn()
+            pause_s = await run_once()
             backoff.reset()
         except EngineUnavailable as exc:
             pause_s = backoff.next_s()
-            _log.info("%s: the engine does not answer, trying again: %s", name, exc)
+            _log.info("%s: cannot reach the engine, retrying: %s", name, exc)
         except Exception:  # noqa: BLE001 - top of a loop
             pause_s = backoff.next_s()
-            _log.exception("%s failed in an unexpected way, trying again", name)
+            _log.exception("%s failed unexpectedly, retrying", name)
         # Before the pause, which may last for minutes: a driver may have turned the cancellation into another error.
         raise_if_cancelled()
         await pause(pause_s, wake)
 
 
 async def pause(seconds: float, wake: asyncio.Event | None) -> None:
-    """Sleep, unless woken."""
+    """Sleep until the time is over or `wake` is set."""
     if wake is None:
         await asyncio.sleep(seconds)
         return
@@ -51,7 +51,7 @@ async def pause(seconds: float, wake: asyncio.Event | None) -> None:
 
 
 class QueueSelection:
-    """Which queues to keep: those that were named, else all that the engine knows at the moment."""
+    """The queues that upkeep serves: those named, otherwise all that the engine has at the moment."""
 
     def __init__(self, engine: Engine, names: Sequence[str]) -> None:
         self._engine = engine
@@ -59,31 +59,31 @@ class QueueSelection:
 
     @property
     def is_explicit(self) -> bool:
-        """Whether they were named."""
+        """Whether the queues were named."""
         return bool(self._names)
 
     async def names(self) -> Sequence[str]:
         return self._names or await self._engine.queues()
 
 
-_AGAIN_S: Final = 60.0
+_REPEAT_S: Final = 60.0
 
 
 class LogThrottle:
-    """About one thing."""
+    """Throttled log of one recurring failure."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
-        self._said_at: float | None = None
+        self._logged_at: float | None = None
 
     def log(self, level: int, message: str, *arguments: object, cause: Exception | None = None) -> None:
-        """Say so, unless it was said a moment ago."""
+        """Log the failure, unless it was logged within the last minute."""
         now = time.monotonic()
-        if self._said_at is None or now - self._said_at >= _AGAIN_S:
-            self._said_at = now
+        if self._logged_at is None or now - self._logged_at >= _REPEAT_S:
+            self._logged_at = now
             self._log.log(level, message, *arguments, exc_info=cause)
 
     def reset(self) -> bool:
-        """It works; whether there was anything to complain of."""
-        complained, self._said_at = self._said_at is not None, None
-        return complained
+        """Note that it works again; returns whether a failure had been logged."""
+        logged, self._logged_at = self._logged_at is not None, None
+        return logged

@@ -1,19 +1,21 @@
-"""Feed → ledger, exactly once (rules 14–18).
+"""Write the feed into the ledger, exactly once (rules 14–18).
 
-One projector works on a feed at a time, by a lease in the ledger that only saves work: rows and position are one
-transaction, fenced by the old position, so that two at once do no harm. What happens if it dies here?
+One projector works on a feed at a time, by a lease in the ledger that only saves work: rows and position are written in
+one transaction, fenced by the old position, so that two projectors on one feed are harmless. After a crash:
 
     read ─────► commit ─────► trim
          1             2           3
 
-1. nothing is written: the next one reads the same entries. 2. they are written, and the position says so: the next
-one goes on behind them, and trims. 3. nothing is left to do. A commit of unknown outcome is 1 or 2: the position knows.
+1. Nothing is written; the next projector reads the same entries. 2. The entries and the position are written; the next
+projector continues after them, and trims. 3. Nothing is left to do. After a commit of unknown outcome, the position
+shows whether it is 1 or 2.
 
-Every read begins at the entry that the position names and looks at its nonce. If it is not there the feed has forked
-(Redis was wiped, or a stale replica took over): then the feed is read from its start, without what is written already.
+Every read begins at the entry that the position names and checks its nonce. If the entry is missing, the feed has
+forked (Redis was wiped, or a stale replica took over): the feed is then read from its start, without the entries that
+are already written.
 
-The ledger being down costs nothing but time: the feed waits in the engine. A queue that cannot be projected costs the
-others nothing: it is let go, and tried again on its own, later each time.
+While the ledger is unreachable, the feed is retained in the engine. A queue that cannot be projected does not affect
+the others: it is dropped, and retried with its own backoff.
 """
 
 from __future__ import annotations
@@ -41,26 +43,26 @@ from holdfast.upkeep.loop import LogThrottle, QueueSelection
 _log: Final = logging.getLogger("holdfast.projector")
 
 LEASE_MS: Final = 5_000
-#: A batch waits this long for company, unless it is large or in a hurry.
+#: A batch waits this long for further entries, unless it is large or urgent.
 LINGER_S: Final = 0.05
-#: While it lingers, it looks for more this often.
-_LOOK_S: Final = 0.005
+#: While it lingers, it reads this often.
+_LINGER_READ_S: Final = 0.005
 
-#: How often to look for new queues, and whether an idle feed is still the same.
+#: How often to check for new queues, and whether an idle feed is still the same.
 _ROUND_S: Final = 1.0
-#: How often, at least, to look for feeds that have lost their projector or were given back.
-_STAND_BY_S: Final = 2.5
+#: Longest interval between checks for feeds that have lost their projector or were released.
+_STANDBY_S: Final = 2.5
 _TRIM_S: Final = 1.0
-#: Dead letters that could not be told are tried again after this.
-_LETTERS_S: Final = 5.0
-#: A ledger that does not answer must not hold up the end.
-_GIVE_BACK_S: Final = 1.0
-#: How far back people's answers are told again to an engine that has woken up as it was some time ago.
-_FORGOTTEN_MS: Final = 24 * 3_600_000
+#: Pause before dead letters that could not be confirmed are tried again.
+_CONFIRM_RETRY_S: Final = 5.0
+#: A ledger that does not answer must not delay the shutdown for longer.
+_RELEASE_S: Final = 1.0
+#: How far back decisions are delivered again to an engine that continues from an older state.
+_REDELIVER_MS: Final = 24 * 3_600_000
 
 
 class Projector:
-    """Projects the feeds of some queues, or of all that the engine has. Engine and ledger are its own, and open."""
+    """Projects the feeds of some queues, or of all that the engine has. Owns its engine and ledger, which are open."""
 
     def __init__(
         self,
@@ -69,464 +71,464 @@ class Projector:
         queues: Sequence[str] = (),
         *,
         name: str = "",
-        forked: Callable[[str], None] | None = None,
+        on_fork: Callable[[str], None] | None = None,
         lease_ms: int = LEASE_MS,
         linger_s: float = LINGER_S,
         round_s: float = _ROUND_S,
     ) -> None:
-        """`forked` is told the queue of a feed that has forked: jobs may be lost, the reconciler knows."""
+        """`on_fork` is called with the queue of a feed that has forked: jobs may be lost, the reconciler checks."""
         assert ledger.projection is not None
         self.name = name or new_identity()
         self._engine = engine
         self._ledger = ledger
         self._projection = ledger.projection
         self._queues = QueueSelection(engine, queues)
-        self._letters = DeadLetterConfirmer(engine, ledger)
-        self._forked = forked
+        self._confirmer = DeadLetterConfirmer(engine, ledger)
+        self._on_fork = on_fork
         self._lease_ms = lease_ms
         self._linger_s = linger_s
         self._round_s = round_s
-        self._tracks: dict[str, FeedCursor] = {}
-        self._troubles: dict[str, FeedFailure] = {}
-        #: Feeds that others project, and when to look at them again.
+        self._cursors: dict[str, FeedCursor] = {}
+        self._failures: dict[str, FeedFailure] = {}
+        #: Feeds that other processes project, and when to check them again.
         self._others: set[str] = set()
         self._others_at = 0.0
-        #: Since when, by the wall clock in ms, a queue has something that is not in the ledger.
+        #: Since when (wall clock, ms) a queue has events that are not in the ledger.
         self._behind: dict[str, int] = {}
         self._lags: list[int] = []
         self._round_at = 0.0
-        self._anew = True
+        self._reopen = True
 
     @property
     def counts(self) -> Counters:
-        """`projected`, `anomalies`, `forks`, `feed_lag_ms`: what happened in this process."""
+        """Counters of this process: `projected`, `anomalies`, `forks`, `feed_lag_ms`."""
         return self._engine.counts
 
     @property
     def lag_ms(self) -> int:
-        """How old the oldest event is that is not in the ledger, or was when it got there in the last turn."""
+        """Age of the oldest event that is not in the ledger, or that was written in the last pass."""
         return self.counts.feed_lag_ms
 
     async def run(self) -> None:
-        """Project until cancelled; then give the feeds back, so that another one goes on at once."""
-        backoff, complaint = Backoff(), LogThrottle(_log)
-        #: Where each feed was, last time.
+        """Project until cancelled; then release the feeds, so that another projector can continue immediately."""
+        backoff, throttle = Backoff(), LogThrottle(_log)
+        #: Last position of each feed.
         positions: dict[str, str] = {}
         try:
             while True:
                 try:
-                    await self._turn()
+                    await self._run_once()
                     backoff.reset()
-                    if complaint.reset():
-                        _log.info("the projector works again")
+                    if throttle.reset():
+                        _log.info("projector recovered")
                     raise_if_cancelled()
                     continue
                 except Unavailable as exc:
-                    complaint.log(logging.WARNING, "the projector waits: %s", exc)
+                    throttle.log(logging.WARNING, "projector waiting: %s", exc)
                 except HoldfastError as exc:
-                    complaint.log(logging.ERROR, "the projector cannot work: %s", exc)
+                    throttle.log(logging.ERROR, "projector failing, retrying: %s", exc)
                 except Exception:  # noqa: BLE001 - top of a loop
-                    _log.exception("projecting failed in an unexpected way, trying again")
+                    _log.exception("projector failed unexpectedly, retrying")
                 raise_if_cancelled()
-                positions = {queue: track.at.position for queue, track in self._tracks.items()} | positions
-                await self._let_go()
-                await self._see_what_waits(positions)
+                positions = {queue: cursor.at.position for queue, cursor in self._cursors.items()} | positions
+                await self._drop_all()
+                await self._measure_unwritten(positions)
                 await asyncio.sleep(backoff.next_s())
         finally:
-            await self._give_back()
+            await self._release_all()
 
-    # A turn ----------------------------------------------------------------------------------------
+    # One pass ----------------------------------------------------------------------------------------
 
-    async def _turn(self) -> None:
-        """A batch of each feed that has one, or a wait for the first."""
+    async def _run_once(self) -> None:
+        """Write a batch of each feed that has one, or wait for the first."""
         self._lags = []
         if time.monotonic() >= self._round_at:
-            await self._go_round()
-        busy = [track for track in self._tracks.values() if track.ahead is not None]
-        # Redis looks at the time ten times a second: a short wait for idle feeds would cost busy ones 100 ms.
+            await self._run_round()
+        busy = [cursor for cursor in self._cursors.values() if cursor.ahead is not None]
+        # Redis checks timeouts ten times a second: a short wait for idle feeds would delay busy ones by 100 ms.
         wait_ms = 0 if busy else max(1, round((self._round_at - time.monotonic()) * 1000))
         await self._serve(busy + await self._wait(wait_ms))
         self._measure()
 
-    async def _serve(self, tracks: Iterable[FeedCursor]) -> None:
-        """Read them all, wait once for company, write them all; first those that somebody waits for."""
-        for track in tracks:
-            await self._attempt(track, self._collect)
+    async def _serve(self, cursors: Iterable[FeedCursor]) -> None:
+        """Read all feeds, wait once for further entries, then write all, urgent ones first."""
+        for cursor in cursors:
+            await self._attempt(cursor, self._collect)
         await self._linger()
-        due = [(track.pending.urgent, track) for track in self._tracks.values() if track.pending is not None]
-        for _, track in sorted(due, key=lambda pair: not pair[0]):
-            await self._attempt(track, self._write)
+        due = [(cursor.pending.urgent, cursor) for cursor in self._cursors.values() if cursor.pending is not None]
+        for _, cursor in sorted(due, key=lambda pair: not pair[0]):
+            await self._attempt(cursor, self._write)
 
-    async def _go_round(self) -> None:
-        """Take feeds that nobody projects, keep ours, and see whether idle ones are still what they were."""
+    async def _run_round(self) -> None:
+        """Acquire feeds without a projector, renew our leases, and check idle feeds for forks."""
         names = await self._names()
-        await self._take_free(names)
+        await self._acquire_free(names)
         now = time.monotonic()
-        for track in list(self._tracks.values()):
-            if track.leased_until - now < self._lease_ms / 2000:
-                await self._attempt(track, self._keep)
-        idle = [track for track in self._tracks.values() if track.ahead is None]
-        await self._serve([track for track in idle if now - track.looked_at >= self._round_s])
-        for track in list(self._tracks.values()):
-            if track.tell_at and now >= track.tell_at:
-                self._tell(track)
-            if now >= track.strays_at:
-                await self._attempt(track, self._see_to_strays)
-            await self._attempt(track, self._trim_idle)
+        for cursor in list(self._cursors.values()):
+            if cursor.leased_until - now < self._lease_ms / 2000:
+                await self._attempt(cursor, self._renew_lease)
+        idle = [cursor for cursor in self._cursors.values() if cursor.ahead is None]
+        await self._serve([cursor for cursor in idle if now - cursor.read_at >= self._round_s])
+        for cursor in list(self._cursors.values()):
+            if cursor.confirm_at and now >= cursor.confirm_at:
+                self._start_confirming(cursor)
+            if now >= cursor.orphan_check_at:
+                await self._attempt(cursor, self._resolve_orphans)
+            await self._attempt(cursor, self._trim_idle)
         self._round_at = time.monotonic() + self._round_s
 
     async def _names(self) -> set[str]:
-        # Those that could not be projected, too: an engine that was wiped lists none before it is admitted.
-        names = {*await self._queues.names(), *self._troubles}
-        if self._anew:
+        # Also those that could not be projected: a wiped engine lists no queue before its intake reopens.
+        names = {*await self._queues.names(), *self._failures}
+        if self._reopen:
             await self._ledger.open()
             if not self._queues.is_explicit:
-                # An engine that was wiped has forgotten its queues, the ledger has not.
+                # A wiped engine has lost its queues, the ledger still has them.
                 names |= set(await self._ledger.recovery.queues())
-            self._anew = False
+            self._reopen = False
         return names
 
-    async def _take_free(self, names: Iterable[str]) -> None:
-        """Those that are not ours, as far as it is time to look at them: one question for all of them."""
+    async def _acquire_free(self, names: Iterable[str]) -> None:
+        """Acquire feeds that are not ours and due for a check, with one query for all of them."""
         now = time.monotonic()
         if now >= self._others_at:
             self._others.clear()
-            self._others_at = now + min(self._lease_ms / 2000, _STAND_BY_S) * uniform(0.5, 1.0)
-        wanted = [queue for queue in names if queue not in self._tracks and queue not in self._others]
-        wanted = [queue for queue in wanted if queue not in self._troubles or now >= self._troubles[queue].until]
-        if not wanted:
+            self._others_at = now + min(self._lease_ms / 2000, _STANDBY_S) * uniform(0.5, 1.0)
+        free = [queue for queue in names if queue not in self._cursors and queue not in self._others]
+        free = [queue for queue in free if queue not in self._failures or now >= self._failures[queue].until]
+        if not free:
             return
-        self._others |= await self._projection.held_by_others(wanted, self.name)
+        self._others |= await self._projection.held_by_others(free, self.name)
         for queue in self._others:
-            # Theirs to tell.
+            # Their projectors report the lag.
             self._behind.pop(queue, None)
-        for queue in wanted:
+        for queue in free:
             if queue not in self._others:
                 try:
-                    await self._take(queue)
-                except Exception as exc:  # noqa: BLE001 - the other queues go on
-                    await self._stumble(queue, exc)
+                    await self._acquire(queue)
+                except Exception as exc:  # noqa: BLE001 - the other queues continue
+                    await self._fail_feed(queue, exc)
 
-    async def _take(self, queue: str) -> None:
+    async def _acquire(self, queue: str) -> None:
         at = await self._projection.acquire(queue, self.name, self._lease_ms)
         if at is None:
             self._others.add(queue)
             return
         _log.info("projecting queue %s from %s", queue, at.position or "its start")
-        trouble = self._troubles.get(queue)
-        track = self._tracks[queue] = FeedCursor(queue, at, trouble.share if trouble else 1.0)
-        self._leased(track)
+        failure = self._failures.get(queue)
+        cursor = self._cursors[queue] = FeedCursor(queue, at, failure.share if failure else 1.0)
+        self._extend_lease(cursor)
         if not at.position:
-            # Its first reader. A feed that has our position has our registration, too.
+            # The feed's first reader. A feed that has our position already has our reader attached.
             await reopen_intake(self._engine, self._ledger, queue, insist=True)
-        self._tell(track)
+        self._start_confirming(cursor)
 
-    async def _keep(self, track: FeedCursor) -> None:
-        at = await self._projection.acquire(track.queue, self.name, self._lease_ms)
+    async def _renew_lease(self, cursor: FeedCursor) -> None:
+        at = await self._projection.acquire(cursor.queue, self.name, self._lease_ms)
         if at is None:
-            _log.info("another projector has taken queue %s", track.queue)
-            self._drop(track)
-        elif at != track.at:
-            self._restart(track, at)
+            _log.info("queue %s was acquired by another projector", cursor.queue)
+            self._drop(cursor)
+        elif at != cursor.at:
+            self._restart(cursor, at)
         else:
-            self._leased(track)
+            self._extend_lease(cursor)
 
     async def _wait(self, wait_ms: int) -> list[FeedCursor]:
-        """Feeds with something to read that nobody reads yet."""
+        """Feeds that have new entries and are not being read ahead."""
         positions = {
-            queue: track.pending.batch[-1].position if track.pending else track.at.position
-            for queue, track in self._tracks.items()
-            if track.ahead is None
+            queue: cursor.pending.batch[-1].position if cursor.pending else cursor.at.position
+            for queue, cursor in self._cursors.items()
+            if cursor.ahead is None
         }
         if not positions:
-            await asyncio.sleep(0 if self._tracks else wait_ms / 1000)
+            await asyncio.sleep(0 if self._cursors else wait_ms / 1000)
             return []
         try:
             ready = await self._engine.wait_feed(positions, wait_ms)
-        except Exception:  # noqa: BLE001 - it may be the fault of one of them
-            # Raises if the engine is down. Else one feed that cannot be read spoils the wait for all: look at each.
+        except Exception:  # noqa: BLE001 - one of the feeds may be the cause
+            # Raises if the engine is unreachable. Otherwise one unreadable feed fails the wait for all: read each.
             await self._engine.now_ms()
             await asyncio.sleep(self._linger_s)
             ready = list(positions)
-        return [self._tracks[queue] for queue in ready if queue in self._tracks]
+        return [self._cursors[queue] for queue in ready if queue in self._cursors]
 
-    async def _attempt(self, track: FeedCursor, step: Callable[[FeedCursor], Awaitable[None]]) -> None:
-        """One step for one queue; what goes wrong is its trouble alone, unless engine or ledger are down."""
-        if self._tracks.get(track.queue) is not track:
+    async def _attempt(self, cursor: FeedCursor, step: Callable[[FeedCursor], Awaitable[None]]) -> None:
+        """Run one step for one queue; a failure affects that queue only, unless engine or ledger are unreachable."""
+        if self._cursors.get(cursor.queue) is not cursor:
             return
         try:
-            await step(track)
+            await step(cursor)
         except FeedForked:
-            await self._attempt(track, self._go_astray)
+            await self._attempt(cursor, self._handle_fork)
         except PositionMoved:
-            _log.info("another projector was faster with queue %s", track.queue)
-            self._drop(track)
-        except Exception as exc:  # noqa: BLE001 - the other queues go on
-            await self._stumble(track.queue, exc)
+            _log.info("another projector has written queue %s", cursor.queue)
+            self._drop(cursor)
+        except Exception as exc:  # noqa: BLE001 - the other queues continue
+            await self._fail_feed(cursor.queue, exc)
 
-    async def _stumble(self, queue: str, error: Exception) -> None:
-        """Let this queue go for a while. Raises if it is not its fault."""
-        trouble = self._troubles.setdefault(queue, FeedFailure())
-        track = self._tracks.get(queue)
-        if track is not None and isinstance(error, LedgerUnavailable):
-            trouble.share = max(SMALLEST_SHARE, track.share / 2)
+    async def _fail_feed(self, queue: str, error: Exception) -> None:
+        """Drop this queue for a while. Raises if engine or ledger are unreachable."""
+        failure = self._failures.setdefault(queue, FeedFailure())
+        cursor = self._cursors.get(queue)
+        if cursor is not None and isinstance(error, LedgerUnavailable):
+            failure.share = max(SMALLEST_SHARE, cursor.share / 2)
         if isinstance(error, Unavailable):
             await self._projection.position(queue)
             await self._engine.now_ms()
-        if track is not None:
-            self._drop(track, keep_lag=True)
+        if cursor is not None:
+            self._drop(cursor, keep_lag=True)
         self._behind.setdefault(queue, _now_ms())
-        trouble.again()
+        failure.again()
         level = logging.WARNING if isinstance(error, Unavailable) else logging.ERROR
         unexpected = None if isinstance(error, HoldfastError) else error
-        trouble.complaint.log(level, "queue %s cannot be projected, trying again: %s", queue, error, cause=unexpected)
+        failure.throttle.log(level, "cannot project queue %s, retrying: %s", queue, error, cause=unexpected)
 
-    def _is_well(self, track: FeedCursor) -> None:
-        if self._troubles.pop(track.queue, None) is not None:
-            _log.info("queue %s is projected again", track.queue)
+    def _mark_recovered(self, cursor: FeedCursor) -> None:
+        if self._failures.pop(cursor.queue, None) is not None:
+            _log.info("projection of queue %s recovered", cursor.queue)
 
     # A batch ---------------------------------------------------------------------------------------
 
-    async def _collect(self, track: FeedCursor) -> None:
-        """Read what is to be written next, if there is anything."""
-        track.looked_at = time.monotonic()
-        if track.astray:
-            await self._find_place(track)
+    async def _collect(self, cursor: FeedCursor) -> None:
+        """Read the next batch, if there is one."""
+        cursor.read_at = time.monotonic()
+        if cursor.detached:
+            await self._find_position(cursor)
             return
-        if track.ahead is None:
-            following = track.next_batch(await track.read(self._engine, track.at.position, track.at.nonce))
+        if cursor.ahead is None:
+            following = cursor.next_batch(await cursor.read(self._engine, cursor.at.position, cursor.at.nonce))
         else:
-            following = await track.ahead
-            track.ahead = None
+            following = await cursor.ahead
+            cursor.ahead = None
         if following.batch:
-            track.pending = following
-            self._behind[track.queue] = _oldest_ms(following.batch) or _now_ms()
+            cursor.pending = following
+            self._behind[cursor.queue] = _oldest_ms(following.batch) or _now_ms()
         else:
-            self._behind.pop(track.queue, None)
-            self._is_well(track)
+            self._behind.pop(cursor.queue, None)
+            self._mark_recovered(cursor)
 
     async def _linger(self) -> None:
-        """Wait a little for company, once for all feeds, unless one has enough or is in a hurry."""
+        """Wait briefly for further entries, once for all feeds, unless one has enough or is urgent."""
         until = time.monotonic() + self._linger_s
-        while pending := [track.pending for track in self._tracks.values() if track.pending is not None]:
+        while pending := [cursor.pending for cursor in self._cursors.values() if cursor.pending is not None]:
             left_s = until - time.monotonic()
             if left_s <= 0 or any(following.is_enough for following in pending):
                 return
             ready = await self._wait(max(1, round(left_s * 1000)))
             if not ready:
                 return
-            await asyncio.sleep(max(0.0, min(_LOOK_S, until - time.monotonic())))
-            for track in ready:
-                await self._attempt(track, self._collect_more)
+            await asyncio.sleep(max(0.0, min(_LINGER_READ_S, until - time.monotonic())))
+            for cursor in ready:
+                await self._attempt(cursor, self._collect_more)
 
-    async def _collect_more(self, track: FeedCursor) -> None:
-        if track.pending is None:
-            await self._collect(track)
+    async def _collect_more(self, cursor: FeedCursor) -> None:
+        if cursor.pending is None:
+            await self._collect(cursor)
             return
-        last = track.pending.batch[-1]
-        track.pending = track.next_batch(
-            track.pending.batch + await track.read(self._engine, last.position, last.nonce)
+        last = cursor.pending.batch[-1]
+        cursor.pending = cursor.next_batch(
+            cursor.pending.batch + await cursor.read(self._engine, last.position, last.nonce)
         )
 
-    async def _write(self, track: FeedCursor) -> None:
-        """Write the next batch of a feed, while what comes after it is being read."""
-        following, track.pending = track.pending, None
+    async def _write(self, cursor: FeedCursor) -> None:
+        """Write the next batch of a feed while the one after it is being read."""
+        following, cursor.pending = cursor.pending, None
         assert following is not None
         batch, rest = following.batch, following.rest
         if following.is_enough:
-            # There is a backlog: read on while the ledger writes.
-            track.ahead = asyncio.create_task(self._read_on(track, rest, (rest or batch)[-1]))
+            # There is a backlog: read ahead while the ledger writes.
+            cursor.ahead = asyncio.create_task(self._read_ahead(cursor, rest, (rest or batch)[-1]))
         try:
             done = await self._projection.project(
-                track.queue, self.name, self._lease_ms, track.at, batch, following.prepared
+                cursor.queue, self.name, self._lease_ms, cursor.at, batch, following.prepared
             )
         except BaseException:
-            track.drop_ahead()
+            cursor.drop_ahead()
             raise
-        self._written(track, batch, done)
-        await self._trim(track)
+        self._record_written(cursor, batch, done)
+        await self._trim(cursor)
 
-    async def _read_on(self, track: FeedCursor, rest: list[FeedEntry], last: FeedEntry) -> PendingBatch:
-        if not is_enough(rest) and not track.next_batch(rest).rest:
-            rest = rest + await track.read(self._engine, last.position, last.nonce)
-        following = track.next_batch(rest)
+    async def _read_ahead(self, cursor: FeedCursor, rest: list[FeedEntry], last: FeedEntry) -> PendingBatch:
+        if not is_enough(rest) and not cursor.next_batch(rest).rest:
+            rest = rest + await cursor.read(self._engine, last.position, last.nonce)
+        following = cursor.next_batch(rest)
         if not following.is_enough:
             return following
-        return PendingBatch(following.batch, following.rest, self._projection.prepare(track.queue, following.batch))
+        return PendingBatch(following.batch, following.rest, self._projection.prepare(cursor.queue, following.batch))
 
-    def _written(self, track: FeedCursor, batch: list[FeedEntry], done: ProjectionResult) -> None:
-        track.at = done.at
-        self._leased(track)
+    def _record_written(self, cursor: FeedCursor, batch: list[FeedEntry], done: ProjectionResult) -> None:
+        cursor.at = done.at
+        self._extend_lease(cursor)
         counts = self.counts
         counts.projected += done.events
         counts.anomalies += done.anomalies
         counts.slow_batches += done.slow_path
-        track.share = min(1.0, track.share * 2)
-        self._is_well(track)
+        cursor.share = min(1.0, cursor.share * 2)
+        self._mark_recovered(cursor)
         if oldest_ms := _oldest_ms(batch):
             self._lags.append(_now_ms() - oldest_ms)
-        self._behind.pop(track.queue, None)
+        self._behind.pop(cursor.queue, None)
         for entry in batch:
             if entry.error:
                 counts.anomalies += 1
-                _log.error("entry %s of queue %s's feed is skipped: %s", entry.position, track.queue, entry.error)
+                _log.error("skipped feed entry %s of queue %s: %s", entry.position, cursor.queue, entry.error)
         if done.anomalies:
-            _log.warning("%d events of queue %s did not fit the ledger's story", done.anomalies, track.queue)
+            _log.warning("%d events of queue %s did not match the ledger's history", done.anomalies, cursor.queue)
         if done.dead_letters:
-            self._tell(track)
+            self._start_confirming(cursor)
 
     # Forks -----------------------------------------------------------------------------------------
 
-    async def _go_astray(self, track: FeedCursor) -> None:
-        """The feed is another one than the position's."""
-        if await self._projection.position(track.queue) != track.at:
-            # It is not: while we were stopped, another one went on, and has trimmed what we look for.
-            raise PositionMoved(track.queue)
-        track.drop_ahead()
-        # Before the position moves: a feed that has been read counts as one whose keys are known.
-        await reopen_intake(self._engine, self._ledger, track.queue, insist=True)
-        track.astray = True
+    async def _handle_fork(self, cursor: FeedCursor) -> None:
+        """Handle a feed that does not have the entry at the position."""
+        if await self._projection.position(cursor.queue) != cursor.at:
+            # Not a fork: while this process was stopped, another projector continued and trimmed the entry.
+            raise PositionMoved(cursor.queue)
+        cursor.drop_ahead()
+        # Before the position moves: the idempotency keys of a feed that has been read count as restored.
+        await reopen_intake(self._engine, self._ledger, cursor.queue, insist=True)
+        cursor.detached = True
         self.counts.forks += 1
         _log.error(
-            "the feed of queue %s has forked: it does not have the entry %s that the ledger read last; Redis was "
-            "wiped, or an older copy of it took over; reading it again from its start",
-            track.queue,
-            track.at.position,
+            "the feed of queue %s has forked: it does not have entry %s, the last one the ledger read; Redis was "
+            "wiped, or a stale replica took over; reading the feed from its start",
+            cursor.queue,
+            cursor.at.position,
         )
-        # Jobs may wait again for answers that the engine had been told. Before the position moves, which ends the fork.
-        await self._ledger.operators.mark_undelivered(track.queue, _FORGOTTEN_MS)
-        track.strays_at = 0.0
-        if self._forked is not None:
-            self._forked(track.queue)
+        # Jobs may wait again for decisions already delivered. Before the position moves, which ends the fork.
+        await self._ledger.operators.mark_undelivered(cursor.queue, _REDELIVER_MS)
+        cursor.orphan_check_at = 0.0
+        if self._on_fork is not None:
+            self._on_fork(cursor.queue)
 
-    async def _find_place(self, track: FeedCursor) -> None:
-        """From the feed's start, past what the ledger has of it, until the position is in this feed.
+    async def _find_position(self, cursor: FeedCursor) -> None:
+        """Read from the feed's start, past the entries that the ledger has, until the position is in this feed.
 
-        What it has is a beginning of the feed: two feeds that part never meet again.
+        The entries that it has are a prefix of the feed: two forks never converge.
         """
         last = FeedEntry("", "", [])
-        while entries := await track.read(self._engine, last.position, last.nonce):
-            known = await self._projection.already_written(track.queue, entries)
+        while entries := await cursor.read(self._engine, last.position, last.nonce):
+            known = await self._projection.already_written(cursor.queue, entries)
             if fresh := [entry for entry in entries if entry.position not in known]:
-                # If it cannot be written, the track is dropped, and who takes the feed next goes astray again.
-                track.pending = track.next_batch(fresh)
-                self._behind[track.queue] = _oldest_ms(fresh) or _now_ms()
-                track.astray = False
+                # If it cannot be written, the cursor is dropped, and the next projector of the feed handles the fork.
+                cursor.pending = cursor.next_batch(fresh)
+                self._behind[cursor.queue] = _oldest_ms(fresh) or _now_ms()
+                cursor.detached = False
                 return
             last = entries[-1]
-        # Nothing new yet. The position is moved all the same, so that everybody sees that this feed is being read.
-        if track.at != FeedPosition(last.position, last.nonce):
-            await self._write_all(track, [FeedEntry(last.position, last.nonce, [])])
-        track.astray = not last.position
+        # Nothing new yet. The position is moved all the same, to show that this feed is being read.
+        if cursor.at != FeedPosition(last.position, last.nonce):
+            await self._write_all(cursor, [FeedEntry(last.position, last.nonce, [])])
+        cursor.detached = not last.position
 
-    async def _write_all(self, track: FeedCursor, entries: list[FeedEntry]) -> None:
+    async def _write_all(self, cursor: FeedCursor, entries: list[FeedEntry]) -> None:
         while entries:
-            following = track.next_batch(entries)
+            following = cursor.next_batch(entries)
             batch, entries = following.batch, following.rest
-            done = await self._projection.project(track.queue, self.name, self._lease_ms, track.at, batch)
-            self._written(track, batch, done)
+            done = await self._projection.project(cursor.queue, self.name, self._lease_ms, cursor.at, batch)
+            self._record_written(cursor, batch, done)
 
-    # Beside ----------------------------------------------------------------------------------------
+    # Besides batches ----------------------------------------------------------------------------------------
 
-    async def _trim_idle(self, track: FeedCursor) -> None:
-        await self._trim(track, idle=True)
+    async def _trim_idle(self, cursor: FeedCursor) -> None:
+        await self._trim(cursor, idle=True)
 
-    async def _trim(self, track: FeedCursor, *, idle: bool = False) -> None:
-        """Drop what the ledger has; never the entry at the position, which tells one feed from another."""
+    async def _trim(self, cursor: FeedCursor, *, idle: bool = False) -> None:
+        """Drop what the ledger has, but never the entry at the position, which identifies the feed."""
         now = time.monotonic()
-        position = track.at.position
-        if track.astray or position == track.trimmed_to or (not idle and now - track.trimmed_at < _TRIM_S):
+        position = cursor.at.position
+        if cursor.detached or position == cursor.trimmed_to or (not idle and now - cursor.trimmed_at < _TRIM_S):
             return
-        await self._engine.trim_feed(track.queue, position)
-        track.trimmed_to, track.trimmed_at = position, now
+        await self._engine.trim_feed(cursor.queue, position)
+        cursor.trimmed_to, cursor.trimmed_at = position, now
 
-    def _tell(self, track: FeedCursor) -> None:
-        if track.telling is not None and not track.telling.done():
-            # Once more when this round is over.
-            track.tell_at = time.monotonic()
+    def _start_confirming(self, cursor: FeedCursor) -> None:
+        if cursor.confirming is not None and not cursor.confirming.done():
+            # Repeat after this run.
+            cursor.confirm_at = time.monotonic()
             return
-        track.tell_at = 0.0
-        track.telling = asyncio.create_task(self._tell_engine(track))
+        cursor.confirm_at = 0.0
+        cursor.confirming = asyncio.create_task(self._confirm_dead_letters(cursor))
 
-    async def _tell_engine(self, track: FeedCursor) -> None:
+    async def _confirm_dead_letters(self, cursor: FeedCursor) -> None:
         try:
-            left = await self._letters.confirm_all(track.queue)
+            left = await self._confirmer.confirm_all(cursor.queue)
         except HoldfastError as exc:
-            _log.info("dead letters of queue %s are told later: %s", track.queue, exc)
+            _log.info("cannot confirm dead letters of queue %s, retrying: %s", cursor.queue, exc)
             left = 1
-        except Exception:  # noqa: BLE001 - a task of its own
-            _log.exception("telling the engine of dead letters failed in an unexpected way, trying again")
+        except Exception:  # noqa: BLE001 - top of a task
+            _log.exception("confirming dead letters failed unexpectedly, retrying")
             left = 1
         if left:
-            track.tell_at = time.monotonic() + _LETTERS_S
+            cursor.confirm_at = time.monotonic() + _CONFIRM_RETRY_S
 
-    async def _see_to_strays(self, track: FeedCursor) -> None:
-        """Jobs that wait for the ledger, which has nothing to tell them: one of the two was replaced, or set back."""
-        track.defer_orphan_check(soon=False)
-        if not track.at.position:
+    async def _resolve_orphans(self, cursor: FeedCursor) -> None:
+        """Write the missing events of orphans: engine or ledger was replaced, or restored from an older state."""
+        cursor.defer_orphan_check(soon=False)
+        if not cursor.at.position:
             return
-        events = await self._letters.find_orphans(track.queue, track.at)
-        track.defer_orphan_check(soon=self._letters.has_waiting(track.queue))
+        events = await self._confirmer.find_orphans(cursor.queue, cursor.at)
+        cursor.defer_orphan_check(soon=self._confirmer.has_waiting(cursor.queue))
         if events:
-            # Fenced by the position like any other batch, which stays where it is.
-            await self._write_all(track, [FeedEntry(track.at.position, track.at.nonce, events)])
+            # Fenced by the position like any other batch; the position does not move.
+            await self._write_all(cursor, [FeedEntry(cursor.at.position, cursor.at.nonce, events)])
 
-    def _leased(self, track: FeedCursor) -> None:
-        track.leased_until = time.monotonic() + self._lease_ms / 1000
+    def _extend_lease(self, cursor: FeedCursor) -> None:
+        cursor.leased_until = time.monotonic() + self._lease_ms / 1000
 
-    def _restart(self, track: FeedCursor, at: FeedPosition) -> None:
-        """The position is not where we left it: go on from there."""
-        track.drop_ahead()
-        track.at, track.astray = at, not at.position
+    def _restart(self, cursor: FeedCursor, at: FeedPosition) -> None:
+        """Continue from a position that another projector has moved."""
+        cursor.drop_ahead()
+        cursor.at, cursor.detached = at, not at.position
 
-    def _drop(self, track: FeedCursor, *, keep_lag: bool = False) -> None:
-        track.drop_ahead()
+    def _drop(self, cursor: FeedCursor, *, keep_lag: bool = False) -> None:
+        cursor.drop_ahead()
         if not keep_lag:
-            self._behind.pop(track.queue, None)
-        self._tracks.pop(track.queue, None)
+            self._behind.pop(cursor.queue, None)
+        self._cursors.pop(cursor.queue, None)
         self._round_at = min(self._round_at, time.monotonic() + self._round_s)
 
-    async def _let_go(self) -> None:
-        """After a failure nothing is certain; the feeds are taken anew, from where the ledger says they are."""
-        for track in list(self._tracks.values()):
-            track.drop_ahead()
-            if track.telling is not None:
-                track.telling.cancel()
-        self._tracks.clear()
+    async def _drop_all(self) -> None:
+        """After a failure, drop all feeds; they are acquired again at the ledger's positions."""
+        for cursor in list(self._cursors.values()):
+            cursor.drop_ahead()
+            if cursor.confirming is not None:
+                cursor.confirming.cancel()
+        self._cursors.clear()
         self._round_at = 0.0
-        self._anew = True
+        self._reopen = True
 
-    async def _give_back(self) -> None:
-        queues = list(self._tracks)
-        tasks = [track.telling for track in self._tracks.values() if track.telling is not None]
-        await self._let_go()
+    async def _release_all(self) -> None:
+        queues = list(self._cursors)
+        tasks = [cursor.confirming for cursor in self._cursors.values() if cursor.confirming is not None]
+        await self._drop_all()
         try:
-            async with asyncio.timeout(_GIVE_BACK_S):
+            async with asyncio.timeout(_RELEASE_S):
                 await asyncio.gather(*tasks, return_exceptions=True)
                 for queue in queues:
                     await self._projection.release(queue, self.name)
         except (TimeoutError, HoldfastError) as exc:
-            _log.info("queues could not be given back, others take them when the leases are over: %r", exc)
+            _log.info("queues not released, other projectors acquire them when the leases expire: %r", exc)
 
-    # How far behind --------------------------------------------------------------------------------
+    # Lag ------------------------------------------------------------------------------------------
 
     def _measure(self) -> None:
         now_ms = _now_ms()
         lags = [now_ms - since_ms for since_ms in self._behind.values()]
         self.counts.feed_lag_ms = max(0, *self._lags, *lags, 0)
 
-    async def _see_what_waits(self, positions: dict[str, str]) -> None:
-        """While nothing can be written: which feeds have grown since."""
+    async def _measure_unwritten(self, positions: dict[str, str]) -> None:
+        """Measure the lag while nothing can be written: find feeds that have grown."""
         try:
             for queue in await self._engine.wait_feed(positions, 0):
                 self._behind.setdefault(queue, _now_ms())
         except HoldfastError as exc:
-            _log.debug("nor can the feeds be looked at: %s", exc)
+            _log.debug("cannot read the feeds either: %s", exc)
         self._measure()
 
 
 def _oldest_ms(entries: Iterable[FeedEntry]) -> int:
-    """0: they tell of nothing."""
+    """Time of the first event; 0 if there are no events."""
     return next((entry.events[0].at_ms for entry in entries if entry.events), 0)
 
 

@@ -1,4 +1,4 @@
-"""The outbox's relay as a part of a process: built from settings, started with the process and drained with it."""
+"""The outbox relay as a part of a process: built from settings, started and drained with the process."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 _log: Final = logging.getLogger("holdfast.outbox")
 
-#: Beyond the time that a publication may take.
+#: Added to the longest time of a publication when the relay drains.
 _GRACE_S: Final = 2.0
 
 
 class RelayApp(Protocol):
-    """What is needed of an app."""
+    """The parts of an app that a relay uses."""
 
     @property
     def settings(self) -> Settings: ...
@@ -43,82 +43,82 @@ class RelayApp(Protocol):
 
 
 class RelayService:
-    """`run` until `stop`. Engine, ledger and outbox are the app's."""
+    """`run` until `stop`. The app owns engine, ledger and outbox."""
 
     def __init__(self, app: RelayApp, outbox: OutboxOpener) -> None:
-        """Raises `InvalidOption` for targets that cannot be."""
+        """Raises `InvalidOption` for invalid targets."""
         self._settings = app.settings
         self._outbox = outbox
         self._engine = app.engine
         self._ledger = app.ledger_backend
-        self._patience = LedgerProbe()
-        self._outlets = build_destinations(app.settings, self._hand_in)
+        self._probe = LedgerProbe()
+        self._destinations = build_destinations(app.settings, self._submit)
         self._stopped = asyncio.Event()
         self._relay: Relay | None = None
 
     @property
     def destinations(self) -> list[str]:
-        """Those that it serves."""
-        return sorted(self._outlets)
+        """Names of the destinations it publishes to."""
+        return sorted(self._destinations)
 
     def stop(self) -> None:
-        """Finish what is on its way, then end. Safe to call twice."""
+        """Finish publications in flight, then end `run`. Can be repeated."""
         self._stopped.set()
         if self._relay is not None:
             self._relay.stop()
 
     async def run(self) -> None:
-        """Relay until stopped. A database that does not answer is waited for; one without tables: `SchemaMismatch`."""
+        """Relay until stopped; waits for an unreachable database. Raises `SchemaMismatch` if the tables are missing."""
         try:
-            store = await self._opened()
+            store = await self._open()
             if store is not None and not self._stopped.is_set():
-                self._relay = Relay(store, self._outlets, self._settings, self._engine.counts)
+                self._relay = Relay(store, self._destinations, self._settings, self._engine.counts)
                 await self._relay.run()
         finally:
-            await self._patience.close()
+            await self._probe.close()
 
-    async def _opened(self) -> OutboxStore | None:
+    async def _open(self) -> OutboxStore | None:
         backoff = Backoff()
         while not self._stopped.is_set():
             try:
                 return await self._outbox.open()
             except LedgerUnavailable as exc:
                 if not backoff.failures:
-                    _log.warning("events wait, the outbox's database does not answer: %s", exc)
+                    _log.warning("outbox database unreachable, events are delayed: %s", exc)
                 await _wait(self._stopped, backoff.next_s())
         return None
 
-    async def _hand_in(self, envelopes: Sequence[Envelope]) -> list[Receipt]:
+    async def _submit(self, envelopes: Sequence[Envelope]) -> list[Receipt]:
         try:
             return await self._engine.submit(envelopes)
         except FeedDetached as exc:
-            # The queue's first job ever, or its first after a wipe.
-            await reopen_intake(self._engine, self._ledger, exc.queue, self._patience)
+            # The first job of the queue, or its first after a wipe.
+            await reopen_intake(self._engine, self._ledger, exc.queue, self._probe)
             return await self._engine.submit(envelopes)
 
 
 @asynccontextmanager
-async def run_relay(app: RelayApp, *, wanted: bool = True) -> AsyncIterator[None]:
-    """Relays while the block runs, if that is wanted and there is an outbox; then drains."""
-    outbox = app.outbox_backend if wanted else None
+async def run_relay(app: RelayApp, *, enabled: bool = True) -> AsyncIterator[None]:
+    """Relay while the block runs, if enabled and there is an outbox; then drain."""
+    outbox = app.outbox_backend if enabled else None
     if outbox is None:
         yield
         return
-    relaying = RelayService(app, outbox)
-    running = asyncio.create_task(relaying.run(), name="holdfast-outbox-relay")
-    running.add_done_callback(_told)
+    service = RelayService(app, outbox)
+    running = asyncio.create_task(service.run(), name="holdfast-outbox-relay")
+    running.add_done_callback(_log_failure)
     try:
         yield
     finally:
-        relaying.stop()
+        service.stop()
         await asyncio.wait({running}, timeout=app.settings.outbox_lease_s / 2 + _GRACE_S)
         running.cancel()
         await asyncio.wait({running})
 
 
-def _told(running: asyncio.Task[None]) -> None:
+def _log_failure(running: asyncio.Task[None]) -> None:
     if not running.cancelled() and (failure := running.exception()) is not None:
-        _log.critical("the relay has ended, nothing is published: %s", failure)
+        _log.critical("relay failed, no events are published: %s", failure)
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:

@@ -1,7 +1,7 @@
-"""Upkeep in a process without a worker: promoter, reclaimer, pruner, and what keeps the ledger in step.
+"""Upkeep in a process without a worker: promoter, reclaimer, pruner, and the tasks of the ledger.
 
-Any number of them may run at once, and beside workers: every step is atomic in the engine, there is no
-leader and no lock. A worker does the same for its own queues unless told not to.
+Any number of processes may run it at once, and alongside workers: every step is atomic in the engine, there is no
+leader and no lock. A worker does the same for its own queues unless that is disabled.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LISTEN_MS: Final = 5_000
 
 
 class Upkeep:
-    """Keeps some queues, or with none named all of them, until `stop`. Engine and ledger are the caller's."""
+    """Upkeep of some queues, or of all if none are named, until `stop`. The caller owns engine and ledger."""
 
     def __init__(self, engine: Engine, queues: Sequence[str], settings: Settings, ledger: Ledger | None = None) -> None:
         self._engine = engine
@@ -37,7 +37,7 @@ class Upkeep:
         self._names = tuple(queues)
         self._queues = QueueSelection(engine, queues)
         self._settings = settings
-        #: Its name in the engine. Made by `run`: upkeep may be built before a fork.
+        #: Its name in the engine. Set by `run`, since upkeep may be built before a fork.
         self.incarnation = ""
         self._stopped = asyncio.Event()
         self._promoter: Promoter | None = None
@@ -48,37 +48,42 @@ class Upkeep:
         return DRAINING if self._stopped.is_set() else STARTING if self._promoter is None else OK
 
     def stop(self) -> None:
-        """Let `run` return soon. Safe to call twice."""
+        """Make `run` return soon. Can be repeated."""
         self._stopped.set()
 
     async def run(self) -> None:
-        """Keep until stopped; no failure of the engine ends it."""
+        """Run until stopped; no failure of the engine ends it."""
         self.incarnation = new_identity("upkeep")
         engine, queues = self._engine, self._queues
         promoter = self._promoter = Promoter(engine, queues)
-        alarm = BacklogMonitor(engine, queues, self._settings, self._ledger)
+        monitor = BacklogMonitor(engine, queues, self._settings, self._ledger)
         reclaimer = Reclaimer(engine, queues, self._settings, self.incarnation)
-        loops = [promoter.run(), EnginePruner(engine, queues).run(), alarm.run(), run_forever("listener", self._listen)]
+        loops = [
+            promoter.run(),
+            EnginePruner(engine, queues).run(),
+            monitor.run(),
+            run_forever("listener", self._listen),
+        ]
         if self._settings.reclaim:
             loops.append(reclaimer.run())
         tasks = [asyncio.create_task(loop) for loop in loops]
-        bookkeeping = self._start_bookkeeping()
+        ledger_tasks = self._start_ledger_tasks()
         try:
             await self._stopped.wait()
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            if bookkeeping is not None:
-                await bookkeeping.stop()
-            await _leave(reclaimer)
+            if ledger_tasks is not None:
+                await ledger_tasks.stop()
+            await _deregister(reclaimer)
 
-    def _start_bookkeeping(self) -> LedgerTasks | None:
+    def _start_ledger_tasks(self) -> LedgerTasks | None:
         if self._ledger is None:
             return None
-        bookkeeping = LedgerTasks(self._engine, self._ledger, self._settings, self._names, name=self.incarnation)
-        bookkeeping.start()
-        return bookkeeping
+        ledger_tasks = LedgerTasks(self._engine, self._ledger, self._settings, self._names, name=self.incarnation)
+        ledger_tasks.start()
+        return ledger_tasks
 
     async def _listen(self) -> float:
         queues = await self._queues.names()
@@ -90,8 +95,8 @@ class Upkeep:
         return 0.0
 
 
-async def _leave(reclaimer: Reclaimer) -> None:
+async def _deregister(reclaimer: Reclaimer) -> None:
     try:
         await reclaimer.close()
     except EngineUnavailable as exc:
-        _log.warning("upkeep could not take leave of the engine: %s", exc)
+        _log.warning("upkeep not deregistered: %s", exc)

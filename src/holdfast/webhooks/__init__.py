@@ -1,4 +1,4 @@
-"""Webhooks (requirement H7): who is told of what, how a delivery is signed and sent, and how a receiver verifies it.
+"""Webhooks (requirement H7): subscriptions, signed deliveries, and verification by receivers.
 
 from holdfast.webhooks import verify
 

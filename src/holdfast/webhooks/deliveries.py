@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 QUEUE: Final = "holdfast.webhooks"
 TASK: Final = "holdfast.webhook"
 
-#: Results that are longer are left out: the receiver asks for them by the job's id.
+#: Longer results are omitted; the receiver can get them by job id.
 RESULT_LIMIT: Final = 16 * 1024
 
 _EVENTS: Final = {
@@ -52,35 +52,35 @@ _EVENTS: Final = {
 
 
 class WebhookDelivery(msgspec.Struct, frozen=True, kw_only=True):
-    """One message to one address."""
+    """One notification to one address."""
 
     webhook_id: str
     tenant_id: str
     trace_id: str
-    #: W3C trace context of the job that it is about.
+    #: W3C trace context of the job concerned.
     traceparent: str = ""
     url: str
     type: str
-    #: JSON, as it is signed and sent.
+    #: JSON, exactly as signed and sent.
     body: str
 
 
 class Subscribers:
-    """Who has subscribed to what."""
+    """Configured subscriptions."""
 
     def __init__(self, subscriptions: Sequence[WebhookSubscription]) -> None:
         self._subscriptions = tuple(subscriptions)
 
     def any_for(self, prefix: str) -> bool:
-        """Whether anybody wants some event that begins like this."""
+        """Whether a subscription covers events with this prefix."""
         return any(event.startswith(prefix) for each in self._subscriptions for event in each.events)
 
     def wants_jobs_of(self, tenant_id: str) -> bool:
-        """Whether the end of a tenant's job may have to be told."""
+        """Whether a subscription covers the end of this tenant's jobs."""
         return any(_is_of(each, tenant_id) and _begins(each, "job.") for each in self._subscriptions)
 
     def addresses(self, event: str, tenant_id: str) -> list[str]:
-        """Where to tell this event of this tenant."""
+        """Addresses subscribed to an event of a tenant."""
         return [
             each.url
             for each in self._subscriptions
@@ -89,7 +89,7 @@ class Subscribers:
 
 
 def job_deliveries(job: FinishedJob, subscribers: Subscribers) -> Iterator[WebhookDelivery]:
-    """Deliveries about the end of a job: to the address that it names, and to subscribers."""
+    """Deliveries for the end of a job: to the job's own address and to subscribers."""
     event = _EVENTS[job.state]
     addresses = subscribers.addresses(event, job.key.tenant_id)
     if job.webhook != ANY_SUBSCRIBER:
@@ -116,54 +116,58 @@ def job_deliveries(job: FinishedJob, subscribers: Subscribers) -> Iterator[Webho
     yield from _deliveries(event, job.key.tenant_id, trace, about, job.finished_at, data, addresses)
 
 
-def approval_deliveries(news: ApprovalNotification, subscribers: Subscribers) -> Iterator[WebhookDelivery]:
-    """Deliveries about an approval: that it was asked for, if nobody has been told yet, and how it was decided."""
+def approval_deliveries(notification: ApprovalNotification, subscribers: Subscribers) -> Iterator[WebhookDelivery]:
+    """Deliveries for an approval request: that it was made, unless already notified, and its decision."""
     data: dict[str, Any] = {
-        "approval_id": news.approval_id,
-        "job_id": news.job_id,
-        "queue": news.queue,
-        "tenant_id": news.tenant_id,
-        "task": news.job_type,
-        "name": news.name,
-        "reason": news.reason,
-        "policies": msgspec.Raw(news.policies.encode()),
-        "details": None if news.details is None else msgspec.Raw(news.details.encode()),
-        "quorum": news.quorum,
-        "requested_by": news.requested_by,
-        "requested_at": news.requested_at,
-        "deadline": news.deadline,
+        "approval_id": notification.approval_id,
+        "job_id": notification.job_id,
+        "queue": notification.queue,
+        "tenant_id": notification.tenant_id,
+        "task": notification.job_type,
+        "name": notification.name,
+        "reason": notification.reason,
+        "policies": msgspec.Raw(notification.policies.encode()),
+        "details": None if notification.details is None else msgspec.Raw(notification.details.encode()),
+        "quorum": notification.quorum,
+        "requested_by": notification.requested_by,
+        "requested_at": notification.requested_at,
+        "deadline": notification.deadline,
     }
     decision = {
-        "decided_by": news.decided_by,
-        "decided_at": news.decided_at,
-        "decision_reason": news.decision_reason,
+        "decided_by": notification.decided_by,
+        "decided_at": notification.decided_at,
+        "decision_reason": notification.decision_reason,
     }
     steps: list[tuple[str, datetime, dict[str, Any]]] = []
-    if news.told is None:
-        steps.append(("requested", news.requested_at, data))
-    if news.decided_at is not None:
-        steps.append((news.status, news.decided_at, data | decision))
-    for status, at, said in steps:
+    if notification.notified_status is None:
+        steps.append(("requested", notification.requested_at, data))
+    if notification.decided_at is not None:
+        steps.append((notification.status, notification.decided_at, data | decision))
+    for status, at, content in steps:
         event = f"approval.{status}"
-        addresses = subscribers.addresses(event, news.tenant_id)
-        trace = (news.trace_id, news.traceparent)
-        yield from _deliveries(event, news.tenant_id, trace, (news.approval_id,), at, said, addresses)
+        addresses = subscribers.addresses(event, notification.tenant_id)
+        trace = (notification.trace_id, notification.traceparent)
+        yield from _deliveries(
+            event, notification.tenant_id, trace, (notification.approval_id,), at, content, addresses
+        )
 
 
-def alert_deliveries(news: AlertNotification, subscribers: Subscribers) -> Iterator[WebhookDelivery]:
-    """Deliveries about an alert."""
+def alert_deliveries(notification: AlertNotification, subscribers: Subscribers) -> Iterator[WebhookDelivery]:
+    """Deliveries for an alert."""
     data = {
-        "alert_id": news.id,
-        "queue": news.queue,
-        "tenant_id": news.tenant_id,
-        "target": news.target,
-        "target_id": news.target_id,
-        "message": news.reason,
-        "details": None if news.after is None else msgspec.Raw(news.after.encode()),
-        "at": news.at,
+        "alert_id": notification.id,
+        "queue": notification.queue,
+        "tenant_id": notification.tenant_id,
+        "target": notification.target,
+        "target_id": notification.target_id,
+        "message": notification.reason,
+        "details": None if notification.after is None else msgspec.Raw(notification.after.encode()),
+        "at": notification.at,
     }
-    addresses = subscribers.addresses(news.type, news.tenant_id)
-    yield from _deliveries(news.type, news.tenant_id, ("", ""), (news.id,), news.at, data, addresses)
+    addresses = subscribers.addresses(notification.type, notification.tenant_id)
+    yield from _deliveries(
+        notification.type, notification.tenant_id, ("", ""), (notification.id,), notification.at, data, addresses
+    )
 
 
 def _deliveries(
@@ -191,9 +195,9 @@ def _deliveries(
 
 
 def _webhook_id(*parts: str) -> str:
-    """Plain whatever the parts hold: other programs may choose a job's id, and this goes into a header."""
-    told = msgspec.json.encode(parts)
-    return f"msg_{hashlib.sha256(told).hexdigest()[:32]}"
+    """Derive an id that is safe in a header whatever the parts contain: other programs may choose job ids."""
+    encoded = msgspec.json.encode(parts)
+    return f"msg_{hashlib.sha256(encoded).hexdigest()[:32]}"
 
 
 def _result(result: str | None) -> dict[str, Any]:
@@ -213,35 +217,35 @@ def _begins(subscription: WebhookSubscription, prefix: str) -> bool:
     return any(event.startswith(prefix) for event in subscription.events)
 
 
-#: What is signed for receivers begins otherwise: neither can be taken for the other.
+#: Domain separation from signatures for receivers, so that neither can be used as the other.
 _PURPOSE: Final = b"holdfast.delivery\x00"
 _SUBSCRIBER: Final = "subscriber:"
 
 
 def sign_payload(settings: Settings, delivery: WebhookDelivery) -> bytes:
-    """The payload of a delivery's job."""
+    """Build the signed payload of a delivery's job."""
     url = delivery.url
     to = _reference(url) if any(each.url == url for each in settings.webhooks) else url
     parts = {"url": to, "webhook_id": delivery.webhook_id, "event": delivery.type, "body": delivery.body}
-    # Without a secret there is nothing to sign it with either: the sender says so.
+    # Without a secret the sender cannot sign the request and reports that.
     key = next(iter(settings.webhook_secrets(url)), b"")
-    return msgspec.json.encode(parts | {"seal": _seal(key, parts)})
+    return msgspec.json.encode(parts | {"signature": _signature(key, parts)})
 
 
-def verify_payload(settings: Settings, url: str, webhook_id: str, event: str, body: str, seal: str) -> str:
-    """The address that a delivery goes to; `Fatal` if it is not as the courier wrote it, or for nobody any more."""
+def verify_payload(settings: Settings, url: str, webhook_id: str, event: str, body: str, signature: str) -> str:
+    """Return the address of a delivery. Raises `Fatal` if the payload was changed or its subscription removed."""
     address = url
     if url.startswith(_SUBSCRIBER):
         known = {_reference(each.url): each.url for each in settings.webhooks}
         if url not in known:
-            raise Fatal("webhook: nobody subscribes at that address any more")
+            raise Fatal("webhook: the address is no longer subscribed")
         address = known[url]
     parts = {"url": url, "webhook_id": webhook_id, "event": event, "body": body}
     keys = settings.webhook_secrets(address) or (b"",)
-    if not any(hmac.compare_digest(_seal(key, parts).encode(), seal.encode()) for key in keys):
+    if not any(hmac.compare_digest(_signature(key, parts).encode(), signature.encode()) for key in keys):
         raise Fatal(
-            "webhook: this delivery is not as holdfast wrote it, so it is not signed; "
-            "if the secret was replaced meanwhile, set the old one beside the new one and replay the delivery"
+            "webhook: the delivery was not written by holdfast and is not sent; if the secret was replaced, configure "
+            "the old one in addition to the new one and replay the delivery"
         )
     return address
 
@@ -250,41 +254,43 @@ def _reference(url: str) -> str:
     return f"{_SUBSCRIBER}{hashlib.sha256(url.encode()).hexdigest()[:32]}"
 
 
-def _seal(key: bytes, parts: dict[str, Any]) -> str:
+def _signature(key: bytes, parts: dict[str, Any]) -> str:
     return hmac.new(key, _PURPOSE + msgspec.json.encode(parts), "sha256").hexdigest()
 
 
 class WebhookPolicy:
-    """Stamps submissions."""
+    """Checks webhook addresses of submissions, and marks jobs that a subscription covers."""
 
     def __init__(self, settings: Settings, ledger: Ledger | None) -> None:
         self._settings = settings
         self._exceptions = settings.webhook_allow_list
         self._has_ledger = ledger is not None
         self._subscribers = Subscribers(settings.webhooks)
-        #: Whether jobs that name no webhook have to be looked at.
+        #: Whether jobs without their own webhook may need the mark.
         self._subscribed = self._has_ledger and self._subscribers.any_for("job")
 
     def apply(self, envelope: Envelope) -> Envelope:
-        """The envelope as it is to be submitted. Raises `InvalidOption` for an address that cannot be, `NoLedger`."""
+        """Return the envelope to submit. Raises `InvalidOption` for an invalid address, and `NoLedger`."""
         webhook = envelope.meta.webhook
         if webhook and webhook != ANY_SUBSCRIBER:
             self._check(webhook)
             return envelope
-        wanted = self._subscribed and envelope.queue != QUEUE and self._subscribers.wants_jobs_of(envelope.tenant_id)
-        stamped = ANY_SUBSCRIBER if wanted else ""
-        if stamped == webhook:
+        covered = self._subscribed and envelope.queue != QUEUE and self._subscribers.wants_jobs_of(envelope.tenant_id)
+        mark = ANY_SUBSCRIBER if covered else ""
+        if mark == webhook:
             return envelope
-        return msgspec.structs.replace(envelope, meta=msgspec.structs.replace(envelope.meta, webhook=stamped))
+        return msgspec.structs.replace(envelope, meta=msgspec.structs.replace(envelope.meta, webhook=mark))
 
     def _check(self, webhook: str) -> None:
         if not self._has_ledger:
-            raise NoLedger("telling a webhook")
+            raise NoLedger("a webhook")
         if not self._settings.webhooks_enabled and self._settings.in_memory:
             raise InvalidOption(
-                "an app in memory ignores HOLDFAST_WEBHOOK_SECRET, so that tests send nothing; pass webhook_secret=… "
-                "in code, or leave webhook out"
+                "an in-memory app ignores HOLDFAST_WEBHOOK_SECRET, so that tests send nothing; pass webhook_secret=… "
+                "in code, or omit webhook"
             )
         if not self._settings.webhooks_enabled:
-            raise InvalidOption("webhooks are signed: set webhook_secret (HOLDFAST_WEBHOOK_SECRET) to whsec_…")
+            raise InvalidOption(
+                "webhooks need a signing secret; set webhook_secret (HOLDFAST_WEBHOOK_SECRET) to whsec_…"
+            )
         check_target(webhook, self._exceptions)

@@ -1,9 +1,9 @@
-"""One attempt to deliver a webhook: a signed POST to an address that has been checked.
+"""One attempt to deliver a webhook: a signed POST to a checked address.
 
-Safe against being used to reach what only we can reach (SSRF): every address that the host has is checked, and the
-connection is made to the very address that was checked, so that a name that changes its mind between check and use (DNS
-rebinding) gains nothing. Redirects are not followed, the environment's proxies are not used, nothing of the answer but
-its status is kept, and all of it has one time limit.
+Protects against server-side request forgery (SSRF): all addresses of the host are checked, and the connection goes to
+one of them, so that a name that changes between check and use (DNS rebinding) has no effect. Redirects are not
+followed, proxies of the environment are not used, only the status of the response is kept, and one timeout covers the
+whole attempt.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from holdfast.webhooks.signature import sign
 #: Host and port → addresses.
 Resolve = Callable[[str, int], Awaitable[Sequence[Address]]]
 
-#: Of an answer that is read for politeness: the receiver sees its small answer taken.
+#: Limits for reading the response body, so that receivers do not see the connection close during a small one.
 _ANSWER_BYTES: Final = 16 * 1024
 _ANSWER_S: Final = 1.0
 _GONE: Final = 410
 
 
 class DeliveryFailed(Exception):
-    """The receiver did not take it, or could not be reached; it is tried again."""
+    """The receiver did not accept the delivery or could not be reached; it is retried."""
 
 
 async def resolve_host(host: str, port: int) -> Sequence[Address]:
-    """The system's resolver."""
+    """Resolve a host with the system's resolver."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(ip_address(entry[4][0]) for entry in found))
 
 
 class WebhookSender:
-    """Sends. Used on one event loop."""
+    """Sends deliveries. Used on one event loop."""
 
     def __init__(self, settings: Settings, resolve: Resolve = resolve_host) -> None:
         self._settings = settings
@@ -54,15 +54,16 @@ class WebhookSender:
         self._tls: ssl.SSLContext | None = None
 
     async def send(self, url: str, webhook_id: str, body: bytes, trace: Mapping[str, str] | None = None) -> int:
-        """The receiver's status, if it took it. Raises `DeliveryFailed` to be tried again, `Fatal` if that is in vain.
+        """Send a delivery and return the receiver's status.
 
-        Neither shows more of the address than its host. `trace`: headers with the W3C trace context.
+        Raises `DeliveryFailed` if it should be retried, `Fatal` if a retry cannot succeed. Both show no more of
+        the address than its host. `trace`: headers with the W3C trace context.
         """
         try:
             target = check_target(url, self._exceptions)
             secrets = self._settings.webhook_secrets(url)
             if not secrets:
-                raise InvalidOption("webhook: no secret is set any more; set HOLDFAST_WEBHOOK_SECRET")
+                raise InvalidOption("webhook: no secret is set; set HOLDFAST_WEBHOOK_SECRET")
         except InvalidOption as exc:
             raise Fatal(str(exc)) from None
         headers = {
@@ -75,9 +76,9 @@ class WebhookSender:
         }
         status = await self._post(target, headers, body)
         if status == _GONE:
-            raise Fatal(f"{target.redacted} answers 410: the webhook is not wanted any more")
+            raise Fatal(f"{target.redacted} answered 410: the receiver has removed the webhook")
         if not 200 <= status < 300:
-            raise DeliveryFailed(f"{target.redacted} answers {status}")
+            raise DeliveryFailed(f"{target.redacted} answered {status}")
         return status
 
     async def _post(self, target: WebhookTarget, headers: dict[str, str], body: bytes) -> int:
@@ -93,16 +94,16 @@ class WebhookSender:
                 ) as pool:
                     return await _exchange(pool, target, headers, body)
         except TimeoutError:
-            raise DeliveryFailed(f"{target.redacted} has not answered within {limit_s:g} s") from None
+            raise DeliveryFailed(f"{target.redacted} did not respond within {limit_s:g} s") from None
         except (httpcore.NetworkError, httpcore.TimeoutException, OSError) as exc:
-            raise DeliveryFailed(f"{target.redacted} cannot be reached: {exc!s:.200}") from None
+            raise DeliveryFailed(f"{target.redacted} is unreachable: {exc!s:.200}") from None
         except InvalidOption as exc:
             raise Fatal(str(exc)) from None
         except httpcore.ProtocolError as exc:
-            raise DeliveryFailed(f"{target.redacted} does not speak HTTP: {exc}") from None
+            raise DeliveryFailed(f"{target.redacted} sent an invalid HTTP response: {exc}") from None
 
     def _context(self) -> ssl.SSLContext:
-        # Reads the system's certificates, which takes a while: once.
+        # Cached: loading the system's certificates is slow.
         if self._tls is None:
             self._tls = ssl.create_default_context()
         return self._tls
@@ -114,23 +115,23 @@ async def _exchange(
     url = httpcore.URL(scheme=target.scheme, host=target.host, port=target.port, target=target.path)
     async with pool.stream("POST", url, headers=list(headers.items()), content=body) as response:
         status: int = response.status
-        # It has said what it makes of the delivery; how it goes on changes nothing about that.
+        # The status decides about the delivery; errors in the body do not matter.
         with suppress(TimeoutError, httpcore.ProtocolError, httpcore.NetworkError, httpcore.TimeoutException):
             async with asyncio.timeout(_ANSWER_S):
-                await _take(response)
+                await _drain(response)
         return status
 
 
-async def _take(response: httpcore.Response) -> None:
-    taken = 0
+async def _drain(response: httpcore.Response) -> None:
+    received = 0
     async for part in response.aiter_stream():
-        taken += len(part)
-        if taken >= _ANSWER_BYTES:
+        received += len(part)
+        if received >= _ANSWER_BYTES:
             return
 
 
 class _CheckedBackend(httpcore.AsyncNetworkBackend):
-    """Connects to addresses that it has looked up and checked itself, and to no other host."""
+    """Connects only to addresses of one host, which it resolves and checks itself."""
 
     def __init__(self, host: str, exceptions: AllowList, resolve: Resolve) -> None:
         self._host = host
@@ -146,11 +147,11 @@ class _CheckedBackend(httpcore.AsyncNetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.AsyncNetworkStream:
-        """To the first address that answers; `InvalidOption` if any of the host's addresses is not allowed."""
+        """Connect to the first reachable address. Raises `InvalidOption` if any address of the host is not allowed."""
         if host != self._host:
-            raise InvalidOption(f"webhook: a connection to {host} was not asked for")
+            raise InvalidOption(f"webhook: unexpected connection to {host}")
         addresses = await self._resolve(host, port)
-        # All of them: one that is refused beside one that is not is no mishap of a public receiver.
+        # Check all: a public receiver has no reason to mix allowed and refused addresses.
         for address in addresses:
             check_address(host, address, self._exceptions)
         failure: httpcore.ConnectError | None = None
@@ -159,7 +160,7 @@ class _CheckedBackend(httpcore.AsyncNetworkBackend):
                 return await self._backend.connect_tcp(str(address), port, timeout, local_address, socket_options)
             except httpcore.ConnectError as exc:
                 failure = exc
-        raise failure or httpcore.ConnectError("its name has no address")
+        raise failure or httpcore.ConnectError("the host name has no address")
 
 
 def _host_header(target: WebhookTarget) -> str:

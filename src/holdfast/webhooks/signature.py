@@ -1,8 +1,7 @@
-"""Signatures by the Standard Webhooks convention, for both ends: holdfast signs, receivers verify.
+"""Signatures by the Standard Webhooks convention: holdfast signs, receivers verify.
 
-Signed is `<webhook-id>.<webhook-timestamp>.<body>` with HMAC-SHA256; the header `webhook-signature` holds
-`v1,<base64>`, one for each secret while one is being replaced. The timestamp is that of the attempt: a delivery that is
-tried again has the same id and a new signature.
+HMAC-SHA256 signs `<webhook-id>.<webhook-timestamp>.<body>`. The header `webhook-signature` holds `v1,<base64>`, one per
+secret during a rotation. The timestamp is that of the attempt: a retried delivery has the same id and a new signature.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from holdfast.errors import SignatureInvalid
 TOLERANCE: Final = timedelta(minutes=5)
 
 _ID, _TIMESTAMP, _SIGNATURE = "webhook-id", "webhook-timestamp", "webhook-signature"
-#: More signatures than any rotation needs: nobody makes us compare for long.
+#: More signatures than any rotation needs; bounds the work of a verification.
 _MAX_SIGNATURES: Final = 16
 
 
 class WebhookMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """What a delivery says."""
+    """Content of a verified delivery."""
 
-    #: The same for every attempt to deliver it: what has been handled under this id need not be handled again.
+    #: The same for every attempt of a delivery; use it to detect duplicates.
     id: str
     #: `job.succeeded`, `approval.requested`, `alert.…`
     type: str
@@ -39,15 +38,15 @@ class WebhookMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeliveryStore(Protocol):
-    """Remembers deliveries, so that a recorded one cannot be played again: a table, a Redis key with an expiry."""
+    """Stores seen deliveries, to refuse replayed ones: for example a table, or Redis keys with an expiry."""
 
     def add(self, delivery: str, until: datetime) -> bool:
-        """Whether it is new; in one step, if several may ask at once. May be forgotten after `until`."""
+        """Add a delivery; whether it is new. Must be atomic under concurrency. May be deleted after `until`."""
         ...
 
 
 class InMemoryDeliveryStore(DeliveryStore):
-    """For a receiver of one process."""
+    """Delivery store for a receiver with a single process."""
 
     def __init__(self) -> None:
         self._until: dict[str, datetime] = {}
@@ -57,7 +56,7 @@ class InMemoryDeliveryStore(DeliveryStore):
 
     def add(self, delivery: str, until: datetime) -> bool:
         now = datetime.now(UTC)
-        # In the order in which they came, which is nearly that of their ends.
+        # Insertion order is close to the order of expiry.
         while self._until and next(iter(self._until.values())) < now:
             del self._until[next(iter(self._until))]
         if delivery in self._until:
@@ -67,7 +66,7 @@ class InMemoryDeliveryStore(DeliveryStore):
 
 
 def sign(secrets: Sequence[bytes], webhook_id: str, timestamp_s: int, body: bytes) -> dict[str, str]:
-    """The three headers of a delivery."""
+    """Return the three signature headers of a delivery."""
     signed = _signed(webhook_id, str(timestamp_s), body)
     return {
         _ID: webhook_id,
@@ -85,28 +84,28 @@ def verify(
     seen: DeliveryStore | None = None,
     now: datetime | None = None,
 ) -> WebhookMessage:
-    """The message of a delivery, if it is holdfast's own and fresh; `SignatureInvalid` if not. For receivers.
+    """Verify a delivery and return its message, for receivers. Raises `SignatureInvalid`.
 
-    `body` is the request's body, byte for byte as it came. `secret` is `whsec_…`, several with blanks between them.
-    Deliveries whose timestamp is further away than `tolerance` are refused; with `seen` also one that was seen before.
+    `body` is the request's body, byte for byte as received. `secret` is `whsec_…`; several are separated by blanks.
+    Deliveries whose timestamp differs by more than `tolerance` are refused; with `seen` also repeated ones.
     """
     found = {name.lower(): value for name, value in headers.items() if name.lower().startswith("webhook-")}
     missing = [name for name in (_ID, _TIMESTAMP, _SIGNATURE) if not found.get(name)]
     if missing:
-        raise SignatureInvalid(f"the request has no {missing[0]} header")
+        raise SignatureInvalid(f"header {missing[0]} is missing")
     sent_at = _sent_at(found[_TIMESTAMP])
     now = now or datetime.fromtimestamp(time.time(), UTC)
     content = body.encode() if isinstance(body, str) else body
     if not _matches(secret, found, content):
-        raise SignatureInvalid("the signature does not fit the request")
+        raise SignatureInvalid("the signature does not match the request")
     if abs(now - sent_at) > tolerance:
-        raise SignatureInvalid("the request was signed too long ago, or by a clock that is wrong")
+        raise SignatureInvalid("the timestamp is outside the tolerance; the request is too old or a clock is wrong")
     if seen is not None and not seen.add(f"{found[_ID]}.{found[_TIMESTAMP]}", sent_at + 2 * tolerance):
-        raise SignatureInvalid("the request has been seen before")
+        raise SignatureInvalid("the request was already received")
     try:
         read = msgspec.json.decode(content, type=_Body)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-        raise SignatureInvalid("the signature is right, but the body is none of holdfast's") from exc
+        raise SignatureInvalid("the signature is valid, but the body is not a holdfast webhook") from exc
     return WebhookMessage(id=found[_ID], type=read.type, timestamp=read.timestamp, data=read.data)
 
 
@@ -118,20 +117,20 @@ class _Body(msgspec.Struct, frozen=True):
 
 def _matches(secret: str, found: Mapping[str, str], body: bytes) -> bool:
     signed = _signed(found[_ID], found[_TIMESTAMP], body)
-    wanted = [base64.b64encode(_digest(key, signed)) for key in parse_secrets(secret)]
+    expected = [base64.b64encode(_digest(key, signed)) for key in parse_secrets(secret)]
     given = [
         text.removeprefix("v1,").encode("utf-8", "replace")
         for text in found[_SIGNATURE].split(" ")[:_MAX_SIGNATURES]
         if text.startswith("v1,")
     ]
-    # Every one is compared, so that the time tells nothing.
-    results = [hmac.compare_digest(one, other) for one in wanted for other in given]
+    # Compare all, so that timing reveals nothing.
+    results = [hmac.compare_digest(one, other) for one in expected for other in given]
     return any(results)
 
 
 def _sent_at(text: str) -> datetime:
     if not (text.isascii() and text.isdigit() and len(text) <= 11):
-        raise SignatureInvalid("the webhook-timestamp header is no number of seconds")
+        raise SignatureInvalid("header webhook-timestamp is not a number of seconds")
     return datetime.fromtimestamp(int(text), UTC)
 
 

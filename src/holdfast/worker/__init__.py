@@ -1,1 +1,1 @@
-"""What runs jobs: fetcher, runner, settler, renewer, and the worker that ties them together."""
+"""The worker and its parts: fetcher, runner, settler, renewer."""

@@ -1,7 +1,7 @@
-"""What a worker logs when an attempt does not succeed: one record, with the exception and the job's fields.
+"""Log record of an attempt that did not succeed, with the exception and the job's fields.
 
 A retry is a warning, a job that failed for good an error. The message is redacted and bounded; the exception itself is
-passed as `exc_info`, as it was raised, for handlers such as Sentry's. holdfast's own formatters redact its traceback.
+passed as `exc_info`, as it was raised, for handlers like Sentry's. holdfast's own formatters redact its traceback.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class ChildTraceback(Exception):
 
 
 def log_ending(claim: Claim, verdict: Verdict, outcome: Outcome) -> None:
-    """Log what became of an attempt, unless it succeeded. Never raises."""
+    """Log the verdict on an attempt, unless it succeeded. Never raises."""
     try:
         _log_ending(claim, verdict, _error(outcome) if isinstance(outcome, Raised) else None)
-    except Exception as exc:  # noqa: BLE001 - a handler of the user's may raise anything
-        _log.error("the failure of job %s could not be logged: %s", claim.job_id, type(exc).__name__)
+    except Exception as exc:  # noqa: BLE001 - the user's log handlers may raise anything
+        _log.error("could not log the failure of job %s: %s", claim.job_id, type(exc).__name__)
 
 
 def _error(outcome: Raised) -> BaseException | None:
-    """What was raised; an exception that stands for it if that was in a child process."""
+    """The exception raised, or a substitute for one raised in a child process."""
     if outcome.error is not None or not outcome.failure.stack:
         return outcome.error
     error = ChildTaskError(_described(outcome.failure))
@@ -47,7 +47,7 @@ def _error(outcome: Raised) -> BaseException | None:
 def _log_ending(claim: Claim, verdict: Verdict, error: BaseException | None) -> None:
     match verdict:
         case RetryLater(counts=False, failure=failure):
-            # Once an outage: a job may wait for days.
+            # A warning only once per outage: a job may wait for days.
             first = not claim.meta.unavailable_count
             level = logging.WARNING if first else logging.INFO
             text = "job %s (%s) waits for a dependency, next attempt in %g s: %s"
@@ -59,7 +59,7 @@ def _log_ending(claim: Claim, verdict: Verdict, error: BaseException | None) -> 
             _log.warning(text, *arguments, exc_info=error, extra=_fields(claim, failure))
         case DeadLetter(failure=failure) | Suspend(failure=failure):
             became = "is suspended" if isinstance(verdict, Suspend) else "failed for good"
-            # A guard's answer is a decision.
+            # A guard's denial is a decision, not an error.
             level = logging.WARNING if failure.code == GUARD_DENIED else logging.ERROR
             arguments = (claim.job_id, claim.task, became, _described(failure))
             _log.log(level, "job %s (%s) %s: %s", *arguments, exc_info=error, extra=_fields(claim, failure))

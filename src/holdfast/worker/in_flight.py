@@ -1,7 +1,7 @@
-"""`Run`, one attempt in a worker from claim to settle result, and `Drain`, how a worker ends.
+"""`Run`, one attempt in a worker from claim to settle result, and `Drain`, the shutdown of a worker.
 
-A drain releases what has not started, lets the rest finish, settles everything and deregisters the worker. It ends
-whatever the engine does meanwhile: a verdict that cannot be delivered is abandoned, and its lease expires.
+A drain releases jobs that have not started, lets the rest finish, settles everything and deregisters the worker. It
+ends whatever the engine does meanwhile: a verdict that cannot be delivered is abandoned, and its lease expires.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 class StopReason(Enum):
     """Why a run is ended from outside."""
 
-    #: It had its time.
+    #: Its timeout has passed.
     TIMEOUT = auto()
-    #: The lease is someone else's now, or the job was cancelled: whatever it returns counts for nothing.
+    #: The lease was lost, or the job was cancelled: its outcome is ignored.
     LOST = auto()
-    #: The worker ends, and its grace time is over.
+    #: The worker drains, and the grace time has passed.
     DRAIN = auto()
 
 
 class Run:
-    """A claim and where it stands. Compared by identity: one worker may meet the same job twice."""
+    """A claim and its progress. Compared by identity: one worker may claim the same job twice."""
 
     __slots__ = (
         "began_at",
@@ -64,88 +64,88 @@ class Run:
         self.task: asyncio.Task[None] | None = None
         self.timer: asyncio.TimerHandle | None = None
         self.settlement: Settlement | None = None
-        #: When it got its slot, by `perf_counter` (0: it never did), and how long it took from there to its verdict.
+        #: When it got its slot, by `perf_counter` (0: not yet), and the time from then to its verdict.
         self.began_at = 0.0
         self.took_s = 0.0
-        #: Its span, where runs are traced.
+        #: Its span, if runs are traced.
         self.trace: RunTrace | None = None
-        #: The user's code has been called.
+        #: Whether the user's code has been called.
         self.begun = False
         self.stopped: StopReason | None = None
-        #: Its verdict is given, or it will get none.
+        #: Whether it has its verdict, or will get none.
         self.judged = False
-        #: The user's code is out of the way; the slot is free.
+        #: Whether the user's code has ended and the slot is free.
         self.ended = False
 
 
-#: Runs whose lease this worker holds: waiting, running, or with a verdict on its way. Changed only on the
+#: Runs whose lease this worker has: waiting, running, or with a verdict that is not settled yet. Changed only on the
 #: worker's event loop; the renewer copies it from its own thread.
 InFlight = set[Run]
 
 
 _log: Final = logging.getLogger("holdfast.worker")
 
-_LOOK_S: Final = 0.01
-#: How long a worker in a hurry waits for a store that is away.
-_LAST_WORD_S: Final = 5.0
-#: What a run that was cancelled may take beyond its grace time.
+_POLL_S: Final = 0.01
+#: How long a worker that is to stop now waits for an unreachable store.
+_LAST_CALL_S: Final = 5.0
+#: Added to the grace time of cancelled runs.
 _MARGIN_S: Final = 1.0
 
 
 class Drain:
-    """The drain of one worker, once nothing fetches any more."""
+    """The drain of one worker, after its fetcher has stopped."""
 
-    def __init__(self, held: InFlight, settings: Settings, hurry: asyncio.Event, cancel_grace_s: float) -> None:
-        self._held = held
+    def __init__(self, in_flight: InFlight, settings: Settings, stop_now: asyncio.Event, cancel_grace_s: float) -> None:
+        self._in_flight = in_flight
         self._settings = settings
-        self._hurry = hurry
+        self._stop_now = stop_now
         self._cancel_grace_s = cancel_grace_s
 
     async def finish(self, runner: Runner, fetcher: Fetcher, settler: Settler) -> None:
-        """Returns when every lease in hand is settled, or cannot be."""
+        """Return when every lease in flight is settled, or cannot be."""
         runner.stop_starting()
-        await self._give_back_lost(fetcher)
-        await self._until_judged(self._settings.drain_grace_s, self._hurry)
+        await self._recover_claims(fetcher)
+        await self._wait_judged(self._settings.drain_grace_s, self._stop_now)
         runner.stop_all(StopReason.DRAIN)
-        await self._until_judged(self._cancel_grace_s + _MARGIN_S, None)
-        if not await self._until_settled(settler):
-            _log.error("%d verdicts were not answered; their jobs will run again", settler.abandon())
+        await self._wait_judged(self._cancel_grace_s + _MARGIN_S, None)
+        if not await self._wait_settled(settler):
+            _log.error("%d verdicts were not settled; their jobs will run again", settler.abandon())
 
     async def deregister(self, engine: Engine, worker: str, queues: Sequence[str]) -> None:
-        """Tell the engine that this worker will not come back."""
+        """Deregister this worker from the engine."""
         try:
-            async with asyncio.timeout(_LAST_WORD_S):
+            async with asyncio.timeout(_LAST_CALL_S):
                 await engine.deregister_worker(worker, queues)
         except (EngineUnavailable, TimeoutError) as exc:
-            _log.warning("the worker could not take leave of the engine: %s", exc)
+            _log.warning("worker not deregistered: %s", exc)
 
-    async def _give_back_lost(self, fetcher: Fetcher) -> None:
-        # The claim that was cut off may have been answered: those leases are ours, and must not wait to run out.
+    async def _recover_claims(self, fetcher: Fetcher) -> None:
+        # The interrupted claim may have leased jobs: release them now instead of letting their leases expire.
         try:
-            async with asyncio.timeout(_LAST_WORD_S):
+            async with asyncio.timeout(_LAST_CALL_S):
                 await fetcher.recover_claims()
         except (EngineUnavailable, TimeoutError) as exc:
-            _log.warning("claims on their way are left to run out: %s", exc)
-        except Exception:  # noqa: BLE001 - what is in hand must be ended all the same
-            _log.exception("giving back claims on their way failed in an unexpected way; they are left to run out")
+            _log.warning("could not recover claims in flight, their leases will expire: %s", exc)
+        except Exception:  # noqa: BLE001 - runs in flight must be ended all the same
+            _log.exception("recovering claims in flight failed unexpectedly, their leases will expire")
 
-    async def _until_judged(self, seconds: float, cut_short: asyncio.Event | None) -> None:
+    async def _wait_judged(self, seconds: float, cut_short: asyncio.Event | None) -> None:
         deadline = asyncio.get_running_loop().time() + seconds
-        while any(not run.judged for run in self._held):
+        while any(not run.judged for run in self._in_flight):
             left_s = deadline - asyncio.get_running_loop().time()
             if left_s <= 0 or (cut_short is not None and cut_short.is_set()):
                 return
-            await asyncio.sleep(min(_LOOK_S, left_s))
+            await asyncio.sleep(min(_POLL_S, left_s))
 
-    async def _until_settled(self, settler: Settler) -> bool:
+    async def _wait_settled(self, settler: Settler) -> bool:
         now = asyncio.get_running_loop().time
-        # After a lease's time others run these jobs anyway.
-        deadline = now() + self._settings.visibility_timeout_s + _LAST_WORD_S
-        hurries = False
-        while not await settler.flush(_LOOK_S):
-            if self._hurry.is_set() and not hurries:
-                hurries = True
-                deadline = min(deadline, now() + _LAST_WORD_S)
+        # When their leases have expired, other workers run these jobs anyway.
+        deadline = now() + self._settings.visibility_timeout_s + _LAST_CALL_S
+        shortened = False
+        while not await settler.flush(_POLL_S):
+            if self._stop_now.is_set() and not shortened:
+                shortened = True
+                deadline = min(deadline, now() + _LAST_CALL_S)
             if now() >= deadline:
                 return False
         return True

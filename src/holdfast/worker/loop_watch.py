@@ -1,8 +1,8 @@
-"""Notices from another thread that the worker's event loop is blocked, and by which job.
+"""Detect from another thread that the worker's event loop is blocked, and by which job.
 
-The watch puts a callback on the loop and waits for it to run. Callbacks run in the order in which they were put there,
-so a task that is seen running twice while one of them waits has not yielded in between: its code blocks the loop. Jobs
-pay nothing for this; only a loop that is blocked is looked at.
+The watch schedules a callback on the loop and waits for it to run. Callbacks run in the order in which they were
+scheduled, so a task that is found running twice while one of them waits has not yielded in between: its code blocks the
+loop. Jobs have no overhead: the watch inspects the loop only while it is blocked.
 """
 
 from __future__ import annotations
@@ -24,45 +24,45 @@ from holdfast.worker.in_flight import InFlight
 
 _log: Final = logging.getLogger("holdfast.worker")
 
-#: A loop that is blocked for longer is worth a line.
+#: A block that lasts longer is logged.
 BLOCKED_S: Final = 1.0
-#: How exactly the time is known.
-_LOOK_S: Final = 0.1
+#: Sampling interval.
+_SAMPLE_S: Final = 0.1
 _PAUSE_S: Final = 0.15
-#: A look that comes later than this counts for no more: this process was stopped, which is not the task's fault.
+#: A sample counts for at most this long: if it comes later, the whole process was stopped, not blocked by the task.
 _STALL_S: Final = 0.5
 
 Task = asyncio.Task[Any]
 
 
 class LoopWatch:
-    """Watches the event loop on which it is made; `run` in another thread's loop."""
+    """Watches the event loop on which it was created; `run` belongs on another thread's loop."""
 
-    def __init__(self, held: InFlight) -> None:
-        self._held = held
+    def __init__(self, in_flight: InFlight) -> None:
+        self._in_flight = in_flight
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._answered = True
 
     async def run(self) -> None:
-        """Until cancelled, or the loop is closed."""
+        """Watch until cancelled, or until the loop is closed."""
         try:
             while True:
                 self._answered = False
                 self._loop.call_soon_threadsafe(self._answer)
-                await self._until_answered()
+                await self._wait_answered()
                 await asyncio.sleep(_PAUSE_S)
         except RuntimeError as exc:
-            _log.debug("the worker's loop is no longer watched: %s", exc)
+            _log.debug("watch of the worker's loop ended: %s", exc)
 
     def _answer(self) -> None:
         self._answered = True
 
-    async def _until_answered(self) -> None:
+    async def _wait_answered(self) -> None:
         block = _Block()
         while not self._answered:
             asleep_at = time.monotonic()
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_SAMPLE_S)
             slept_s = time.monotonic() - asleep_at
             task = asyncio.current_task(self._loop)
             if task is not block.task:
@@ -70,21 +70,21 @@ class LoopWatch:
                 block = _Block(task)
             block.seen_s += min(slept_s, _STALL_S)
             if not self._answered:
-                self._look(block, task)
+                self._check(block, task)
         block.end()
 
-    def _look(self, block: _Block, task: Task | None) -> None:
+    def _check(self, block: _Block, task: Task | None) -> None:
         if block.seen_s < BLOCKED_S:
             return
         claim = None if task is None else _claim_of(task)
         if not block.logged:
             block.logged = True
-            block.who = _name(claim, task)
+            block.name = _name(claim, task)
             block.fields = {} if claim is None else log_fields(claim)
             _log.warning(
-                "%s has blocked the event loop for %.1f s, and everything else in this worker waits for it, at %s; "
+                "%s has blocked the event loop for %.1f s, everything else in this worker waits, at %s; "
                 "await instead, or make the task a plain function",
-                block.who,
+                block.name,
                 block.seen_s,
                 _where(sys._current_frames().get(self._thread)),
                 extra=block.fields,
@@ -93,8 +93,8 @@ class LoopWatch:
             block.overtime = self._is_overtime(claim)
 
     def _is_overtime(self, claim: Claim) -> bool:
-        """Say so once if the timeout of this run has passed."""
-        run = next((run for run in self._held.copy() if run.claim is claim), None)
+        """Whether the timeout of this run has passed; logs it."""
+        run = next((run for run in self._in_flight.copy() if run.claim is claim), None)
         if run is None or run.plan.timeout_s is None or time.perf_counter() - run.began_at < run.plan.timeout_s:
             return False
         _log.warning(
@@ -109,12 +109,12 @@ class LoopWatch:
 
 
 class _Block:
-    """What has been seen to run, and for how long."""
+    """A task found running, and for how long."""
 
     def __init__(self, task: Task | None = None) -> None:
         self.task = task
         self.seen_s = 0.0
-        self.who = ""
+        self.name = ""
         self.fields: dict[str, Any] = {}
         self.logged = False
         self.overtime = False
@@ -123,7 +123,7 @@ class _Block:
         if self.logged:
             _log.warning(
                 "the event loop continues; %s blocked it for %.1f s",
-                self.who,
+                self.name,
                 self.seen_s,
                 extra=self.fields,
             )
@@ -139,8 +139,8 @@ def _contexts_of(task: Task) -> list[Context]:
     get_context: Callable[[], Context] | None = getattr(task, "get_context", None)
     if get_context is not None:
         return [get_context()]
-    # Before Python 3.12 a task does not show its context.
-    return [held for held in gc.get_referents(task) if isinstance(held, Context)]
+    # Before Python 3.12 a task has no `get_context`.
+    return [found for found in gc.get_referents(task) if isinstance(found, Context)]
 
 
 def _name(claim: Claim | None, task: Task | None) -> str:

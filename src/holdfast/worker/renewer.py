@@ -1,8 +1,8 @@
-"""Keeps leases alive, from a thread with an event loop and an engine of its own.
+"""Renew leases and receive notices, in a thread with its own event loop and engine.
 
-A task that blocks the worker's loop for longer than a lease keeps it, as long as its process lives
-(requirement Q4). In between it listens: an operator's cancellation, a change of controls, a job that
-falls due. Everything it learns is handed over to the worker's loop. It also watches that loop (`loop_watch`).
+A task that blocks the worker's loop for longer than a lease does not lose its lease while the process runs
+(requirement Q4). Between renewals the thread listens for cancellations, changed controls and due jobs. It passes what
+it receives to the worker's loop, and also watches that loop (`loop_watch`).
 """
 
 from __future__ import annotations
@@ -25,62 +25,62 @@ from holdfast.worker.loop_watch import LoopWatch
 
 _log: Final = logging.getLogger("holdfast.worker")
 
-#: A missed notice costs at most this long: the next beat tells the same.
+#: A missed notice causes at most this delay: the next beat detects the same.
 _LISTEN_S: Final = 5.0
-#: While a part of the store is away, its leases are tried again this soon.
-_AGAIN_S: Final = 0.5
+#: While a part of the store is unreachable, its leases are retried after this.
+_RETRY_S: Final = 0.5
 
 
 class LeaseListener(Protocol):
-    """Who wants to know. Called on the worker's event loop."""
+    """Callbacks of the renewer, called on the worker's event loop."""
 
     def on_leases_lost(self, leases: Sequence[Lease]) -> None:
-        """These leases are someone else's now."""
+        """These leases were lost."""
         ...
 
     def on_cancelled(self, leases: Sequence[Lease]) -> None:
-        """These were taken away by an operator."""
+        """An operator moved the jobs of these leases."""
         ...
 
     def on_control_changed(self, queue: str, control: QueueControl) -> None:
-        """The controls of a queue, at the start and after every change."""
+        """Called with the controls of a queue at the start and after every change."""
         ...
 
     def on_due(self, queue: str, at_ms: int) -> None:
-        """A job waits that is due at that time."""
+        """A delayed job is due at this time."""
         ...
 
 
 class Renewer:
-    """A thread that beats. `start`, then `stop`; both from the worker's loop."""
+    """The renewing thread. `start`, then `stop`, both from the worker's loop."""
 
     def __init__(
-        self, engine: Engine, queues: Sequence[str], held: InFlight, interval_s: float, listener: LeaseListener
+        self, engine: Engine, queues: Sequence[str], in_flight: InFlight, interval_s: float, listener: LeaseListener
     ) -> None:
         self._engine = engine
         self._queues = tuple(queues)
-        self._held = held
+        self._in_flight = in_flight
         self._interval_s = interval_s
         self._listener = listener
         self._home = asyncio.get_running_loop()
         self._thread = LoopThread("holdfast-renewer", self._live)
-        self._watch = LoopWatch(held)
+        self._watch = LoopWatch(in_flight)
         self._opened = False
         self._beat_at = 0.0
-        #: Since when each run is known to run, or when it left its last heartbeat.
+        #: When each run was first found running, or left its last heartbeat.
         self._alive_since: dict[Lease, float] = {}
         #: Queues whose controls have not been read yet.
         self._unread: set[str] = set()
 
     def start(self) -> None:
-        """Begin to beat."""
+        """Start the thread."""
         self._thread.start()
 
     async def stop(self) -> None:
-        """End the thread, and wait for it."""
+        """End the thread and wait for it."""
         await self._thread.stop()
 
-    # From here on: the renewer's own thread ----------------------------------------------------------
+    # In the renewer's own thread -------------------------------------------------------------------
 
     async def _live(self) -> None:
         backoff = Backoff()
@@ -88,21 +88,21 @@ class Renewer:
         try:
             while not self._thread.stopping:
                 try:
-                    await self._connected(backoff)
+                    await self._renew_and_listen(backoff)
                 except EngineUnavailable as exc:
-                    _log.info("leases cannot be renewed, trying again: %s", exc)
+                    _log.info("cannot renew leases, retrying: %s", exc)
                 except Exception:  # noqa: BLE001 - top of a loop
-                    _log.exception("renewing failed in an unexpected way, trying again")
+                    _log.exception("renewing failed unexpectedly, retrying")
                 await asyncio.sleep(backoff.next_s())
         finally:
             watching.cancel()
             await self._engine.close()
 
-    async def _connected(self, backoff: Backoff) -> None:
+    async def _renew_and_listen(self, backoff: Backoff) -> None:
         if not self._opened:
             await self._engine.open()
             self._opened = True
-        # At once: whatever kept us away may have taken most of the lease.
+        # Immediately: the outage may have used up most of the lease.
         await self._beat()
         # Notices may have been missed.
         self._unread.update(self._queues)
@@ -110,7 +110,7 @@ class Renewer:
         while not self._thread.stopping:
             wait_s = min(_LISTEN_S, max(0.0, self._beat_at - time.monotonic()))
             for notice in await self._engine.listen(self._queues, round(wait_s * 1000)):
-                await self._hear(notice)
+                await self._on_notice(notice)
             backoff.reset()
             if time.monotonic() >= self._beat_at:
                 await self._beat()
@@ -119,16 +119,16 @@ class Renewer:
     async def _beat(self) -> None:
         now = time.monotonic()
         self._beat_at = now + self._interval_s
-        held = self._held.copy()
-        running = [run.claim.lease for run in held if run.begun and not run.judged]
+        in_flight = self._in_flight.copy()
+        running = [run.claim.lease for run in in_flight if run.begun and not run.judged]
         since = {lease: self._alive_since.get(lease, now) for lease in running}
-        # Told once an interval: short jobs leave none, long ones one at each beat but their first.
-        told = {lease for lease, instant in since.items() if now - instant >= self._interval_s}
-        lost = await self._renew((run.claim.lease for run in held), told)
-        self._alive_since = since | dict.fromkeys(told, now)
-        self._engine.counts.heartbeats += len(told.difference(lost))
+        # One heartbeat event per interval; runs shorter than an interval leave none.
+        heartbeats = {lease for lease, instant in since.items() if now - instant >= self._interval_s}
+        lost = await self._renew((run.claim.lease for run in in_flight), heartbeats)
+        self._alive_since = since | dict.fromkeys(heartbeats, now)
+        self._engine.counts.heartbeats += len(heartbeats.difference(lost))
         if lost:
-            self._tell(self._listener.on_leases_lost, lost)
+            self._notify(self._listener.on_leases_lost, lost)
 
     async def _renew(self, leases: Iterable[Lease], heartbeats: Collection[Lease] = ()) -> list[Lease]:
         left, lost = list(leases), list[Lease]()
@@ -137,29 +137,29 @@ class Renewer:
                 lost += await self._engine.renew(left[start : start + MAX_BATCH], heartbeats)
             except PartialFailure as exc:
                 lost += exc.completed
-                self._beat_at = min(self._beat_at, time.monotonic() + _AGAIN_S)
+                self._beat_at = min(self._beat_at, time.monotonic() + _RETRY_S)
         return lost
 
-    async def _hear(self, notice: Notice) -> None:
+    async def _on_notice(self, notice: Notice) -> None:
         match notice:
             case CancelledNotice(queue=queue, job_id=job_id):
                 await self._check(queue, job_id)
             case ControlNotice(queue=queue):
                 await self._read_control(queue)
             case DueNotice(queue=queue, at_ms=at_ms):
-                self._tell(self._listener.on_due, queue, at_ms)
+                self._notify(self._listener.on_due, queue, at_ms)
             case _:
                 assert_never(notice)
 
     async def _check(self, queue: str, job_id: str) -> None:
-        """A notice is a hint: it may be late, and the job with us again. The lease itself decides."""
-        leases = [run.claim.lease for run in self._held.copy()]
+        """Renew the leases of the job. The notice is only a hint: it may be late, and the job claimed here again."""
+        leases = [run.claim.lease for run in self._in_flight.copy()]
         lost = await self._renew(lease for lease in leases if lease.job_id == job_id and lease.queue == queue)
         if lost:
-            self._tell(self._listener.on_cancelled, lost)
+            self._notify(self._listener.on_cancelled, lost)
 
     async def _read_controls(self) -> None:
-        """Of the queues whose controls are not known yet. Raises if none answers."""
+        """Read the controls that are not known yet. Raises if no queue answers."""
         failure: EngineUnavailable | None = None
         unread = len(self._unread)
         for queue in sorted(self._unread):
@@ -172,10 +172,10 @@ class Renewer:
             raise failure
 
     async def _read_control(self, queue: str) -> None:
-        self._tell(self._listener.on_control_changed, queue, await self._engine.get_control(queue))
+        self._notify(self._listener.on_control_changed, queue, await self._engine.get_control(queue))
 
-    def _tell(self, what: Callable[..., None], *arguments: Any) -> None:
+    def _notify(self, callback: Callable[..., None], *arguments: Any) -> None:
         try:
-            self._home.call_soon_threadsafe(what, *arguments)
+            self._home.call_soon_threadsafe(callback, *arguments)
         except RuntimeError:
             _log.debug("the worker's loop is closed")

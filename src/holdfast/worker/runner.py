@@ -1,12 +1,11 @@
-"""Runs claimed jobs: up to `concurrency` at a time, the rest waits in a short line.
+"""Run claimed jobs, up to `concurrency` at a time; the rest waits in a short queue.
 
-    accept → (line) → start → user's code → outcome → judge → settler
+    accept → (waiting) → start → user's code → outcome → judge → settler
 
-Async functions are asyncio tasks on the loop, one each; plain functions run in threads; `process=True` in
-child processes. A run ends from outside (`stop`) when its time is up, its lease is lost or the worker
-drains: an async task is cancelled, a child is killed. A thread cannot be stopped: its verdict is given at
-once and its slot stays taken until the function returns; functions that may run long look at
-`ctx.cancelled`.
+Async functions are asyncio tasks on the loop, one each; plain functions run in threads, `process=True` in child
+processes. A run is ended from outside (`stop`) when its timeout has passed, its lease is lost or the worker drains: an
+async task is cancelled, a child is killed. A thread cannot be stopped: its verdict is given immediately, and its slot
+stays taken until the function returns. Long functions should check `ctx.cancelled`.
 """
 
 from __future__ import annotations
@@ -49,24 +48,24 @@ from holdfast.worker.settler import Settler
 
 _log: Final = logging.getLogger("holdfast.worker")
 
-#: What a cancelled coroutine has to clean up, before it is thrown away.
+#: How long a cancelled coroutine may clean up before it is abandoned.
 CANCEL_GRACE_S: Final = 5.0
 
 _NOT_STARTED: Final = Deferred("not started: the worker drains")
 _STOPPED: Final = Deferred("stopped: the worker drains", started=True)
 
 
-def _no_function() -> None: ...
+def _do_nothing() -> None: ...
 
 
 class Runner:
-    """The jobs in one worker's hands. One event loop."""
+    """The runs of one worker. Runs on one event loop."""
 
     def __init__(
         self,
         plans: Mapping[str, TaskSpec],
         settler: Settler,
-        held: InFlight,
+        in_flight: InFlight,
         concurrency: int,
         *,
         tools: EffectRuntime | None = None,
@@ -79,57 +78,57 @@ class Runner:
         self.concurrency = concurrency
         self.running = 0
         self.started = 0
-        #: Jobs whose code has run, or that have none here.
+        #: Jobs whose code has run, or whose task is unknown here.
         self.finished = 0
-        #: Called when the number of jobs in hand falls to `wake_at`.
-        self.wake: Callable[[], None] = _no_function
+        #: Called when `load` falls to `wake_at`.
+        self.wake: Callable[[], None] = _do_nothing
         self.wake_at = -1
         self._plans = plans
         self._settler = settler
-        self._held = held
-        #: What effects and steps need; without it tasks have none.
+        self._in_flight = in_flight
+        #: For effects and steps; without it tasks have none.
         self._tools = tools
-        #: Guards that see what nobody has cleared, and a place for people's answers; without it there are none.
+        #: Reviews claims that are not approved yet; without it there are no guards.
         self._gate = gate
         self._tracer = tracer
         self._cancel_grace_s = cancel_grace_s
         self._random = random or Random()
         self._loop = asyncio.get_running_loop()
-        self._line: deque[Run] = deque()
+        self._waiting: deque[Run] = deque()
         self._draining = False
         self._offset_ms = 0
-        # Runs without a lease whose code is still there; the loop itself keeps only weak references.
-        self._stray: set[Run] = set()
-        self._nobody = TaskSpec("", _no_function, TaskPolicy())
+        # Runs without a lease whose code has not ended; the loop itself keeps only weak references.
+        self._detached: set[Run] = set()
+        self._unknown_spec = TaskSpec("", _do_nothing, TaskPolicy())
         self._threads = DaemonThreads("holdfast-job")
         self._children = ProcessPool(in_memory=in_memory)
 
     @property
     def load(self) -> int:
-        """Jobs that take, or wait for, a slot."""
-        return self.running + len(self._line)
+        """Jobs that have a slot or wait for one."""
+        return self.running + len(self._waiting)
 
     @property
     def queued(self) -> int:
-        """Jobs in the line."""
-        return len(self._line)
+        """Jobs that wait for a slot."""
+        return len(self._waiting)
 
     def set_engine_time(self, engine_ms: int) -> None:
-        """The engine's clock shows this now; worker clocks drift, so verdicts are stamped by it."""
+        """Set the engine's current time. Worker clocks drift, so verdicts carry the engine's time."""
         self._offset_ms = engine_ms - time.monotonic_ns() // 1_000_000
 
     def now_ms(self) -> int:
-        """The engine's clock, as well as we know it."""
+        """The engine's time, as estimated here."""
         return self._offset_ms + time.monotonic_ns() // 1_000_000
 
-    # A job's way -----------------------------------------------------------------------------------
+    # From claim to verdict --------------------------------------------------------------------------
 
     def accept(self, claims: Iterable[Claim]) -> None:
-        """Start these jobs, or keep them until there is a slot."""
+        """Start these jobs, or queue them until a slot is free."""
         for claim in claims:
             plan = self._plans.get(claim.task)
-            run = Run(claim, plan or self._nobody)
-            self._held.add(run)
+            run = Run(claim, plan or self._unknown_spec)
+            self._in_flight.add(run)
             if plan is None:
                 self.finished += 1
                 self._judge(run, unknown_task(claim.task, tuple(self._plans)))
@@ -138,13 +137,13 @@ class Runner:
             elif self.running < self.concurrency:
                 self._start(run)
             else:
-                self._line.append(run)
+                self._waiting.append(run)
 
     def set_concurrency(self, concurrency: int) -> None:
-        """From now on so many at a time; what runs goes on."""
+        """Change the number of concurrent jobs; running jobs continue."""
         self.concurrency = concurrency
-        while self._line and self.running < self.concurrency:
-            self._start(self._line.popleft())
+        while self._waiting and self.running < self.concurrency:
+            self._start(self._waiting.popleft())
         self.wake()
 
     def _start(self, run: Run) -> None:
@@ -156,10 +155,10 @@ class Runner:
         if self._gate is None or self._gate.is_approved(run.claim):
             self._begin(run)
         else:
-            run.task = self._loop.create_task(self._show(run, self._gate))
+            run.task = self._loop.create_task(self._review(run, self._gate))
 
-    async def _show(self, run: Run, gate: GuardRunner) -> None:
-        """To the guards; what they allow begins."""
+    async def _review(self, run: Run, gate: GuardRunner) -> None:
+        """Let the guards review a claim; begin the run if they allow it."""
         outcome: Outcome | None = None
         # From here on `stop` cancels this task, as it would the job's own.
         run.begun = True
@@ -206,25 +205,25 @@ class Runner:
             self._finish(run, _NOT_STARTED)
             return
         run.begun = True
-        # Of this task alone.
+        # Set for this task only.
         current_claim.set(run.claim)
         if run.trace is not None:
             run.trace.enter()
         try:
             outcome = await invoke(run.plan, run.claim, run.context)
         except GeneratorExit:
-            # Thrown away (a task that raises this itself comes back as an outcome): judged already.
+            # Abandoned, and judged already. (GeneratorExit raised by the user's code itself arrives as an outcome.)
             self._free(run)
             raise
         self._finish(run, outcome)
 
     def _run_in_thread(self, run: Run) -> None:
-        # The thread is used again: what is set here must not be seen by its next run.
+        # The thread is reused: variables set here must not be visible to its next run.
         outcome = copy_context().run(self._perform_sync, run)
         try:
             self._loop.call_soon_threadsafe(self._finish, run, outcome)
         except RuntimeError:
-            _log.warning("job %s: its thread ended after the worker; what it returned is lost", run.claim.job_id)
+            _log.warning("job %s: its thread ended after the worker; its outcome is lost", run.claim.job_id)
 
     @staticmethod
     def _perform_sync(run: Run) -> Outcome:
@@ -240,7 +239,7 @@ class Runner:
         run.begun = True
         try:
             outcome = await self._children.perform(run.plan, run.claim, lambda: self._arm(run))
-        except BaseException as exc:  # noqa: BLE001 - cancelled by `stop`, or no child can be had
+        except BaseException as exc:  # noqa: BLE001 - cancelled by `stop`, or no child could be started
             outcome = failure_outcome(exc, run.plan.policy)
         self._finish(run, outcome)
 
@@ -256,7 +255,7 @@ class Runner:
         if run.began_at:
             run.took_s = perf_counter() - run.began_at
         policy = run.plan.policy
-        if isinstance(outcome, ApprovalNeeded) and (self._gate is None or not self._gate.can_ask):
+        if isinstance(outcome, ApprovalNeeded) and (self._gate is None or not self._gate.can_request_approval):
             outcome = approval_impossible(NoLedger("an approval"))
         verdict = judge(run.claim, outcome, policy.retry, policy.on_exhausted, self._random, self.now_ms)
         if run.context is not None:
@@ -268,7 +267,7 @@ class Runner:
             log_ending(run.claim, verdict, outcome)
 
     def _free(self, run: Run) -> None:
-        """The slot is free: next, please."""
+        """Free the slot, and start the next waiting run."""
         if run.ended:
             return
         run.ended = True
@@ -276,53 +275,53 @@ class Runner:
         self.finished += 1
         if run.timer is not None:
             run.timer.cancel()
-        if self._stray:
-            self._stray.discard(run)
-        if self._line and self.running < self.concurrency:
-            self._start(self._line.popleft())
-        if self.running + len(self._line) <= self.wake_at:
+        if self._detached:
+            self._detached.discard(run)
+        if self._waiting and self.running < self.concurrency:
+            self._start(self._waiting.popleft())
+        if self.running + len(self._waiting) <= self.wake_at:
             self.wake()
 
-    # Ends from outside -----------------------------------------------------------------------------
+    # Ending runs from outside -----------------------------------------------------------------------------
 
-    def stop(self, run: Run, why: StopReason) -> None:
-        """End a run. A lost one gets no verdict; the others get theirs when their code has gone, or at once."""
-        if run.ended or (run.stopped is not None and why is not StopReason.LOST):
+    def stop(self, run: Run, reason: StopReason) -> None:
+        """End a run. A lost run gets no verdict; others get theirs when their code has ended, threads immediately."""
+        if run.ended or (run.stopped is not None and reason is not StopReason.LOST):
             return
-        run.stopped = why
+        run.stopped = reason
         if run.context is not None:
             run.context._end()
-        if why is StopReason.LOST:
+        if reason is StopReason.LOST:
             self._lose(run)
         if run.task is not None:
             if run.begun:
-                # Cancelling a task before its first step would skip our own code too.
+                # Cancelling a task before its first step would skip the code here as well.
                 run.task.cancel()
-                self._loop.call_later(self._cancel_grace_s, self._throw_away, run)
+                self._loop.call_later(self._cancel_grace_s, self._abandon, run)
         elif run.begun and not run.judged:
-            if why is StopReason.TIMEOUT:
+            if reason is StopReason.TIMEOUT:
                 _log_uninterrupted(run)
             self._judge(run, _stopped(run, _STOPPED))
 
     def release_queued(self, message: str) -> int:
-        """Give back what has not started; no attempt is used up (requirement S5)."""
-        released = len(self._line)
-        while self._line:
-            self._judge(self._line.popleft(), Deferred(message))
+        """Release runs that have not started; no attempt is used up (requirement S5)."""
+        released = len(self._waiting)
+        while self._waiting:
+            self._judge(self._waiting.popleft(), Deferred(message))
         return released
 
     def stop_starting(self) -> None:
-        """From now on start nothing; what waits, and what still comes, is given back."""
+        """Start no further runs; release those that wait and those still to be accepted."""
         self._draining = True
         self.release_queued(_NOT_STARTED.message)
 
-    def stop_all(self, why: StopReason) -> None:
-        """End whatever still runs."""
-        for run in [run for run in self._held if not run.judged]:
-            self.stop(run, why)
+    def stop_all(self, reason: StopReason) -> None:
+        """End all runs that have no verdict yet."""
+        for run in [run for run in self._in_flight if not run.judged]:
+            self.stop(run, reason)
 
     async def close(self) -> None:
-        """Let threads and children go."""
+        """End idle threads and child processes."""
         self._threads.close()
         await self._children.close()
 
@@ -331,23 +330,23 @@ class Runner:
             run.timer = self._loop.call_later(run.plan.timeout_s, self.stop, run, StopReason.TIMEOUT)
 
     def _lose(self, run: Run) -> None:
-        # A verdict on its way stays: the engine's answer to it is what counts.
+        # A verdict that is being settled stays: the engine's answer to it decides.
         if run.settlement is not None:
             return
         run.judged = True
         if run.trace is not None:
             run.trace.abandon()
-        self._held.discard(run)
-        if run in self._line:
-            self._line.remove(run)
+        self._in_flight.discard(run)
+        if run in self._waiting:
+            self._waiting.remove(run)
         else:
-            self._stray.add(run)
+            self._detached.add(run)
 
-    def _throw_away(self, run: Run) -> None:
-        """It was cancelled and did not go: judge it without its consent, and close its coroutine under it."""
+    def _abandon(self, run: Run) -> None:
+        """Judge a run that ignored its cancellation, and close its coroutine."""
         if run.ended or run.task is None:
             return
-        _log.error("job %s ignores its cancellation; it is thrown away", run.claim.job_id)
+        _log.error("job %s ignored cancellation; abandoned", run.claim.job_id)
         if not run.judged:
             self._judge(run, _stopped(run, _STOPPED))
         task = run.task
@@ -355,7 +354,7 @@ class Runner:
         try:
             task.get_coro().close()
         except RuntimeError as exc:
-            _log.error("job %s cannot be thrown away (%s); its slot stays taken", run.claim.job_id, exc)
+            _log.error("cannot abandon job %s, its slot stays taken: %s", run.claim.job_id, exc)
         task.cancel()
 
 
@@ -371,13 +370,13 @@ def _log_uninterrupted(run: Run) -> None:
 
 
 def _consume(task: asyncio.Task[None]) -> None:
-    """Look at the exception of a task that was thrown away, so that asyncio does not complain about it."""
+    """Retrieve the exception of an abandoned task, so that asyncio does not log it."""
     if not task.cancelled():
         task.exception()
 
 
 def _stopped(run: Run, outcome: Outcome) -> Outcome:
-    """What a run that was ended from outside amounts to, whatever it raised on its way out."""
+    """The outcome of a run that was ended from outside, whatever it raised."""
     match run.stopped:
         case StopReason.TIMEOUT:
             return timed_out(run.plan.timeout_s or 0, outcome.error if isinstance(outcome, Raised) else None)

@@ -25,12 +25,12 @@ from holdfast.observe.counters import Counters
 from holdfast.observe.logs import log_fields
 from holdfast.worker.in_flight import InFlight, Run
 
-#: Runs that were given back, held or suspended took their time for nothing yet.
+#: Runs that were released, in_flight or suspended are not counted: they have no result yet.
 _FIELDS: Final[dict[type, str]] = {Succeed: "run_succeeded", RetryLater: "run_retried", DeadLetter: "run_dead"}
 
 
 def record_durations(counts: Counters, runs: Sequence[Run], answers: Sequence[SettleResult]) -> None:
-    """These are settled. In the hot path: one short loop for a batch."""
+    """Count the durations of settled runs. On the hot path: one short loop per batch."""
     took: dict[type, list[float]] = {verdict: [] for verdict in TARGETS}
     for run, answer in zip(runs, answers, strict=True):
         if answer is SettleResult.APPLIED and run.settlement is not None:
@@ -44,33 +44,33 @@ def record_durations(counts: Counters, runs: Sequence[Run], answers: Sequence[Se
 
 _log: Final = logging.getLogger("holdfast.worker")
 
-#: Calls on their way at a time. Two keep the store busy while the next batch forms.
+#: Concurrent calls. Two keep the store busy while the next batch forms.
 _MAX_CALLS: Final = 2
-#: A batch that was refused so often in a row will not be taken as it is.
+#: A batch that was refused this often in a row is split.
 _MAX_REFUSALS: Final = 3
 
 
 class Settler:
-    """Collects verdicts and sends them. One event loop."""
+    """Collects verdicts and sends them. Runs on one event loop."""
 
-    def __init__(self, engine: Engine, held: InFlight) -> None:
+    def __init__(self, engine: Engine, in_flight: InFlight) -> None:
         self._engine = engine
-        self._held = held
+        self._in_flight = in_flight
         self._loop = asyncio.get_running_loop()
         self._waiting: list[Run] = []
         self._calls: set[asyncio.Task[None]] = set()
-        #: Verdicts for a part of the store that is away, and who sees to them.
-        self._aside: list[Run] = []
+        #: Verdicts for an unreachable part of the store, and the task that sends them.
+        self._deferred: list[Run] = []
         self._late_call: asyncio.Task[None] | None = None
         self._scheduled = False
 
     @property
     def pending(self) -> int:
-        """Verdicts that wait for their call; those on their way are not counted."""
+        """Verdicts that wait for a call, without those being sent."""
         return len(self._waiting)
 
     def put(self, run: Run, settlement: Settlement) -> None:
-        """This is the end of that attempt. Returns at once."""
+        """Queue the verdict on a run. Returns immediately."""
         run.settlement = settlement
         self._waiting.append(run)
         if not self._scheduled and len(self._calls) < _MAX_CALLS:
@@ -78,7 +78,7 @@ class Settler:
             self._loop.call_soon(self._flush)
 
     async def flush(self, timeout_s: float) -> bool:
-        """Wait until everything is answered; False if time ran out first."""
+        """Wait until everything is answered; False if the timeout passes first."""
         deadline = self._loop.time() + timeout_s
         while self._waiting or self._calls or self._late_call:
             left_s = deadline - self._loop.time()
@@ -91,12 +91,12 @@ class Settler:
         return True
 
     def abandon(self) -> int:
-        """Stop sending; returns how many verdicts were not answered. Their leases run out, the jobs run again."""
+        """Stop sending; returns how many verdicts were not answered. Their leases expire and the jobs run again."""
         for call in self._calls:
             call.cancel()
         if self._late_call is not None:
             self._late_call.cancel()
-        return sum(run.settlement is not None for run in self._held)
+        return sum(run.settlement is not None for run in self._in_flight)
 
     def _flush(self) -> None:
         self._scheduled = False
@@ -111,72 +111,72 @@ class Settler:
         self._calls.discard(call)
         if not call.cancelled():
             if (exc := call.exception()) is not None:
-                _log.error("settling failed in an unexpected way", exc_info=exc)
+                _log.error("settling failed unexpectedly", exc_info=exc)
             self._flush()
 
     async def _send(self, runs: list[Run]) -> None:
         settlements = [run.settlement for run in runs if run.settlement is not None]
         try:
-            answers = await self._until_answered(settlements)
+            answers = await self._settle_with_retry(settlements)
         except PartialFailure as exc:
-            self._put_aside(self._take_answers(runs, exc), exc)
+            self._defer(self._process_partial(runs, exc), exc)
             return
         except Exception:  # noqa: BLE001 - one bad verdict must not stop the others
             if len(runs) > 1:
-                # One of them is to blame: find it, and let the others through.
+                # One of them is the cause: settle each on its own.
                 for run in runs:
                     await self._send([run])
                 return
             _log.exception(
-                "the engine cannot take the verdict on job %s; its lease will run out and it runs again",
+                "cannot settle job %s; its lease will expire and it will run again",
                 runs[0].claim.job_id,
             )
-            self._held.difference_update(runs)
+            self._in_flight.difference_update(runs)
             return
-        self._answered(runs, answers)
+        self._record_answers(runs, answers)
 
-    def _answered(self, runs: Sequence[Run], answers: Sequence[SettleResult]) -> None:
-        self._held.difference_update(runs)
+    def _record_answers(self, runs: Sequence[Run], answers: Sequence[SettleResult]) -> None:
+        self._in_flight.difference_update(runs)
         record_durations(self._engine.counts, runs, answers)
-        self._note([run.settlement for run in runs if run.settlement is not None], answers)
+        self._log_stale([run.settlement for run in runs if run.settlement is not None], answers)
 
-    def _take_answers(self, runs: Sequence[Run], partly: PartialFailure) -> list[Run]:
-        """Those that have none."""
+    def _process_partial(self, runs: Sequence[Run], partly: PartialFailure) -> list[Run]:
+        """Process the answers of a partial failure; returns the runs without one."""
         pairs = [(run, answer) for run, answer in zip(runs, partly.completed, strict=True) if answer is not None]
-        self._answered([run for run, _ in pairs], [answer for _, answer in pairs])
+        self._record_answers([run for run, _ in pairs], [answer for _, answer in pairs])
         return [run for run, answer in zip(runs, partly.completed, strict=True) if answer is None]
 
-    def _put_aside(self, runs: list[Run], why: EngineUnavailable) -> None:
-        self._aside += runs
+    def _defer(self, runs: list[Run], reason: EngineUnavailable) -> None:
+        self._deferred += runs
         if self._late_call is None:
-            _log.warning("%d verdicts wait for a part of the engine: %s", len(runs), why)
+            _log.warning("%d verdicts wait for a part of the engine: %s", len(runs), reason)
             self._late_call = self._loop.create_task(self._send_late())
             self._late_call.add_done_callback(self._sent_late)
 
     async def _send_late(self) -> None:
-        """Send what was put aside until all of it is answered, or refused: then it is sent like any other."""
+        """Send deferred verdicts until all are answered. Refused ones are sent with the others."""
         backoff = Backoff()
-        while self._aside:
+        while self._deferred:
             await asyncio.sleep(backoff.next_s())
-            batch = self._aside[:MAX_BATCH]
-            del self._aside[:MAX_BATCH]
+            batch = self._deferred[:MAX_BATCH]
+            del self._deferred[:MAX_BATCH]
             settlements = [run.settlement for run in batch if run.settlement is not None]
             try:
-                self._answered(batch, await self._engine.settle(settlements))
+                self._record_answers(batch, await self._engine.settle(settlements))
                 backoff.reset()
             except PartialFailure as exc:
-                # Behind the others: one of them may be on another part, and answered.
-                self._aside += self._take_answers(batch, exc)
-            except Exception:  # noqa: BLE001 - who is to blame is found out there
+                # After the others: those may belong to another part of the store that answers.
+                self._deferred += self._process_partial(batch, exc)
+            except Exception:  # noqa: BLE001 - `_send` finds the cause
                 self._waiting += batch
                 self._flush()
 
     def _sent_late(self, call: asyncio.Task[None]) -> None:
         self._late_call = None
         if not call.cancelled() and (exc := call.exception()) is not None:
-            _log.error("settling failed in an unexpected way", exc_info=exc)
+            _log.error("settling failed unexpectedly", exc_info=exc)
 
-    async def _until_answered(self, settlements: Sequence[Settlement]) -> list[SettleResult]:
+    async def _settle_with_retry(self, settlements: Sequence[Settlement]) -> list[SettleResult]:
         backoff: Backoff | None = None
         refusals = 0
         while True:
@@ -193,7 +193,7 @@ class Settler:
                     backoff = Backoff()
                 await asyncio.sleep(backoff.next_s())
 
-    def _note(self, settlements: Sequence[Settlement], answers: Sequence[SettleResult]) -> None:
+    def _log_stale(self, settlements: Sequence[Settlement], answers: Sequence[SettleResult]) -> None:
         for settlement, answer in zip(settlements, answers, strict=True):
             if answer is SettleResult.STALE:
                 _log.warning(

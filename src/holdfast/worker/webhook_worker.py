@@ -1,4 +1,4 @@
-"""Delivers webhooks: a small worker on the deliveries' queue, in every process that does upkeep, if webhooks are used.
+"""Send webhooks: a small worker on the queue of deliveries, in every process with upkeep, if webhooks are enabled.
 
 Deliveries are jobs, so leases, retries, dead letters and draining are the worker's own; only the task is built in.
 """
@@ -27,72 +27,72 @@ if TYPE_CHECKING:
 
 _log: Final = logging.getLogger("holdfast.webhooks")
 
-#: Deliveries on their way at a time: a receiver that is slow to answer must not keep the others waiting.
+#: Concurrent deliveries: a slow receiver must not delay the others.
 CONCURRENCY: Final = 20
 
 _MULTIPLIER: Final = 4.0
 _CAP_S: Final = 3_600.0
-#: Around the attempt's own limit, for what that does not see.
+#: Added to the attempt's own timeout, for work outside it.
 _SLACK_S: Final = 5.0
 
 
 class WebhookWorker:
-    """`start`, then `stop`, on one event loop. The engine is the caller's, and open."""
+    """`start`, then `stop`, on one event loop. The caller owns the engine, which is open."""
 
     def __init__(
-        self, engine: Engine, settings: Settings, *, name: str = "postman", resolve: Resolve | None = None
+        self, engine: Engine, settings: Settings, *, name: str = "webhooks", resolve: Resolve | None = None
     ) -> None:
-        """Raises `MissingExtra` where no HTTP client is installed. `resolve`: the system's resolver if None."""
+        """`resolve` defaults to the system's resolver. Raises `MissingExtra` if no HTTP client is installed."""
         require("sending webhooks", "httpcore")
         from holdfast.webhooks.sender import WebhookSender, resolve_host
 
-        self._post = _WebhookApp(engine, settings, WebhookSender(settings, resolve or resolve_host))
-        # Somebody else keeps the ledger; the promoter for this queue's retries is its own.
-        self._worker = Worker(self._post, [QUEUE], CONCURRENCY, name=name)
+        self._app = _WebhookApp(engine, settings, WebhookSender(settings, resolve or resolve_host))
+        # The process runs the ledger's tasks; this worker has its own promoter for the retries of its queue.
+        self._worker = Worker(self._app, [QUEUE], CONCURRENCY, name=name)
         self._running: asyncio.Task[Any] | None = None
 
     def start(self) -> None:
-        """Begin."""
-        self._running = asyncio.create_task(self._worker.run(), name="holdfast-postman")
+        """Start the worker."""
+        self._running = asyncio.create_task(self._worker.run(), name="holdfast-webhook-worker")
 
     def drain(self) -> None:
-        """Take nothing new."""
+        """Claim nothing more."""
         self._worker.drain()
 
-    async def stop(self, hurry: asyncio.Event | None = None) -> None:
-        """Finish what is on its way, or once `hurry` is set leave that, too, to others."""
+    async def stop(self, stop_now: asyncio.Event | None = None) -> None:
+        """Finish deliveries in flight; once `stop_now` is set, leave them to other processes."""
         if self._running is None:
             return
         self._worker.drain()
-        hurrying = asyncio.create_task((hurry or asyncio.Event()).wait())
-        await asyncio.wait({self._running, hurrying}, return_when=asyncio.FIRST_COMPLETED)
+        stopping_now = asyncio.create_task((stop_now or asyncio.Event()).wait())
+        await asyncio.wait({self._running, stopping_now}, return_when=asyncio.FIRST_COMPLETED)
         if not self._running.done():
             self._worker.drain()
-        hurrying.cancel()
+        stopping_now.cancel()
         try:
             await self._running
-        except Exception:  # noqa: BLE001 - at its end; the deliveries' leases run out, and others take them
-            _log.exception("the postman ended in an unexpected way")
+        except Exception:  # noqa: BLE001 - at shutdown; the leases of the deliveries expire
+            _log.exception("webhook worker failed unexpectedly")
 
 
 @asynccontextmanager
 async def run_webhook_worker(engine: Engine, ledger: Ledger | None, settings: Settings) -> AsyncIterator[None]:
-    """Delivers while the block runs, if webhooks are used; for processes without a worker."""
+    """Run a webhook worker during the block, if webhooks are enabled; for processes without a worker."""
     if ledger is None or not settings.webhooks_enabled:
         yield
         return
-    postman = WebhookWorker(engine, settings)
-    postman.start()
+    worker = WebhookWorker(engine, settings)
+    worker.start()
     try:
         yield
     finally:
-        await postman.stop()
+        await worker.stop()
 
 
 class _WebhookApp:
-    """What a worker needs of an app, with the one task."""
+    """The parts of an app that a worker uses, with one built-in task."""
 
-    #: No effects, and no bookkeeping.
+    #: None: no effects, and no ledger tasks.
     ledger_backend: Ledger | None = None
     outbox_backend = None
 
@@ -117,15 +117,17 @@ class _WebhookApp:
         return self._plans
 
     def guard_runner(self, ledger: Ledger | None) -> None:
-        """Nobody has to allow a delivery."""
+        """None: deliveries are not guarded."""
 
     async def open(self) -> None:
-        """Its owner has."""
+        """Does nothing: the owner has opened the engine."""
 
-    async def _deliver(self, url: str, webhook_id: str, event: str, body: str, seal: str = "") -> dict[str, Any]:
+    async def _deliver(
+        self, url: str, webhook_id: str, event: str, body: str, signature: str = "", seal: str = ""
+    ) -> dict[str, Any]:
         counts = self.engine.counts
         try:
-            address = verify_payload(self.settings, url, webhook_id, event, body, seal)
+            address = verify_payload(self.settings, url, webhook_id, event, body, signature or seal)
             trace = self._tracer.headers() if self._tracer is not None else {}
             status = await self._sender.send(address, webhook_id, body.encode(), trace)
         except Exception:

@@ -58,7 +58,7 @@ _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 
 
 def resident_bytes() -> int:
-    """Resident set now; on systems without /proc its highest value so far."""
+    """Current resident set size; on systems without /proc, its peak."""
     try:
         return int(_STATM.read_text().split()[1]) * _PAGE
     except OSError:
@@ -75,14 +75,14 @@ class WorkerExit(StrEnum):
     """Why a worker ended."""
 
     DRAINED = "drained"
-    #: It has done as many jobs as it was allowed.
+    #: It has run its limit of jobs.
     MAX_JOBS = "max_jobs"
-    #: Its process has grown over its limit.
+    #: Its process uses more memory than its limit.
     MAX_RSS = "max_rss"
 
 
 class WorkerApp(Protocol):
-    """What a worker needs of the app."""
+    """The parts of an app that a worker uses."""
 
     @property
     def settings(self) -> Settings: ...
@@ -113,7 +113,7 @@ class Worker(LeaseListener):
         max_rss: int | None = None,
         cancel_grace_s: float = CANCEL_GRACE_S,
     ) -> None:
-        """`max_jobs` and `max_rss` (bytes) recycle the process: the worker drains itself when it gets there.
+        """`max_jobs` and `max_rss` (bytes) recycle the process: the worker drains itself at either limit.
 
         Raises `MissingExtra` if its upkeep is to send webhooks and no HTTP client is installed.
         """
@@ -132,12 +132,12 @@ class Worker(LeaseListener):
         self._max_rss = max_rss
         self._cancel_grace_s = cancel_grace_s
         self._name = name or ""
-        #: Its name in the engine, in logs and histories. Made by `run`: a worker may be built before a fork.
+        #: Its name in the engine, logs and histories. Set by `run`, since a worker may be built before a fork.
         self.incarnation = ""
         self._controls: dict[str, QueueControl] = {}
-        self._held: InFlight = set()
+        self._in_flight: InFlight = set()
         self._draining = asyncio.Event()
-        self._hurrying = asyncio.Event()
+        self._stop_now = asyncio.Event()
         self._ended = WorkerExit.DRAINED
         self._started_before = 0
         self._engine: Engine | None = None
@@ -149,7 +149,7 @@ class Worker(LeaseListener):
 
     @property
     def ready(self) -> bool:
-        """Whether the fetch loop ticked lately and the engine answered; False before, and while it drains."""
+        """Whether the fetch loop ticked recently and the engine answered; False before the start and while draining."""
         return self._fetcher is not None and not self._draining.is_set() and self._fetcher.ready
 
     @property
@@ -163,7 +163,7 @@ class Worker(LeaseListener):
 
     @property
     def counters(self) -> Counters:
-        """What the engine counted in this process."""
+        """The engine's counters of this process."""
         return self._app.engine.counts if self._engine is None else self._engine.counts
 
     @property
@@ -173,34 +173,34 @@ class Worker(LeaseListener):
 
     @property
     def in_flight(self) -> int:
-        """Leases that it holds: waiting, running, or with a verdict on its way."""
-        return len(self._held)
+        """Leases of this worker: waiting, running, or with a verdict that is not settled yet."""
+        return len(self._in_flight)
 
     @property
     def finished(self) -> int:
-        """Jobs whose code has run, or that have none here (an unknown task)."""
+        """Jobs whose code has run, or whose task is unknown here."""
         return 0 if self._runner is None else self._runner.finished
 
     @property
     def concurrency(self) -> int:
-        """How many jobs it runs at a time: what an operator set, else its own."""
+        """How many jobs it runs at a time: what an operator set, otherwise its own number."""
         ordered = [control.concurrency for control in self._controls.values() if control.concurrency is not None]
         return max(1, min(ordered)) if ordered else self._concurrency
 
     def set_concurrency(self, concurrency: int) -> None:
-        """Run so many at a time from now on; an operator's setting for a queue goes before."""
+        """Change the number of concurrent jobs; what an operator set for a queue has precedence."""
         self._concurrency = _checked(concurrency)
         self._apply_concurrency()
 
     def drain(self) -> None:
-        """Take nothing new, finish, end. A second call does not wait for what still runs."""
+        """Claim nothing more, finish, end. A second call stops running jobs without waiting for them."""
         if self._draining.is_set():
-            self._hurrying.set()
+            self._stop_now.set()
         self._draining.set()
 
     async def run(self) -> WorkerExit:
-        """Work until drained; returns why it ended. Cancelled, it drains in a hurry first."""
-        self._check_places()
+        """Work until drained; returns why it ended. If cancelled, it first drains without waiting for running jobs."""
+        self._check_locations()
         self.incarnation = new_identity(self._name)
         try:
             if not await self._connect():
@@ -211,19 +211,19 @@ class Worker(LeaseListener):
 
     # From start to drained ---------------------------------------------------------------------------
 
-    def _check_places(self) -> None:
+    def _check_locations(self) -> None:
         for plan in self._app.specs.values():
             if plan.mode is ExecutionMode.PROCESS:
                 locate(plan)
 
     async def _connect(self) -> bool:
-        """Open the engine, however long that takes; False if drained before it answered."""
+        """Open the engine, retrying until it answers; False if drained before that."""
         backoff = Backoff()
         while not self._draining.is_set():
             try:
                 await self._app.open()
             except EngineUnavailable as exc:
-                _log.error("the engine cannot be reached, trying again: %s", exc)
+                _log.error("cannot reach the engine, retrying: %s", exc)
                 await _wait(self._draining, backoff.next_s())
             else:
                 self._engine = self._app.engine
@@ -234,16 +234,16 @@ class Worker(LeaseListener):
         assert self._engine is not None
         engine = self._engine
         self._announce()
-        bookkeeping = self._bookkeeping(engine)
-        if bookkeeping is not None:
-            await bookkeeping.prepare()
+        ledger_tasks = self._ledger_tasks(engine)
+        if ledger_tasks is not None:
+            await ledger_tasks.prepare()
         relay = AsyncExitStack()
-        await relay.enter_async_context(run_relay(self._app, wanted=self._upkeep and self._app.settings.outbox_relay))
-        settler = Settler(engine, self._held)
+        await relay.enter_async_context(run_relay(self._app, enabled=self._upkeep and self._app.settings.outbox_relay))
+        settler = Settler(engine, self._in_flight)
         runner = self._runner = Runner(
             self._app.specs,
             settler,
-            self._held,
+            self._in_flight,
             self.concurrency,
             tools=self._tools(engine),
             gate=self._app.guard_runner(self._app.ledger_backend),
@@ -252,30 +252,30 @@ class Worker(LeaseListener):
             in_memory=self._app.settings.in_memory,
         )
         fetcher = self._fetcher = Fetcher(
-            engine, self.incarnation, self._queues, runner, self._held, self._app.settings, quota=self._max_jobs
+            engine, self.incarnation, self._queues, runner, self._in_flight, self._app.settings, quota=self._max_jobs
         )
-        renewer = Renewer(engine.clone(), self._queues, self._held, self._app.settings.heartbeat_interval_s, self)
+        renewer = Renewer(engine.clone(), self._queues, self._in_flight, self._app.settings.heartbeat_interval_s, self)
         renewer.start()
         fetching = asyncio.create_task(fetcher.run())
         helpers = [asyncio.create_task(self._housekeep()), *self._start_upkeep(engine)]
-        if bookkeeping is not None:
-            bookkeeping.start()
-        postman = self._start_postman(engine)
+        if ledger_tasks is not None:
+            ledger_tasks.start()
+        webhooks = self._start_webhook_worker(engine)
 
         async def end() -> None:
-            ending = Drain(self._held, self._app.settings, self._hurrying, self._cancel_grace_s)
-            # From the last to the first, each of them whatever the others raise: a renewer that is left behind
-            # would keep these jobs from everybody for as long as the process lives.
+            ending = Drain(self._in_flight, self._app.settings, self._stop_now, self._cancel_grace_s)
+            # In reverse order, each of them whatever the others raise: a renewer that is not stopped would keep the
+            # leases of these jobs for as long as the process runs.
             async with AsyncExitStack() as last:
                 last.push_async_callback(ending.deregister, engine, self.incarnation, self._queues)
                 last.push_async_callback(runner.close)
                 last.push_async_callback(renewer.stop)
-                if bookkeeping is not None:
-                    # To the last: what this worker settles while it drains may still reach the ledger.
-                    last.push_async_callback(bookkeeping.stop)
-                if postman is not None:
-                    postman.drain()
-                    last.push_async_callback(postman.stop, self._hurrying)
+                if ledger_tasks is not None:
+                    # Late: what this worker settles while it drains may still reach the ledger.
+                    last.push_async_callback(ledger_tasks.stop)
+                if webhooks is not None:
+                    webhooks.drain()
+                    last.push_async_callback(webhooks.stop, self._stop_now)
                 last.push_async_callback(relay.aclose)
                 await _end([fetching, *helpers])
                 await ending.finish(runner, fetcher, settler)
@@ -283,11 +283,11 @@ class Worker(LeaseListener):
         try:
             await self._draining.wait()
         except asyncio.CancelledError:
-            self._hurrying.set()
+            self._stop_now.set()
             raise
         finally:
             self._draining.set()
-            await self._see_through(asyncio.create_task(end()))
+            await self._wait_drained(asyncio.create_task(end()))
         return self._ended
 
     def _announce(self) -> None:
@@ -327,20 +327,20 @@ class Worker(LeaseListener):
             payload_limit=settings.payload_limit,
         )
 
-    async def _see_through(self, ending: asyncio.Task[None]) -> None:
-        """Wait for the end of the worker. Cancelled meanwhile, it hurries, and is cancelled when that is over."""
+    async def _wait_drained(self, ending: asyncio.Task[None]) -> None:
+        """Wait for the drain. If cancelled meanwhile, stop now, and raise the cancellation afterwards."""
         cancelled: asyncio.CancelledError | None = None
         while not ending.done():
             try:
                 await asyncio.wait([ending])
             except asyncio.CancelledError as exc:
-                self._hurrying.set()
+                self._stop_now.set()
                 cancelled = exc
         if cancelled is None:
             ending.result()
             return
         if not ending.cancelled() and (failure := ending.exception()) is not None:
-            _log.error("the worker did not end as it should", exc_info=failure)
+            _log.error("worker did not drain cleanly", exc_info=failure)
         raise cancelled
 
     def _start_upkeep(self, engine: Engine) -> list[asyncio.Task[None]]:
@@ -348,61 +348,61 @@ class Worker(LeaseListener):
             return []
         queues = QueueSelection(engine, self._queues)
         self._promoter = Promoter(engine, queues)
-        # All queues, not only ours: one that no worker serves grows, too.
-        alarm = BacklogMonitor(engine, QueueSelection(engine, ()), self._app.settings, self._app.ledger_backend)
-        loops = (self._promoter.run(), EnginePruner(engine, queues).run(), alarm.run())
+        # All queues, not only ours: one that no worker serves may grow as well.
+        monitor = BacklogMonitor(engine, QueueSelection(engine, ()), self._app.settings, self._app.ledger_backend)
+        loops = (self._promoter.run(), EnginePruner(engine, queues).run(), monitor.run())
         return [asyncio.create_task(loop) for loop in loops]
 
-    def _bookkeeping(self, engine: Engine) -> LedgerTasks | None:
+    def _ledger_tasks(self, engine: Engine) -> LedgerTasks | None:
         ledger = self._app.ledger_backend
         if ledger is None or not self._upkeep:
             return None
         settings = self._app.settings
-        # All queues, not only ours: nobody else may be there to do it.
+        # All queues, not only ours: there may be no other process for them.
         return LedgerTasks(engine, ledger, settings, name=self.incarnation, project=settings.projector)
 
-    def _start_postman(self, engine: Engine) -> WebhookWorker | None:
+    def _start_webhook_worker(self, engine: Engine) -> WebhookWorker | None:
         if self._app.ledger_backend is None or not self._upkeep or not self._app.settings.webhooks_enabled:
             return None
-        # Here: it is a worker itself.
+        # Imported here: it is a worker itself.
         from holdfast.worker.webhook_worker import WebhookWorker
 
-        postman = WebhookWorker(engine, self._app.settings)
-        postman.start()
-        return postman
+        webhooks = WebhookWorker(engine, self._app.settings)
+        webhooks.start()
+        return webhooks
 
     async def _housekeep(self) -> None:
-        while not self._has_had_enough():
+        while not self._is_at_limit():
             await asyncio.sleep(_HOUSEKEEPING_S)
             self._release_prefetched()
         self.drain()
 
-    def _has_had_enough(self) -> bool:
+    def _is_at_limit(self) -> bool:
         if self._max_jobs is not None and self.finished >= self._max_jobs:
             self._ended = WorkerExit.MAX_JOBS
         elif self._max_rss is not None and resident_bytes() > self._max_rss:
             self._ended = WorkerExit.MAX_RSS
         else:
             return False
-        _log.info("the worker ends to be started again: %s", self._ended)
+        _log.info("worker reached its limit, draining for a restart: %s", self._ended)
         return True
 
     def _release_prefetched(self) -> None:
-        """Jobs fetched ahead that nothing has started for a second wait behind slow ones: others may be free."""
+        """Release prefetched jobs if none has started for a second: other workers may be free."""
         if self._runner is None or self._fetcher is None:
             return
         if self._runner.queued and self._runner.started == self._started_before:
             self._fetcher.stop_prefetching()
-            released = self._runner.release_queued("given back: the worker is busy")
-            _log.info("%d jobs given back that were fetched ahead", released)
+            released = self._runner.release_queued("released: the worker is busy")
+            _log.info("released %d prefetched jobs", released)
         self._started_before = self._runner.started
 
-    # What the renewer tells ------------------------------------------------------------------------
+    # Callbacks of the renewer ----------------------------------------------------------------------
 
     def on_leases_lost(self, leases: Sequence[Lease]) -> None:
-        """Leases that ran out: end those runs, without a verdict."""
+        """End the runs of lost leases, without a verdict."""
         runs = self._runs(leases)
-        # Counted here and nowhere else: to the engine, a lease that was settled a moment ago looks the same.
+        # Counted only here: the engine cannot distinguish a lost lease from one that was just settled.
         self.counters.leases_lost += len(runs)
         for run in runs:
             _log.warning(
@@ -411,29 +411,29 @@ class Worker(LeaseListener):
         self._lose(runs)
 
     def on_cancelled(self, leases: Sequence[Lease]) -> None:
-        """An operator moved these jobs: end those runs."""
+        """End the runs of jobs that an operator moved."""
         runs = self._runs(leases)
         for run in runs:
             _log.info(
-                "job %s was taken away by an operator; its run is stopped",
+                "job %s was moved by an operator; its run is stopped",
                 run.claim.job_id,
                 extra=log_fields(run.claim),
             )
         self._lose(runs)
 
     def on_control_changed(self, queue: str, control: QueueControl) -> None:
-        """An operator's hand on a queue."""
+        """Apply what an operator set for a queue."""
         self._controls[queue] = control
         self._apply_concurrency()
 
     def on_due(self, queue: str, at_ms: int) -> None:
-        """A job waits for its time."""
+        """Wake the promoter for a delayed job."""
         if self._promoter is not None:
             self._promoter.due(at_ms)
 
     def _runs(self, leases: Sequence[Lease]) -> list[Run]:
         gone = set(leases)
-        return [run for run in self._held if run.claim.lease in gone and run.settlement is None]
+        return [run for run in self._in_flight if run.claim.lease in gone and run.settlement is None]
 
     def _lose(self, runs: Sequence[Run]) -> None:
         if self._runner is not None:
@@ -465,4 +465,4 @@ async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
         task.cancel()
     for ending in await asyncio.gather(*tasks, return_exceptions=True):
         if isinstance(ending, Exception):
-            _log.error("a part of the worker had ended early", exc_info=ending)
+            _log.error("a part of the worker failed", exc_info=ending)

@@ -46,11 +46,11 @@ _READS: Final = frozenset(
         "ZRANGE",
         "ZRANGEBYSCORE",
         "ZSCORE",
-        "due",
+        "find_due",
+        "find_expired",
         "get",
-        "lost",
+        "snapshot",
         "stats",
-        "survey",
         "workers",
     ]
 )

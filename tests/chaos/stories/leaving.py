@@ -111,7 +111,7 @@ class Telling(Story):
         courier = WebhookDispatcher(process.engine, process.ledger, process.app.settings)
         async with process.projecting() if process.place.apart else nullcontext():
             await again(courier.run_once)
-        await courier._patience.close()
+        await courier._probe.close()
 
     def steps(self) -> Sequence[Step]:
         return (self.submit, work, keep, self.tell, work, keep)

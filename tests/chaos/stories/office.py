@@ -99,7 +99,7 @@ class Minding(Story):
     async def trigger(self, process: Process, world: World) -> None:
         book, name = process.ledger.triggers, "orders"
         here = TriggerHeartbeat(name=name, process="p", queue_name=name, adapter="memory", health={}, seen_at_ms=0)
-        await again(lambda: book.heartbeat([here], forget_after_ms=60_000))
+        await again(lambda: book.heartbeat([here], expire_after_ms=60_000))
         for act in (process.offices.triggers.pause, process.offices.triggers.resume):
             await again(partial(act, ANN, name, reason="too many"))
         await again(lambda: book.remove_process("p"))

@@ -302,7 +302,7 @@ class _Listener(Script):
 def _seen(world: World) -> list[RawMessage]:
     """The messages that the trigger takes from its adapter, from now on."""
     raws: list[RawMessage] = []
-    take = world.adapter._take
+    take = world.adapter._next
 
     def watched() -> RawMessage | None:
         raw = take()
@@ -310,7 +310,7 @@ def _seen(world: World) -> list[RawMessage]:
             raws.append(raw)
         return raw
 
-    world.adapter._take = watched  # type: ignore[method-assign]
+    world.adapter._next = watched  # type: ignore[method-assign]
     return raws
 
 
@@ -378,7 +378,7 @@ _EVENT: Final = {"specversion": "1.0", "id": "1", "source": "/s", "type": "t"}
 _CONTROLS: Final = st.sampled_from(["a\x1bb", "a\nb", "x\x7f", "é" * 101, "a\u200bb"])
 
 _BAD: Final = st.one_of(
-    (_CUT | _GARBAGE).map(lambda body: _Bad("json", body, {}, "cannot be read as JSON")),
+    (_CUT | _GARBAGE).map(lambda body: _Bad("json", body, {}, "not valid JSON")),
     st.tuples(TEXTS, _GARBAGE).map(lambda text: _Bad("text", text[0].encode() + text[1], {}, "not UTF-8")),
     st.sampled_from(sorted(_EVENT)).map(
         lambda name: _Bad(

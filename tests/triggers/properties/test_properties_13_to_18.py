@@ -87,9 +87,9 @@ def test_property_13_exhausted_is_a_dead_letter_with_reason_and_history(
             letter, word = letters[ids[n]], plans[n][1]
             assert letter.body == json.dumps({"n": n}).encode()
             assert (letter.headers["x-event-name"], letter.headers["x-dead-source"]) == (f"event-{n}", "orders")
-            assert letter.headers["x-dead-reason"] == f"given up after {tries} tries: RuntimeError: {word} {tries}"
+            assert letter.headers["x-dead-reason"] == f"failed after {tries} attempts: RuntimeError: {word} {tries}"
             lines = [
-                f"try {number} at {to_datetime(at_ms).isoformat()}: RuntimeError: {word} {number}"
+                f"attempt {number} at {to_datetime(at_ms).isoformat()}: RuntimeError: {word} {number}"
                 for number, at_ms in enumerate(runtime.tried_at_ms[n], 1)
             ]
             assert len(lines) == tries
@@ -323,14 +323,14 @@ def test_property_18_the_ledgers_record_is_complete(
         """Status, retries, error and run."""
         fate = plans[number][0]
         if fate == "unparsable":
-            return "unparsable", 0, "the message cannot be read as JSON: Input data was truncated", ""
+            return "unparsable", 0, "the message is not valid JSON: Input data was truncated", ""
         run_id = "" if kind == "task" else f"run-{number}"
         if again:
             return "duplicate", 0, "", run_id
         if kind == "callable" and fate == "fatal":
             return "failed", 0, f"never {number}", ""
         if kind == "callable" and fate == "exhausted":
-            words = f"given up after {max_retries + 1} tries: RuntimeError: no {number}"
+            words = f"failed after {max_retries + 1} attempts: RuntimeError: no {number}"
             return "failed", max_retries, words, ""
         return "success", int(kind == "callable" and fate == "retries"), "", run_id
 

@@ -336,14 +336,14 @@ def test_property_22_health_tells_the_truth(deeds: list[str], concurrency: int) 
         world = World(runtime, concurrency=concurrency)
         broken, waiting = False, 0
         running, paused, holding = True, False, False
-        take = world.adapter._take
+        take = world.adapter._next
 
         def taken() -> RawMessage | None:
             if broken:
                 raise BrokerUnavailable("the consumer is lost")
             return take()
 
-        world.adapter._take = taken  # type: ignore[method-assign]
+        world.adapter._next = taken  # type: ignore[method-assign]
         assert (await world.trigger.health()).status == "stopped"
         await world.trigger.start()
         for deed in deeds:
@@ -355,7 +355,7 @@ def test_property_22_health_tells_the_truth(deeds: list[str], concurrency: int) 
                     world.broker.down = deed == "down"
                 case "broken" | "mended":
                     broken = deed == "broken"
-                    world.adapter._news.set()
+                    world.adapter._wakeup.set()
                 case "outage" | "over":
                     runtime.outage = deed == "outage"
                 case "message":

@@ -148,8 +148,8 @@ class WorldAdapter(WatchedAdapter):
         #: Of each message, the numbers of its deliveries.
         self.delivered: dict[str, list[int]] = {}
 
-    def _take(self) -> RawMessage | None:
-        taken = super()._take()
+    def _next(self) -> RawMessage | None:
+        taken = super()._next()
         if taken is None:
             return None
         message = msgspec.structs.replace(taken, timestamp=self.written.get(taken.message_id, START))
@@ -282,7 +282,7 @@ def gate_of(guard: Callable[..., Any]) -> GuardRunner:
     """A gate with one guard, for triggers whose runtime submits to no desk."""
     guards = GuardRegistry(lambda: 5.0)
     guards(guard)
-    return GuardRunner(guards, {}, LoopClock(), None, can_ask=True)
+    return GuardRunner(guards, {}, LoopClock(), None, can_request_approval=True)
 
 
 def history_of(letter: OutgoingMessage) -> Sequence[str]:

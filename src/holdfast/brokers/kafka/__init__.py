@@ -1,7 +1,7 @@
-"""Kafka, by librdkafka (decision 16).
+"""Kafka client based on librdkafka (decision 16).
 
-`connection` says how to reach it, `adapter` consumes, `publisher` writes. `poller` is the thread that the consumer
-lives in, `holdings` what it holds, `questions` what is asked of the broker beside the stream of messages.
+`connection` has settings, errors and admin queries; `adapter` the consumer and the producer. `poller` is the thread of
+the consumer, `offsets` tracks its messages in flight.
 """
 
 from holdfast.brokers.kafka.adapter import KafkaAdapter as KafkaAdapter

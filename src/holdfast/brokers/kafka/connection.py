@@ -22,10 +22,10 @@ from holdfast.errors import BrokerRefused, BrokerUnavailable
 from holdfast.observe.redact import redact
 
 _log: Final = logging.getLogger("holdfast.kafka")
-#: The client says the same thing many times a second while a broker is away; it is passed on once in so long.
-_SAME_AGAIN_S: Final = 10.0
+#: Minimum interval between equal log lines: the client repeats them many times a second during an outage.
+_REPEAT_AFTER_S: Final = 10.0
 
-#: The broker answers, and trying again may not mend it.
+#: The broker answered with an error that a retry may not fix.
 _REFUSALS: Final = frozenset(
     {
         KafkaError._AUTHENTICATION,
@@ -46,8 +46,8 @@ _REFUSALS: Final = frozenset(
         KafkaError.POLICY_VIOLATION,
     }
 )
-#: They are about the topic, whatever the message.
-_OF_THE_TOPIC: Final = frozenset(
+#: Errors that concern the topic, not one message.
+_TOPIC_ERRORS: Final = frozenset(
     {
         KafkaError._UNKNOWN_TOPIC,
         KafkaError.TOPIC_AUTHORIZATION_FAILED,
@@ -61,53 +61,53 @@ _TOO_LARGE: Final = frozenset({KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_
 
 
 class MessageTooLarge(BrokerRefused):
-    """Of a message, not of Kafka: a smaller one would be taken."""
+    """The message exceeds a size limit. A smaller one would be accepted."""
 
 
 class KafkaConfig(BaseModel):
-    """Where Kafka is, who we are to it, and how patient we are."""
+    """Address, credentials, timeouts and limits of a Kafka client."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
-    #: host:port, several with commas.
+    #: host:port, comma-separated.
     bootstrap_servers: str = Field(min_length=1)
     security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
     sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] = "PLAIN"
     sasl_username: str | None = None
     sasl_password: SecretStr | None = None
-    #: Who has to have signed the broker's certificate; none: whom this machine trusts.
+    #: CA certificates that verify the broker. Default: the system's trust store.
     ca_file: str | None = None
-    #: Our own certificate, for brokers that ask for one.
+    #: Client certificate, for brokers that require one.
     cert_file: str | None = None
     key_file: str | None = None
     key_password: SecretStr | None = None
-    #: Whether the broker's certificate has to be valid and for its host.
+    #: Verify the broker's certificate and host name.
     verify: bool = True
 
     client_id: str = "holdfast"
-    #: How long `connect` tries.
+    #: Timeout of `connect`.
     connect_timeout_s: float = Field(default=5.0, gt=0)
 
-    #: Where a group begins that has committed nothing yet.
+    #: Start position of a group without committed offsets.
     start_at: Literal["earliest", "latest"] = "earliest"
-    #: All members of a group must agree. "range" is what most other clients use unless told otherwise.
+    #: All members of a group must use the same strategy. Most other clients default to "range".
     assignment: Literal["cooperative-sticky", "range"] = "cooperative-sticky"
-    #: After so long without a sign of life a member's partitions go to others.
+    #: Partitions of a member are reassigned after this time without a heartbeat.
     session_timeout_s: float = Field(default=10.0, gt=0)
-    #: The client's own limit for a consumer that does not poll. Ours polls always, also while it is paused.
+    #: Limit between two polls. holdfast's consumer polls continuously, also while it is paused.
     max_poll_interval_s: float = Field(default=300.0, gt=0)
-    #: When partitions are taken away: how long to wait for messages that are being handed over.
+    #: On revocation of partitions: how long to wait for messages that are being handled.
     revoke_wait_s: float = Field(default=3.0, ge=0)
 
-    #: After so long a message that the broker has not confirmed counts as not published.
+    #: A message that is not confirmed within this time counts as not published.
     publish_timeout_s: float = Field(default=10.0, gt=0)
     linger_ms: float = Field(default=2.0, ge=0)
     compression: Literal["none", "gzip", "snappy", "lz4", "zstd"] = "none"
-    #: Larger ones are refused before they are sent; brokers have a limit of their own.
+    #: Larger messages are refused before they are sent. Brokers have their own limit.
     max_message_bytes: int = Field(default=1_048_576, ge=1_000, le=1_000_000_000)
 
     @model_validator(mode="after")
-    def _whole(self) -> Self:
+    def _check(self) -> Self:
         if self.security_protocol.startswith("SASL") and (self.sasl_username is None or self.sasl_password is None):
             raise ValueError(f"{self.security_protocol} needs sasl_username and sasl_password")
         given = self.ca_file or self.cert_file or self.key_file or self.key_password or not self.verify
@@ -121,16 +121,16 @@ class KafkaConfig(BaseModel):
 
 
 def client_settings(connection: KafkaConfig) -> dict[str, Any]:
-    """What every client is told, in librdkafka's words. It holds secrets: never log it."""
+    """librdkafka settings shared by all clients. Contains secrets: never log it."""
     settings: dict[str, Any] = {
         "bootstrap.servers": connection.bootstrap_servers,
         "client.id": connection.client_id,
         "security.protocol": connection.security_protocol,
-        # Back soon after a restart, but not a hundred times a second.
+        # Reconnect soon after a broker restart, but not a hundred times a second.
         "reconnect.backoff.ms": 50,
         "reconnect.backoff.max.ms": 2_000,
         "socket.keepalive.enable": True,
-        # A stopped broker keeps its connections: without an answer for so long we try a new one.
+        # A stopped broker process keeps its connections open: reconnect after 10 s without an answer.
         "socket.timeout.ms": 10_000,
     }
     if connection.security_protocol.startswith("SASL") and connection.sasl_password is not None:
@@ -152,17 +152,17 @@ def client_settings(connection: KafkaConfig) -> dict[str, Any]:
 
 
 def is_refusal(error: KafkaError) -> bool:
-    """Whether the broker says no, rather than nothing."""
+    """Whether the broker refused, as opposed to not answering."""
     return error.code() in _REFUSALS
 
 
 def is_topic_error(error: KafkaError) -> bool:
-    """Whether every message of the topic would fare the same."""
-    return error.code() in _OF_THE_TOPIC
+    """Whether every message of the topic would fail the same way."""
+    return error.code() in _TOPIC_ERRORS
 
 
 def translate(error: KafkaError, doing: str) -> BrokerUnavailable:
-    """`doing` as in "Kafka did not …"."""
+    """Convert a client error. `doing` completes the sentence "Kafka did not …"."""
     kind = BrokerRefused if is_refusal(error) else BrokerUnavailable
     if error.code() in _TOO_LARGE:
         kind = MessageTooLarge
@@ -170,56 +170,56 @@ def translate(error: KafkaError, doing: str) -> BrokerUnavailable:
 
 
 class ClientLog:
-    """Takes librdkafka's log lines, which would else go to standard error, and writes them for those who debug.
+    """Logger for librdkafka: writes its lines at DEBUG, redacted and throttled, instead of to stderr.
 
-    What matters to operators the adapter and the publisher say in their own words.
+    Adapter and publisher log what operators need themselves.
     """
 
     def __init__(self) -> None:
-        self._said: dict[str, float] = {}
+        self._logged_at: dict[str, float] = {}
 
     def log(self, level: int, text: str, *values: object) -> None:
         line = redact(text % values if values else text)
-        # The same but for its times is the same.
-        gist = "".join(letter for letter in line if not letter.isdigit())
+        # Lines that differ only in numbers are equal.
+        gist = "".join(char for char in line if not char.isdigit())
         now = monotonic()
-        if now - self._said.get(gist, -_SAME_AGAIN_S) < _SAME_AGAIN_S:
+        if now - self._logged_at.get(gist, -_REPEAT_AFTER_S) < _REPEAT_AFTER_S:
             return
-        if len(self._said) > 1_000:
-            self._said.clear()
-        self._said[gist] = now
+        if len(self._logged_at) > 1_000:
+            self._logged_at.clear()
+        self._logged_at[gist] = now
         _log.log(level if level >= logging.CRITICAL else logging.DEBUG, "%s", line)
 
 
-#: A first connection may have to be tried more than once; in between we look whether the broker has said no.
+#: Timeout of one connection attempt. Between attempts `check_topic` checks for a refusal.
 _TRY_S: Final = 0.5
-#: The library exports it, but not to type checkers.
+#: The library exports it, but without type information.
 _OffsetSpec: Final[Any] = vars(_admin)["OffsetSpec"]
 
 
 class KafkaAdmin:
-    """Clients of its own, which never join a group."""
+    """Metadata and lag queries with separate clients that never join a group."""
 
     def __init__(self, connection: KafkaConfig) -> None:
         self._connection = connection
         self._refusal: KafkaError | None = None
         self._consumer: Consumer | None = None
-        settings = {**client_settings(connection), "error_cb": self._complained}
+        settings = {**client_settings(connection), "error_cb": self._on_error}
         try:
             self._client = AdminClient(settings, logger=ClientLog())
         except KafkaException as exc:
-            # A certificate that cannot be read, and the like.
+            # For example an unreadable certificate.
             raise translate(exc.args[0], "accept the connection's settings") from None
 
     def check_topic(self, topic: str | None, within_s: float) -> list[int]:
-        """The topic's partitions. Raises why not: the broker is silent or says no, or there is no such topic.
+        """The partitions of a topic. Without a topic, only check that the broker answers.
 
-        Without a topic: only whether the broker answers.
+        Raises `BrokerRefused` if the broker refuses or the topic does not exist, else `BrokerUnavailable`.
         """
         until = monotonic() + within_s
         while True:
             try:
-                return self._ask(topic, min(_TRY_S, within_s))
+                return self._find_partitions(topic, min(_TRY_S, within_s))
             except KafkaException as exc:
                 self._client.poll(0)
                 error = self._refusal or exc.args[0]
@@ -235,42 +235,45 @@ class KafkaAdmin:
         return True
 
     def lag(self, topic: str, group: str, done_up_to: Mapping[int, int], within_s: float) -> int | None:
-        """How many messages of the topic wait for the group; None: the broker does not say within this time.
+        """Number of messages of the topic waiting for the group; None if the broker does not answer in time.
 
-        `done_up_to` is where we are ahead of what is committed.
+        `done_up_to` has offsets that are done but not yet committed.
         """
         try:
-            partitions = [TopicPartition(topic, number) for number in self._ask(topic, within_s)]
-            committed = self._reader(group).committed(partitions, timeout=within_s)
-            begun: dict[int, int] = {place.partition: place.offset for place in committed}
+            partitions = [TopicPartition(topic, number) for number in self._find_partitions(topic, within_s)]
+            committed = self._offset_client(group).committed(partitions, timeout=within_s)
+            starts: dict[int, int] = {at.partition: at.offset for at in committed}
             ends = self._offsets(partitions, _OffsetSpec.latest(), within_s)
-            fresh = [place for place in partitions if begun.get(place.partition, -1) < 0]
-            if fresh:
+            uncommitted = [at for at in partitions if starts.get(at.partition, -1) < 0]
+            if uncommitted:
                 first = _OffsetSpec.earliest() if self._connection.start_at == "earliest" else _OffsetSpec.latest()
-                begun.update(self._offsets(fresh, first, within_s))
+                starts.update(self._offsets(uncommitted, first, within_s))
         except (KafkaException, TimeoutError):
             return None
         waiting = 0
         for number, end in ends.items():
-            waiting += max(0, end - max(begun[number], done_up_to.get(number, 0)))
+            waiting += max(0, end - max(starts[number], done_up_to.get(number, 0)))
         return waiting
 
-    def _ask(self, topic: str | None, within_s: float) -> list[int]:
+    def _find_partitions(self, topic: str | None, within_s: float) -> list[int]:
         if topic is None:
             self._client.describe_cluster(request_timeout=within_s).result(within_s + 1)
             return []
-        # Not `list_topics`: a broker that makes topics on demand would make this one.
-        asked = self._client.describe_topics(TopicCollection([topic]), request_timeout=within_s)[topic]
+        # Not `list_topics`: a broker that creates topics on demand would create this one.
+        description = self._client.describe_topics(TopicCollection([topic]), request_timeout=within_s)[topic]
         try:
-            return sorted(partition.id for partition in asked.result(within_s + 1).partitions)
+            return sorted(partition.id for partition in description.result(within_s + 1).partitions)
         except KafkaException as exc:
             if exc.args[0].code() == KafkaError.UNKNOWN_TOPIC_OR_PART:
-                raise BrokerRefused(f"Kafka has no topic {topic!r}: create it, or correct the name") from None
+                raise BrokerRefused(f"Kafka topic {topic!r} not found; create it or correct the name") from None
             raise
 
-    def _reader(self, group: str) -> Consumer:
-        """Asks what the group has committed. Not the admin client, whose library ends the whole process if the broker
-        that it asks is not (or not yet, or no longer) the group's coordinator: it looks for a group that it has not."""
+    def _offset_client(self, group: str) -> Consumer:
+        """The client that reads committed offsets.
+
+        Not the admin client: its library aborts the process if the broker it queries is not (or not yet, or no longer)
+        the coordinator of the group.
+        """
         if self._consumer is None:
             settings = {**client_settings(self._connection), "group.id": group, "enable.auto.commit": False}
             self._consumer = Consumer(settings, logger=ClientLog())
@@ -278,7 +281,7 @@ class KafkaAdmin:
 
     def _offsets(self, partitions: list[TopicPartition], which: Any, within_s: float) -> dict[int, int]:
         answers = self._client.list_offsets(dict.fromkeys(partitions, which), request_timeout=within_s)
-        return {place.partition: answer.result().offset for place, answer in answers.items()}
+        return {at.partition: answer.result().offset for at, answer in answers.items()}
 
-    def _complained(self, error: KafkaError) -> None:
+    def _on_error(self, error: KafkaError) -> None:
         self._refusal = error if is_refusal(error) else None

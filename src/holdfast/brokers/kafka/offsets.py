@@ -1,7 +1,7 @@
-"""What a consumer has of its topic: the partitions that are its own, and the messages of each that are in hand.
+"""Partitions assigned to a Kafka consumer and the messages of each that are in flight.
 
-Shared by two threads, the poller's and the event loop's; every method is atomic. A commit never passes a message that
-is in hand: it goes up to the lowest of them.
+Shared by the poller thread and the event loop; every method is atomic. A commit never passes a message in flight: it
+ends at the lowest of them.
 """
 
 from __future__ import annotations
@@ -14,218 +14,219 @@ from typing import Final
 
 from holdfast.brokers.port import RawMessage
 
-#: After so many messages that are done the next commit does not wait for its time.
-_MANY: Final = 1_000
-#: Who waits for room is woken when one in so many of all places is free: a message at a time would cost a switch of
-#: threads for each.
-_SHARE: Final = 4
-#: Of shares. No two of a process have the same, so that no consumer takes another's message for its own.
+#: Number of acknowledged messages after which a commit is due immediately.
+_COMMIT_AFTER: Final = 1_000
+#: `wait_for_room` wakes when 1/N of the limit is free: waking for each message would cost a thread switch each.
+_ROOM_FRACTION: Final = 4
+#: Assignment numbers, unique in the process, so that no consumer mistakes the message of another for its own.
 _numbers: Final = count(1)
 
 
 class _PartitionOffsets:
-    """One partition, from the moment it is ours until it is not. If it comes back, it comes back as another one."""
+    """One assignment of one partition. A partition that is assigned again gets a new instance."""
 
-    __slots__ = ("before", "committed", "in_hand", "leaving", "number", "position", "started")
+    __slots__ = ("before", "committed", "in_flight", "leaving", "number", "position", "started")
 
     def __init__(self, number: int, before: int | None = None) -> None:
         self.number = number
-        #: The client's position when the partition became ours, left over from an earlier assignment.
+        #: The client's position at assignment, left over from an earlier assignment.
         self.before = before
-        #: Where the next message is expected; None: none has come yet.
+        #: Offset of the next message; None until the first one.
         self.position: int | None = None
-        #: Offset → which delivery of it, in the order of the offsets.
-        self.in_hand: dict[int, int] = {}
-        #: Somebody has asked whether they are ours and was told so: they are being handed over.
+        #: Offset → delivery count, ordered by offset.
+        self.in_flight: dict[int, int] = {}
+        #: Offsets whose ownership was confirmed: they are being handled.
         self.started: set[int] = set()
         self.leaving = False
         self.committed: int | None = None
 
     def safe(self) -> int | None:
-        """Everything below is done."""
-        return next(iter(self.in_hand), self.position)
+        """The offset up to which a commit is safe: all messages below are done."""
+        return next(iter(self.in_flight), self.position)
 
 
 class InFlightOffsets:
-    """See the module. `limit` is how many messages may be in hand."""
+    """See the module. `limit` caps the messages in flight."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        #: So few in hand are few enough to wake who waits for room.
-        self._few = limit - max(1, limit // _SHARE)
+        #: `wait_for_room` wakes at this number of messages in flight.
+        self._low_mark = limit - max(1, limit // _ROOM_FRACTION)
         self._changed = Condition()
-        self._shares: dict[int, _PartitionOffsets] = {}
-        self._in_hand = 0
+        self._assigned: dict[int, _PartitionOffsets] = {}
+        self._in_flight = 0
         self._done_since_commit = 0
 
-    # The poller's side ------------------------------------------------------------------------------
+    # For the poller thread --------------------------------------------------------------------------
 
     def assign(self, partitions: Iterable[int], before: Mapping[int, int] | None = None) -> None:
-        """They are ours now. `before`: the client's positions so far, which are of earlier assignments."""
+        """Record an assignment. `before` has the client's positions, left over from earlier assignments."""
         with self._changed:
             for partition in partitions:
                 self._drop(partition)
-                self._shares[partition] = _PartitionOffsets(next(_numbers), (before or {}).get(partition))
+                self._assigned[partition] = _PartitionOffsets(next(_numbers), (before or {}).get(partition))
 
     def partitions(self) -> list[int]:
-        """Those that are ours."""
+        """The assigned partitions."""
         with self._changed:
-            return list(self._shares)
+            return list(self._assigned)
 
     def reach(self, positions: Mapping[int, int]) -> None:
-        """Where the client reads next: past transaction markers and aborted messages, which are never delivered.
+        """Advance to the client's positions: past transaction markers and aborted messages, which are not delivered.
 
-        Every message before these positions must have gone through `take`.
+        Every message before these positions must have gone through `add`.
         """
         with self._changed:
             for partition, position in positions.items():
-                share = self._shares.get(partition)
-                if share is None:
+                assigned = self._assigned.get(partition)
+                if assigned is None:
                     continue
-                # Until something was read in this assignment, the client reports the position of the one before.
-                is_current = position != share.before if share.position is None else position > share.position
+                # Until the first read of this assignment, the client reports the position of the previous one.
+                is_current = position != assigned.before if assigned.position is None else position > assigned.position
                 if is_current:
-                    share.position = position
+                    assigned.position = position
 
     def add(self, partition: int, offset: int) -> int | None:
-        """A message has come: the number of our share, to be kept with it; None: the partition is not ours."""
+        """Record a received message. Returns the assignment number to keep with it; None if it is not assigned here."""
         with self._changed:
-            share = self._shares.get(partition)
-            if share is None or share.leaving:
+            assigned = self._assigned.get(partition)
+            if assigned is None or assigned.leaving:
                 return None
-            if share.position is not None and offset < share.position:
-                # The broker begins again further back. What came before comes again, and counts no more.
+            if assigned.position is not None and offset < assigned.position:
+                # The broker restarts at a lower offset: earlier deliveries come again and no longer count.
                 self._drop(partition)
-                share = self._shares[partition] = _PartitionOffsets(next(_numbers))
-            share.position = offset + 1
-            share.in_hand[offset] = 1
-            self._in_hand += 1
-            return share.number
+                assigned = self._assigned[partition] = _PartitionOffsets(next(_numbers))
+            assigned.position = offset + 1
+            assigned.in_flight[offset] = 1
+            self._in_flight += 1
+            return assigned.number
 
     def room(self) -> int:
-        """How many more may come."""
+        """How many more messages may be received."""
         with self._changed:
-            return max(0, self._limit - self._in_hand)
+            return max(0, self._limit - self._in_flight)
 
     def wait_for_room(self, seconds: float) -> bool:
-        """Wait until there is plenty, but not for longer; whether there is some."""
+        """Wait up to `seconds` until a good part of the limit is free. Returns whether there is any room."""
         with self._changed:
-            self._changed.wait_for(lambda: self._in_hand <= self._few, seconds)
-            return self._in_hand < self._limit
+            self._changed.wait_for(lambda: self._in_flight <= self._low_mark, seconds)
+            return self._in_flight < self._limit
 
     def wake(self) -> None:
-        """End all waiting for room early."""
+        """End every `wait_for_room` early."""
         with self._changed:
             self._changed.notify_all()
 
     def wait_for_handovers(self, partitions: Iterable[int], seconds: float) -> int:
-        """From now on nothing of these is ours to begin with; wait until what was begun is done, but not for longer.
-        How many are left."""
+        """Confirm no more ownership for these partitions and wait up to `seconds` for messages being handled.
+
+        Returns how many are still being handled.
+        """
         with self._changed:
-            shares = [self._shares[partition] for partition in partitions if partition in self._shares]
-            for share in shares:
-                share.leaving = True
+            leaving = [self._assigned[partition] for partition in partitions if partition in self._assigned]
+            for assigned in leaving:
+                assigned.leaving = True
             until = monotonic() + seconds
-            while any(share.started for share in shares) and (left := until - monotonic()) > 0:
+            while any(assigned.started for assigned in leaving) and (left := until - monotonic()) > 0:
                 self._changed.wait(left)
-            return sum(len(share.started) for share in shares)
+            return sum(len(assigned.started) for assigned in leaving)
 
     def revoke(self, partitions: Iterable[int] | None = None) -> None:
-        """They are no longer ours, nor is what is in hand of them. None: all."""
+        """Drop partitions with their messages in flight. None: all partitions."""
         with self._changed:
-            for partition in list(self._shares) if partitions is None else partitions:
+            for partition in list(self._assigned) if partitions is None else partitions:
                 self._drop(partition)
             self._changed.notify_all()
 
     def commit_is_due(self) -> bool:
-        """Whether so much is done that it should not wait."""
-        return self._done_since_commit >= _MANY
+        """Whether enough messages are done to commit before the interval ends."""
+        return self._done_since_commit >= _COMMIT_AFTER
 
     def to_commit(self, partitions: Iterable[int] | None = None) -> dict[int, int]:
-        """Partition → offset, of those where it has changed. They count as committed, unless `not_committed`."""
+        """Offsets by partition that changed since the last commit. They count as committed until `not_committed`."""
         with self._changed:
             self._done_since_commit = 0
             offsets = {}
-            for partition in list(self._shares) if partitions is None else partitions:
-                share = self._shares.get(partition)
-                safe = share.safe() if share is not None else None
-                if share is not None and safe is not None and safe != share.committed:
-                    share.committed = offsets[partition] = safe
+            for partition in list(self._assigned) if partitions is None else partitions:
+                assigned = self._assigned.get(partition)
+                safe = assigned.safe() if assigned is not None else None
+                if assigned is not None and safe is not None and safe != assigned.committed:
+                    assigned.committed = offsets[partition] = safe
             return offsets
 
     def not_committed(self, partitions: Iterable[int]) -> None:
-        """It did not work: they are to be committed again."""
+        """A commit failed: include these partitions in the next one."""
         with self._changed:
             for partition in partitions:
-                if partition in self._shares:
-                    self._shares[partition].committed = None
+                if partition in self._assigned:
+                    self._assigned[partition].committed = None
 
-    # The event loop's side --------------------------------------------------------------------------
+    # For the event loop -----------------------------------------------------------------------------
 
     def holds(self, message: RawMessage) -> bool:
-        """Whether this delivery is still in hand, of a partition that stays. A yes means that it is being used."""
+        """Whether this delivery is in flight and its partition stays. If True, the message counts as being handled."""
         with self._changed:
-            share = self._share_of(message)
-            if share is None:
+            assigned = self._find_assigned(message)
+            if assigned is None:
                 return False
             offset = message.metadata["offset"]
-            if share.leaving:
-                # Whoever asks will not go on with it.
-                share.started.discard(offset)
+            if assigned.leaving:
+                # The caller abandons the message.
+                assigned.started.discard(offset)
                 self._changed.notify_all()
                 return False
-            share.started.add(offset)
+            assigned.started.add(offset)
             return True
 
     def can_deliver(self, message: RawMessage) -> bool:
-        """The same, of a message that nobody has seen yet."""
+        """Like `holds`, for a message not yet delivered; does not mark it as being handled."""
         with self._changed:
-            share = self._share_of(message)
-            return share is not None and not share.leaving
+            assigned = self._find_assigned(message)
+            return assigned is not None and not assigned.leaving
 
     def ack(self, message: RawMessage) -> None:
-        """Done with it. Nothing happens if it is not in hand."""
+        """Mark the message as done. No-op if it is not in flight."""
         with self._changed:
-            share = self._share_of(message)
-            if share is None:
+            assigned = self._find_assigned(message)
+            if assigned is None:
                 return
             offset = message.metadata["offset"]
-            del share.in_hand[offset]
-            share.started.discard(offset)
-            self._in_hand -= 1
+            del assigned.in_flight[offset]
+            assigned.started.discard(offset)
+            self._in_flight -= 1
             self._done_since_commit += 1
-            if share.leaving or self._in_hand == self._few:
+            if assigned.leaving or self._in_flight == self._low_mark:
                 self._changed.notify_all()
 
     def redeliver(self, message: RawMessage) -> int | None:
-        """It stays in hand, and is to be delivered once more: the number of that delivery. None: it is not ours."""
+        """Keep the message in flight for another delivery. Returns its delivery count; None if it is not in flight."""
         with self._changed:
-            share = self._share_of(message)
-            if share is None:
+            assigned = self._find_assigned(message)
+            if assigned is None:
                 return None
             offset = message.metadata["offset"]
-            share.in_hand[offset] += 1
-            share.started.discard(offset)
-            if share.leaving:
+            assigned.in_flight[offset] += 1
+            assigned.started.discard(offset)
+            if assigned.leaving:
                 self._changed.notify_all()
-            return share.in_hand[offset]
+            return assigned.in_flight[offset]
 
     def done_up_to(self) -> Mapping[int, int]:
-        """Partition → offset below which everything is done, committed or not."""
+        """By partition, the offset below which all messages are done, committed or not."""
         with self._changed:
-            safe = {partition: share.safe() for partition, share in self._shares.items()}
+            safe = {partition: assigned.safe() for partition, assigned in self._assigned.items()}
             return {partition: offset for partition, offset in safe.items() if offset is not None}
 
     # ------------------------------------------------------------------------------------------------
 
-    def _share_of(self, message: RawMessage) -> _PartitionOffsets | None:
+    def _find_assigned(self, message: RawMessage) -> _PartitionOffsets | None:
         metadata = message.metadata
-        share = self._shares.get(metadata.get("partition", -1))
-        if share is None or share.number != metadata["share"]:
+        assigned = self._assigned.get(metadata.get("partition", -1))
+        if assigned is None or assigned.number != metadata["share"]:
             return None
-        return share if share.in_hand.get(metadata["offset"]) == message.deliveries else None
+        return assigned if assigned.in_flight.get(metadata["offset"]) == message.deliveries else None
 
     def _drop(self, partition: int) -> None:
-        share = self._shares.pop(partition, None)
-        if share is not None:
-            self._in_hand -= len(share.in_hand)
+        assigned = self._assigned.pop(partition, None)
+        if assigned is not None:
+            self._in_flight -= len(assigned.in_flight)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from holdfast.ledger.queries.records import JsonText
 
 
-_COLUMNS: Final = ("when", "who", "what", "on", "tenant", "why", "before", "after")
+_COLUMNS: Final = ("when", "actor", "type", "target", "tenant", "reason", "before", "after")
 
 
 def register(app: typer.Typer) -> None:
@@ -40,47 +40,55 @@ def register(app: typer.Typer) -> None:
 async def log(
     at: EngineTarget,
     actor: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Only what this person did.", show_default=False)
+        str | None, typer.Option(metavar="NAME", help="Only entries of this actor.", show_default=False)
     ] = None,
     kind: Annotated[
         list[str] | None,
-        typer.Option("--type", "-t", metavar="TYPE", help="Only operator.cancel, say; repeatable.", show_default=False),
+        typer.Option(
+            "--type",
+            "-t",
+            metavar="TYPE",
+            help="Only this type, for example operator.cancel; repeatable.",
+            show_default=False,
+        ),
     ] = None,
     target: Annotated[
         str | None,
         typer.Option(
             metavar="KIND",
-            help="Only on a job, queue, dlq, approval, token, trigger, effect, outbox or task.",
+            help="Only this kind of target: job, queue, dlq, approval, token, trigger, effect, outbox or task.",
             show_default=False,
         ),
     ] = None,
     target_id: Annotated[
-        str | None, typer.Option("--id", metavar="ID", help="Only on the one of this id.", show_default=False)
+        str | None, typer.Option("--id", metavar="ID", help="Only the target with this id.", show_default=False)
     ] = None,
     tenant: Annotated[
-        str | None, typer.Option("--tenant", metavar="NAME", help="Only of this tenant.", show_default=False)
+        str | None, typer.Option("--tenant", metavar="NAME", help="Only this tenant.", show_default=False)
     ] = None,
     since: Annotated[
         str | None,
-        typer.Option(metavar="WHEN", help="At this instant or later, or so long ago (1h, 2d).", show_default=False),
+        typer.Option(metavar="WHEN", help="Only since this instant or age (1h, 2d).", show_default=False),
     ] = None,
     until: Annotated[
         str | None,
-        typer.Option(metavar="WHEN", help="Before this instant, or longer ago than this.", show_default=False),
+        typer.Option(metavar="WHEN", help="Only before this instant or age.", show_default=False),
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, max=1_000, help="At most so many.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, max=1_000, help="Maximum number of rows.")] = 50,
     cursor: Annotated[
         str | None,
-        typer.Option(metavar="CURSOR", help="Go on where a list ended, as told on stderr.", show_default=False),
+        typer.Option(
+            metavar="CURSOR", help="Continue after a previous page; stderr prints the cursor.", show_default=False
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """The operators' log, newest first: who did what to what, when and why, before and after."""
-    async with open_operations(at) as (offices, person):
+    """Print the audit log, newest first: actor, action, target, reason, values before and after."""
+    async with open_operations(at) as (operations, principal):
         from holdfast.ledger.queries.operator_filters import AuditFilter
 
-        now_ms = await offices.engine.now_ms()
-        wanted = AuditFilter(
+        now_ms = await operations.engine.now_ms()
+        audit_filter = AuditFilter(
             actor=actor,
             types=frozenset(kind or ()),
             target=target,
@@ -89,25 +97,25 @@ async def log(
             since=None if since is None else parse_time_or_age(since, "--since", now_ms),
             until=None if until is None else parse_time_or_age(until, "--until", now_ms),
         )
-        page = await offices.operating.audit_log(person, wanted, limit, cursor)
+        page = await operations.operating.audit_log(principal, audit_filter, limit, cursor)
     if as_json:
-        emit_json([_document(line) for line in page.entries])
+        emit_json([_document(entry) for entry in page.entries])
     else:
-        emit_rows(_COLUMNS, [_row(line) for line in page.entries], empty="nobody has done anything")
+        emit_rows(_COLUMNS, [_row(entry) for entry in page.entries], empty="no audit entries")
     if page.cursor is not None:
-        note(f"there may be more: --cursor {page.cursor}")
+        note(f"more rows may follow: --cursor {page.cursor}")
 
 
-def _row(line: AuditRow) -> tuple[str, ...]:
+def _row(entry: AuditRow) -> tuple[str, ...]:
     return (
-        iso(line.at) or "",
-        line.actor,
-        line.type,
-        f"{line.target} {line.target_id}",
-        line.tenant_id,
-        shorten(line.reason),
-        _short(line.before),
-        _short(line.after),
+        iso(entry.at) or "",
+        entry.actor,
+        entry.type,
+        f"{entry.target} {entry.target_id}",
+        entry.tenant_id,
+        shorten(entry.reason),
+        _short(entry.before),
+        _short(entry.after),
     )
 
 
@@ -115,23 +123,23 @@ def _short(value: JsonText | None) -> str:
     return "" if value is None else shorten(value.text, 80)
 
 
-def _document(line: AuditRow) -> dict[str, Any]:
+def _document(entry: AuditRow) -> dict[str, Any]:
     return {
-        "id": line.id,
-        "type": line.type,
-        "actor": line.actor,
-        "target": line.target,
-        "target_id": line.target_id,
-        "queue": line.queue or None,
-        "tenant_id": line.tenant_id,
-        "reason": line.reason or None,
-        "before": None if line.before is None else line.before.value,
-        "after": None if line.after is None else line.after.value,
-        "at": iso(line.at),
+        "id": entry.id,
+        "type": entry.type,
+        "actor": entry.actor,
+        "target": entry.target,
+        "target_id": entry.target_id,
+        "queue": entry.queue or None,
+        "tenant_id": entry.tenant_id,
+        "reason": entry.reason or None,
+        "before": None if entry.before is None else entry.before.value,
+        "after": None if entry.after is None else entry.after.value,
+        "at": iso(entry.at),
     }
 
 
-token = typer.Typer(help="Who may come in, as whom: tokens for the API and this program.", no_args_is_help=True)
+token = typer.Typer(help="Manage tokens for the API and the command line.", no_args_is_help=True)
 
 
 @command(
@@ -145,31 +153,35 @@ token = typer.Typer(help="Who may come in, as whom: tokens for the API and this 
 )
 async def create(
     at: EngineTarget,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The person's, or the program's: it goes into the log.")],
-    role: Annotated[Role, typer.Option(help="What it may do.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Name of the principal (user or program), as the audit log has it.")
+    ],
+    role: Annotated[Role, typer.Option(help="Role.")],
     tenant: Annotated[
         list[str] | None,
-        typer.Option("--tenant", metavar="NAME", help="A tenant that it is for; repeatable.", show_default=False),
+        typer.Option("--tenant", metavar="NAME", help="Tenant it is valid for; repeatable.", show_default=False),
     ] = None,
     all_tenants: Annotated[
-        bool, typer.Option("--all-tenants", help="For every tenant, those to come included.")
+        bool, typer.Option("--all-tenants", help="Valid for every tenant, including future ones.")
     ] = False,
     expires: Annotated[
         str | None,
-        typer.Option(metavar="DURATION", help="Valid for so long (12h, 30d). Default: for ever.", show_default=False),
+        typer.Option(metavar="DURATION", help="Lifetime (12h, 30d). Default: unlimited.", show_default=False),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a token and print it, this once: only its hash is kept.
+    """Create a token and print it. It cannot be printed again: only its hash is stored.
 
-    Its name is the person: two tokens of one name are one person where two are needed.
+    The name identifies the principal: two tokens with the same name count as one principal where two are required.
     """
     if all_tenants and tenant:
-        raise InvalidOption("say --tenant or --all-tenants, not both")
+        raise InvalidOption("--tenant and --all-tenants exclude each other; pass one of them")
     expires_in = None if expires is None else duration(expires, "--expires")
-    async with open_operations(at, make=True) as (offices, person):
+    async with open_operations(at, make=True) as (operations, principal):
         tenants = [ALL_TENANTS] if all_tenants else tenant or []
-        row, text = await offices.tokens.create(person, name=name, role=role, tenants=tenants, expires_in=expires_in)
+        row, text = await operations.tokens.create(
+            principal, name=name, role=role, tenants=tenants, expires_in=expires_in
+        )
     if as_json:
         emit_json(
             {
@@ -183,15 +195,15 @@ async def create(
         )
         return
     print(text)
-    note(f"token {row.token_id} of {row.name} ({row.role}); it is not shown again")
+    note(f"token {row.token_id} of {row.name} ({row.role}); it cannot be shown again")
 
 
 @command(token, "list", examples=("holdfast token list", "holdfast token list --json | jq '.[].name'"))
 async def list_tokens(at: EngineTarget, as_json: AsJson = False) -> None:
-    """Every token with its state; never its text, which nobody has but its owner."""
-    async with open_operations(at) as (offices, person):
-        rows = await offices.tokens.list(person)
-        states = {row.token_id: offices.tokens.state(row) for row in rows}
+    """List tokens with their states. Token texts are not stored and cannot be shown."""
+    async with open_operations(at) as (operations, principal):
+        rows = await operations.tokens.list(principal)
+        states = {row.token_id: operations.tokens.state(row) for row in rows}
     if as_json:
         emit_json(
             [
@@ -224,13 +236,13 @@ async def list_tokens(at: EngineTarget, as_json: AsJson = False) -> None:
 )
 async def revoke(
     at: EngineTarget,
-    token_id: Annotated[str, typer.Argument(metavar="TOKEN", help="Its id, as `holdfast token list` shows it.")],
-    reason: Annotated[str, typer.Option(help="Why; kept in the log.")] = "",
+    token_id: Annotated[str, typer.Argument(metavar="TOKEN", help="Id of the token, from `holdfast token list`.")],
+    reason: Annotated[str, typer.Option(help="Reason for the audit log.")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """A token is valid no longer: everywhere within five seconds."""
-    async with open_operations(at) as (offices, person):
-        row = await offices.tokens.revoke(person, token_id, reason=reason)
+    """Revoke a token. All processes reject it within 5 s."""
+    async with open_operations(at) as (operations, principal):
+        row = await operations.tokens.revoke(principal, token_id, reason=reason)
     if as_json:
         emit_json({"token_id": row.token_id, "name": row.name, "state": "revoked"})
     else:

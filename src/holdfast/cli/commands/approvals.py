@@ -1,6 +1,6 @@
-"""`holdfast approvals`: what waits for a person's yes, and the answer.
+"""`holdfast approvals`: list, show, approve and reject approval requests.
 
-Who answers is who `HOLDFAST_TOKEN` says; nothing on the command line can say otherwise.
+`HOLDFAST_TOKEN` identifies the voter; no option can override it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ if TYPE_CHECKING:
     from holdfast.operations.approvals import ApprovalDetail
 
 
-approvals = typer.Typer(help="What waits for a person's yes, and the answer.", no_args_is_help=True)
+approvals = typer.Typer(help="List, show, approve and reject approval requests.", no_args_is_help=True)
 
-_COLUMNS: Final = ("approval", "task", "tenant", "status", "votes", "asked", "deadline", "question")
+_COLUMNS: Final = ("approval", "task", "tenant", "status", "votes", "requested", "deadline", "request")
 
-ApprovalId = Annotated[str, typer.Argument(metavar="APPROVAL", help="Its id, as `holdfast approvals list` shows it.")]
+ApprovalId = Annotated[
+    str, typer.Argument(metavar="APPROVAL", help="Id of the approval request, from `holdfast approvals list`.")
+]
 Statuses = Annotated[
     list[ApprovalStatus] | None,
-    typer.Option("--status", "-s", help="In this status; repeatable. Default: requested.", show_default=False),
+    typer.Option("--status", "-s", help="Only in this status; repeatable. Default: requested.", show_default=False),
 ]
-Reason = Annotated[str, typer.Option(help="Why; kept with the vote.")]
+Reason = Annotated[str, typer.Option(help="Reason, recorded with the vote.")]
 
 
 @command(
@@ -48,26 +50,28 @@ async def list_approvals(
     at: EngineTarget,
     status: Statuses = None,
     everything: Annotated[bool, typer.Option("--all", help="In every status.")] = False,
-    limit: Annotated[int, typer.Option(min=1, max=1_000, help="At most so many.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, max=1_000, help="Maximum number of rows.")] = 50,
     cursor: Annotated[
         str | None,
-        typer.Option(metavar="CURSOR", help="Go on where a list ended, as told on stderr.", show_default=False),
+        typer.Option(
+            metavar="CURSOR", help="Continue after a previous page; stderr prints the cursor.", show_default=False
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Questions to people, newest first. If there are more, stderr says how to go on."""
-    async with open_operations(at) as (offices, person):
+    """List approval requests, newest first. If more rows follow, stderr prints the cursor."""
+    async with open_operations(at) as (operations, principal):
         from holdfast.ledger.queries.operator_filters import ApprovalFilter
 
         statuses = frozenset() if everything else frozenset(status or [ApprovalStatus.REQUESTED])
-        page = await offices.approvals.list(person, ApprovalFilter(statuses=statuses), limit, cursor)
-        now_ms = await offices.engine.now_ms()
+        page = await operations.approvals.list(principal, ApprovalFilter(statuses=statuses), limit, cursor)
+        now_ms = await operations.engine.now_ms()
     if as_json:
         emit_json([_document(row) for row in page.approvals])
     else:
-        emit_rows(_COLUMNS, [_row(row, now_ms) for row in page.approvals], empty="nothing waits for a person")
+        emit_rows(_COLUMNS, [_row(row, now_ms) for row in page.approvals], empty="no approval requests")
     if page.cursor is not None:
-        note(f"there may be more: --cursor {page.cursor}")
+        note(f"more rows may follow: --cursor {page.cursor}")
 
 
 @command(
@@ -79,23 +83,31 @@ async def list_approvals(
     ),
 )
 async def show(at: EngineTarget, approval_id: ApprovalId, as_json: AsJson = False) -> None:
-    """One question: the payload, what the task shows, who wants it and why, votes, and every step of the job."""
-    async with open_operations(at) as (offices, person):
-        requests = offices.approvals
-        sheet = await abbreviated(
-            queries_of(offices), "approval", person, approval_id, lambda whole: requests.show(person, whole)
+    """Show one approval request: payload, details from the task, requester, reason, votes, and the job's history."""
+    async with open_operations(at) as (operations, principal):
+        requests = operations.approvals
+        detail = await abbreviated(
+            queries_of(operations),
+            "approval",
+            principal,
+            approval_id,
+            lambda full_id: requests.show(principal, full_id),
         )
-        now_ms = await offices.engine.now_ms()
+        now_ms = await operations.engine.now_ms()
     if as_json:
-        emit_json(_sheet_document(sheet))
+        emit_json(_detail_document(detail))
         return
-    emit_facts(_facts(sheet, now_ms))
-    if sheet.approval.votes:
+    emit_facts(_facts(detail, now_ms), 12)
+    if detail.approval.votes:
         print()
-        votes = [(_word(vote.approve), vote.person, iso(vote.at) or "", vote.reason) for vote in sheet.approval.votes]
-        emit_rows(("vote", "person", "when", "why"), votes, empty="")
+        votes = [(_word(vote.approve), vote.voter, iso(vote.at) or "", vote.reason) for vote in detail.approval.votes]
+        emit_rows(("vote", "voter", "when", "reason"), votes, empty="")
     print()
-    emit_rows(("when", "after", "what", "detail"), event_rows(sheet.events), empty="the ledger has dropped the job")
+    emit_rows(
+        ("when", "after", "what", "detail"),
+        event_rows(detail.events),
+        empty="the ledger no longer has the job's history",
+    )
 
 
 @command(
@@ -107,7 +119,7 @@ async def show(at: EngineTarget, approval_id: ApprovalId, as_json: AsJson = Fals
     ),
 )
 async def approve(at: EngineTarget, approval_id: ApprovalId, reason: Reason = "", as_json: AsJson = False) -> None:
-    """Say yes to what `holdfast approvals show` shows; with enough yeses the job goes on at once."""
+    """Approve a request. The job is queued as soon as the quorum is reached."""
     await _vote(at, approval_id, approve=True, reason=reason, as_json=as_json)
 
 
@@ -117,67 +129,67 @@ async def approve(at: EngineTarget, approval_id: ApprovalId, reason: Reason = ""
     examples=("holdfast approvals reject 019a2f31c07d7e0ab1c2d3e4f5a6b7c8 --reason 'wrong account'",),
 )
 async def reject(at: EngineTarget, approval_id: ApprovalId, reason: Reason = "", as_json: AsJson = False) -> None:
-    """Say no: the job is cancelled at once."""
+    """Reject a request. The job is cancelled immediately."""
     await _vote(at, approval_id, approve=False, reason=reason, as_json=as_json)
 
 
 async def _vote(at: EngineTarget, approval_id: str, *, approve: bool, reason: str, as_json: bool) -> None:
-    async with open_operations(at) as (offices, person):
-        requests = offices.approvals
+    async with open_operations(at) as (operations, principal):
+        requests = operations.approvals
         row = await abbreviated(
-            queries_of(offices),
+            queries_of(operations),
             "approval",
-            person,
+            principal,
             approval_id,
-            lambda whole: requests.vote(person, whole, approve=approve, reason=reason),
+            lambda full_id: requests.vote(principal, full_id, approve=approve, reason=reason),
         )
     if as_json:
         emit_json(_document(row))
         return
     print(f"{row.approval_id}\t{row.status}\t{_votes(row)}")
     if row.status is ApprovalStatus.REQUESTED:
-        note("more people have to say yes")
+        note("quorum not reached; more approvals are required")
 
 
 def _row(row: ApprovalRow, now_ms: int) -> tuple[str, ...]:
-    asked_ms = now_ms - round(row.requested_at.timestamp() * 1000)
+    age_ms = now_ms - round(row.requested_at.timestamp() * 1000)
     return (
         row.approval_id,
         row.job_type,
         row.tenant_id,
         row.status.value,
         _votes(row),
-        f"{span(max(0, asked_ms))} ago",
+        f"{span(max(0, age_ms))} ago",
         _deadline(row, now_ms),
-        shorten(_question(row)),
+        shorten(_request_text(row)),
     )
 
 
-def _facts(sheet: ApprovalDetail, now_ms: int) -> Iterator[tuple[str, str]]:
-    row = sheet.approval
+def _facts(detail: ApprovalDetail, now_ms: int) -> Iterator[tuple[str, str]]:
+    row = detail.approval
     facts = {
         "approval": row.approval_id,
         "status": row.status.value,
-        "question": _question(row),
+        "request": _request_text(row),
         "policies": ", ".join(row.policies),
         "job": row.job_id,
         "task": row.job_type,
         "queue": row.queue,
         "tenant": row.tenant_id,
-        "asked by": row.requested_by,
-        "asked": iso(row.requested_at),
+        "requested by": row.requested_by,
+        "requested": iso(row.requested_at),
         "deadline": _deadline(row, now_ms),
         "votes": _votes(row),
-        "payload": "" if sheet.job is None else sheet.job.payload.text,
+        "payload": "" if detail.job is None else detail.job.payload.text,
         "details": "" if row.details is None else encode_json(row.details, "the details").decode(),
         "decided by": row.decided_by,
         "decided": iso(row.decided_at),
-        "because": row.decision_reason,
+        "reason": row.decision_reason,
     }
     return ((name, value) for name, value in facts.items() if value)
 
 
-def _question(row: ApprovalRow) -> str:
+def _request_text(row: ApprovalRow) -> str:
     return ": ".join(part for part in (row.name, row.reason) if part)
 
 
@@ -219,17 +231,17 @@ def _document(row: ApprovalRow) -> dict[str, Any]:
         "decided_at": iso(row.decided_at),
         "decision_reason": row.decision_reason,
         "votes": [
-            {"person": vote.person, "approve": vote.approve, "reason": vote.reason, "at": iso(vote.at)}
+            {"voter": vote.voter, "approve": vote.approve, "reason": vote.reason, "at": iso(vote.at)}
             for vote in row.votes
         ],
     }
 
 
-def _sheet_document(sheet: ApprovalDetail) -> dict[str, Any]:
-    job = sheet.job
+def _detail_document(detail: ApprovalDetail) -> dict[str, Any]:
+    job = detail.job
     return {
-        **_document(sheet.approval),
+        **_document(detail.approval),
         "payload": None if job is None else raw_json(job.payload.text.encode()),
         "state": None if job is None else job.state.value,
-        "events": [event_document(event) for event in sheet.events],
+        "events": [event_document(event) for event in detail.events],
     }

@@ -1,4 +1,4 @@
-"""`holdfast chaos`: a real deployment under load and under fire; then it is proved that nothing was lost."""
+"""`holdfast chaos`: inject faults into a real deployment under load, then check that no job was lost."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
     from holdfast.verification.chaos.run import Progress
 
 
-#: Defects that are shown; all are counted.
+#: Maximum number of defects printed; all are counted.
 _SHOWN: Final = 30
 _JOBS: Final = 2_000
 _FAULTS: Final = 20
 _LONG_JOBS: Final = 100_000
 _LONG_FAULTS: Final = 200
-#: A line for a log now and then, where nobody looks at bars.
+#: Interval between progress lines where stderr is not a terminal.
 _LINE_EVERY_S: Final = 10.0
 
 
 class TopologyName(StrEnum):
-    """Kinds of Redis."""
+    """Redis topologies."""
 
     SINGLE = "single"
     SENTINEL = "sentinel"
@@ -66,60 +66,61 @@ def register(app: typer.Typer) -> None:
 async def chaos(
     at: EngineTarget,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="How many jobs to submit. Default: 2,000.", show_default=False)
+        int | None, typer.Option(min=1, help="Number of jobs to submit. Default: 2,000.", show_default=False)
     ] = None,
     faults: Annotated[
-        int | None, typer.Option(min=0, help="How many faults strike meanwhile. Default: 20.", show_default=False)
+        int | None, typer.Option(min=0, help="Number of faults to inject. Default: 20.", show_default=False)
     ] = None,
     long: Annotated[
-        bool, typer.Option("--long", help="100,000 jobs and 200 faults, unless you say: half an hour or so.")
+        bool, typer.Option("--long", help="Default to 100,000 jobs and 200 faults; takes about half an hour.")
     ] = False,
     seed: Annotated[
-        int | None, typer.Option(min=0, help="Decides jobs and faults. Default: a new one.", show_default=False)
+        int | None, typer.Option(min=0, help="Seed of jobs and faults. Default: random.", show_default=False)
     ] = None,
-    topology: Annotated[TopologyName, typer.Option(help="The kind of Redis.")] = TopologyName.SINGLE,
+    topology: Annotated[TopologyName, typer.Option(help="Redis topology.")] = TopologyName.SINGLE,
     workers: Annotated[int, typer.Option(min=1, max=20, help="Worker processes.")] = 3,
     rate: Annotated[
         float | None,
-        typer.Option(
-            min=1, help="Jobs a second. Default: so that the load lasts as long as the faults.", show_default=False
-        ),
+        typer.Option(min=1, help="Jobs per second. Default: the load lasts as long as the faults.", show_default=False),
     ] = None,
     min_replicas: Annotated[
         int,
-        typer.Option(min=0, max=1, help="With Sentinel and Cluster: replicas a master needs to accept anything."),
+        typer.Option(min=0, max=1, help="With Sentinel and Cluster: replicas that a master needs to accept writes."),
     ] = 0,
     redis_server: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The redis-server to run. Default: the one on PATH.", show_default=False),
+        typer.Option(metavar="FILE", help="redis-server to run. Default: the one on PATH.", show_default=False),
     ] = None,
     folder: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="For logs and journal; kept. Default: a temporary one.", show_default=False),
+        typer.Option(
+            metavar="DIR", help="Directory for logs and journal; kept. Default: a temporary one.", show_default=False
+        ),
     ] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep the temporary folder although all is well.")] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the temporary directory even if all checks pass.")] = False,
     report_file: Annotated[
         Path | None, typer.Option("--report", metavar="FILE", help="Write the report as JSON.", show_default=False)
     ] = None,
     markdown: Annotated[
-        Path | None, typer.Option("--markdown", metavar="FILE", help="Write it as Markdown.", show_default=False)
+        Path | None,
+        typer.Option("--markdown", metavar="FILE", help="Write the report as Markdown.", show_default=False),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run a deployment of workers, upkeep, server, Redis and PostgreSQL on this machine, and hurt it by a seed.
+    """Run workers, upkeep, server, Redis and PostgreSQL on this machine, and inject faults chosen by a seed.
 
-    Kills, stops, restarts, cut and slow connections, lost replies, full disks, fail-overs. Then everything is healed,
-    and checked: no accepted job lost, one end each, effects at most once, nothing left in Redis. Exit code 1 if not.
-    Starts stores of its own, and touches no others: --url and --namespace say nothing here.
+    Faults are kills, stops, restarts, cut and slow connections, lost replies, full disks and fail-overs. Afterwards it
+    repairs everything and checks that no accepted job was lost, each has one outcome, effects happened at most once and
+    nothing is left in Redis. Exit code 1 if a check fails. Uses its own stores: --url and --namespace have no effect.
     """
     if sys.platform != "linux":
-        raise UsageError(f"holdfast chaos runs on Linux only, not on {sys.platform}; run it there, or in a container")
+        raise UsageError(f"holdfast chaos does not run on {sys.platform}; use Linux or a container")
     require("holdfast chaos", "fastapi", "httpx", "uvicorn", "alembic", "asyncpg", "hiredis", "redis")
     from holdfast.verification.chaos.report import document
     from holdfast.verification.chaos.report import markdown as as_markdown
     from holdfast.verification.chaos.run import ChaosOptions, run
 
-    wish = ChaosOptions(
+    options = ChaosOptions(
         seed=secrets.randbelow(2**31) if seed is None else seed,
         jobs=jobs or (_LONG_JOBS if long else _JOBS),
         faults=faults if faults is not None else (_LONG_FAULTS if long else _FAULTS),
@@ -130,14 +131,16 @@ async def chaos(
         min_replicas=min_replicas,
     )
     if min_replicas and topology is TopologyName.SINGLE:
-        raise UsageError("a single Redis has no replicas: --min-replicas is for --topology sentinel or cluster")
-    note(f"seed {wish.seed}; the same again: {wish.command}")
-    place = folder or Path(tempfile.mkdtemp(prefix="holdfast-chaos-"))
+        raise UsageError(
+            "--min-replicas needs replicas, and a single Redis has none; use --topology sentinel or cluster"
+        )
+    note(f"seed {options.seed}; reproduce with: {options.command}")
+    directory = folder or Path(tempfile.mkdtemp(prefix="holdfast-chaos-"))
     if folder is not None and folder.exists() and any(folder.iterdir()):
-        raise UsageError(f"{folder} is not empty; name a new folder, or none")
-    place.mkdir(parents=True, exist_ok=True)
-    with _log_to(place / "chaos.log"), _ChaosScreen() as screen:
-        report = await run(wish, place, screen.show)
+        raise UsageError(f"{folder} is not empty; name a new directory, or omit --folder")
+    directory.mkdir(parents=True, exist_ok=True)
+    with _log_to(directory / "chaos.log"), _ChaosScreen() as screen:
+        report = await run(options, directory, screen.show)
     if report_file is not None:
         report_file.write_bytes(msgspec.json.format(msgspec.json.encode(document(report)), indent=2) + b"\n")
     if markdown is not None:
@@ -147,17 +150,17 @@ async def chaos(
     else:
         _print(report)
     if report.ok and folder is None and not keep:
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)
     else:
-        note(f"logs and journal are in {place}")
+        note(f"logs and journal are in {directory}")
     if not report.ok:
-        note(f"NOT sound. Seed {wish.seed}; the same again: {wish.command}")
+        note(f"checks FAILED; seed {options.seed}; reproduce with: {options.command}")
     raise typer.Exit(ExitCode.OK if report.ok else ExitCode.FAILED)
 
 
 @contextmanager
 def _log_to(path: Path) -> Iterator[None]:
-    """What the submitter logs while stores are away would bury everything else."""
+    """Log to a file: during outages the submitter's log would flood stderr."""
     log, handler = logging.getLogger("holdfast"), logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     log.addHandler(handler)
@@ -175,9 +178,9 @@ def _print(report: ChaosReport) -> None:
 
     emit_rows(("what", ""), summary(report), empty="")
     print()
-    emit_rows(FAULT_COLUMNS, faults_table(report.struck), empty="no fault was done")
-    for what, why in report.cannot.items():
-        note(f"{what} cannot be done here: {why}")
+    emit_rows(FAULT_COLUMNS, faults_table(report.struck), empty="no faults were injected")
+    for what, why in report.unsupported.items():
+        note(f"{what} is not possible here: {why}")
     for defect in report.findings.defects[:_SHOWN]:
         note(defect)
     if report.findings.defect_count > _SHOWN:
@@ -185,13 +188,13 @@ def _print(report: ChaosReport) -> None:
 
 
 class _ChaosScreen:
-    """Bars for a person, lines for a log; on stderr."""
+    """Progress on stderr: bars on a terminal, else lines."""
 
     def __init__(self) -> None:
         self._bars: Bars | None = None
         self._tasks: dict[str, TaskID] = {}
         self._phase = ""
-        self._told_at = 0.0
+        self._printed_at = 0.0
         if sys.stderr.isatty():
             columns = (TextColumn("{task.description:>9}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
             self._bars = Bars(*columns, console=Console(stderr=True, highlight=False), transient=True)
@@ -207,7 +210,7 @@ class _ChaosScreen:
             self._bars.stop()
 
     def show(self, progress: Progress) -> None:
-        """How far it is."""
+        """Show the progress."""
         if self._bars is None:
             self._line(progress)
             return
@@ -223,8 +226,8 @@ class _ChaosScreen:
 
     def _line(self, progress: Progress) -> None:
         now = time.monotonic()
-        if progress.phase == self._phase and not progress.message and now - self._told_at < _LINE_EVERY_S:
+        if progress.phase == self._phase and not progress.message and now - self._printed_at < _LINE_EVERY_S:
             return
-        self._phase, self._told_at = progress.phase, now
+        self._phase, self._printed_at = progress.phase, now
         counts = progress.open_jobs or f"{progress.accepted:,} accepted, {progress.struck} of {progress.faults} faults"
         note(f"{progress.phase}: {progress.message or counts}")

@@ -1,4 +1,4 @@
-"""`holdfast demo`: what holdfast does, to watch; nothing is needed but this package."""
+"""`holdfast demo`: a self-contained demonstration; needs only this package."""
 
 from __future__ import annotations
 

@@ -50,9 +50,9 @@ if TYPE_CHECKING:
     from holdfast.operations.dead_letters import DeadLetterOperations
 
 
-dlq = typer.Typer(help="Dead letters: look, replay, discard by two people.", no_args_is_help=True)
+dlq = typer.Typer(help="List, show, replay and discard dead letters.", no_args_is_help=True)
 
-_COLUMNS: Final = ("letter", "task", "queue", "tenant", "failed", "status", "error")
+_COLUMNS: Final = ("dead letter", "task", "queue", "tenant", "failed", "status", "error")
 
 
 @command(
@@ -75,24 +75,32 @@ async def list_dead_letters(
     until: Until = None,
     text: Words = None,
     status: Statuses = None,
-    limit: Annotated[int, typer.Option(min=1, max=1_000, help="At most so many.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, max=1_000, help="Maximum number of rows.")] = 50,
     cursor: Annotated[
         str | None,
-        typer.Option(metavar="CURSOR", help="Go on where a list ended, as told on stderr.", show_default=False),
+        typer.Option(
+            metavar="CURSOR", help="Continue after a previous page; stderr prints the cursor.", show_default=False
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Dead letters, newest first. If there are more, stderr says how to go on."""
-    async with open_operations(at) as (offices, person):
-        wanted = await dead_letter_filter(offices, task, queue, tenant, code, fingerprint, since, until, text, status)
-        page = await offices.dead_letters.list(person, wanted, limit, cursor)
-        now_ms = await offices.engine.now_ms()
+    """List dead letters, newest first. If more rows follow, stderr prints the cursor."""
+    async with open_operations(at) as (operations, principal):
+        criteria = await dead_letter_filter(
+            operations, task, queue, tenant, code, fingerprint, since, until, text, status
+        )
+        page = await operations.dead_letters.list(principal, criteria, limit, cursor)
+        now_ms = await operations.engine.now_ms()
     if as_json:
-        emit_json([dead_letter_document(letter) for letter in page.dead_letters])
+        emit_json([dead_letter_document(dead_letter) for dead_letter in page.dead_letters])
     else:
-        emit_rows(_COLUMNS, [dead_letter_row(letter, now_ms) for letter in page.dead_letters], empty="no dead letters")
+        emit_rows(
+            _COLUMNS,
+            [dead_letter_row(dead_letter, now_ms) for dead_letter in page.dead_letters],
+            empty="no dead letters",
+        )
     if page.cursor is not None:
-        note(f"there may be more: --cursor {page.cursor}")
+        note(f"more rows may follow: --cursor {page.cursor}")
 
 
 @command(
@@ -113,16 +121,18 @@ async def groups(
     status: Statuses = None,
     as_json: AsJson = False,
 ) -> None:
-    """Kinds of error that letters died of, the most frequent first; without --status only open letters count."""
-    async with open_operations(at) as (offices, person):
+    """Group dead letters by error, most frequent first. Default: only open dead letters."""
+    async with open_operations(at) as (operations, principal):
         chosen = status or [DeadLetterStatus.OPEN]
-        wanted = await dead_letter_filter(offices, task, queue, tenant, code, fingerprint, since, until, text, chosen)
-        found = await offices.dead_letters.groups(person, wanted)
-        now_ms = await offices.engine.now_ms()
+        criteria = await dead_letter_filter(
+            operations, task, queue, tenant, code, fingerprint, since, until, text, chosen
+        )
+        found = await operations.dead_letters.groups(principal, criteria)
+        now_ms = await operations.engine.now_ms()
     if as_json:
         emit_json([group_document(group) for group in found])
         return
-    columns = ("fingerprint", "task", "letters", "first", "last", "error")
+    columns = ("fingerprint", "task", "dead letters", "first", "last", "error")
     emit_rows(columns, [group_row(group, now_ms) for group in found], empty="no dead letters")
 
 
@@ -135,23 +145,29 @@ async def groups(
     ),
 )
 async def show(at: EngineTarget, dlq_id: DlqId, as_json: AsJson = False) -> None:
-    """One dead letter: payload, error, stack, and every step of its job."""
-    async with open_operations(at) as (offices, person):
-        letters = offices.dead_letters
-        letter = await abbreviated(
-            queries_of(offices), "dead letter", person, dlq_id, lambda whole: letters.show(person, whole)
+    """Show one dead letter: payload, error, stack, and the history of its job."""
+    async with open_operations(at) as (operations, principal):
+        dead_letters = operations.dead_letters
+        dead_letter = await abbreviated(
+            queries_of(operations),
+            "dead letter",
+            principal,
+            dlq_id,
+            lambda full_id: dead_letters.show(principal, full_id),
         )
     if as_json:
-        emit_json(dead_letter_detail_document(letter))
+        emit_json(dead_letter_detail_document(dead_letter))
         return
-    emit_facts(dead_letter_facts(letter), 12)
+    emit_facts(dead_letter_facts(dead_letter), 12)
     print()
     emit_rows(
-        ("when", "after", "what", "detail"), event_rows(letter.events), empty="the ledger has its story no longer"
+        ("when", "after", "what", "detail"),
+        event_rows(dead_letter.events),
+        empty="the ledger no longer has the job's history",
     )
-    if letter.stack:
+    if dead_letter.stack:
         print()
-        print(visible(letter.stack.rstrip()))
+        print(visible(dead_letter.stack.rstrip()))
 
 
 @command(
@@ -170,7 +186,7 @@ async def replay(
     dlq_ids: DlqIds = None,
     edit: Annotated[
         str | None,
-        typer.Option("--edit", metavar="FILE", help="The payload instead, as JSON; - is stdin.", show_default=False),
+        typer.Option("--edit", metavar="FILE", help="Replacement payload, as JSON; - is stdin.", show_default=False),
     ] = None,
     change: Annotated[
         list[str] | None,
@@ -192,33 +208,37 @@ async def replay(
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
-    """Send dead letters back to work, as new jobs: some by their ids, or every open one of a filter, or all.
+    """Submit dead letters as new jobs: by their ids, all open ones that match a filter, or all open ones.
 
-    The new job's effects are still the first one's. An edited payload is shown beside the old one before anything is
-    done. A replay of many can be broken off with Ctrl-C; the same command goes on with the rest.
+    The new job shares the effects of the original. The changes of an edited payload are shown before it is submitted.
+    Ctrl-C stops a bulk replay; repeat the command to continue with the rest.
     """
     ids, per_s = dlq_ids or [], parse_rate(rate)
     given = (task, queue, tenant, code, fingerprint, since, until, text)
     single = selects_ids(ids, filtered=any(value is not None for value in given), everything=everything)
     if (edit is not None or change) and len(ids) != 1:
-        raise InvalidOption("--edit and --set are for one letter, by its id")
-    async with open_operations(at, app) as (offices, person):
-        letters = offices.dead_letters
-        ids = await whole_dead_letter_ids(offices, person, ids)
+        raise InvalidOption("--edit and --set work on one dead letter; pass exactly one id")
+    async with open_operations(at, app) as (operations, principal):
+        dead_letters = operations.dead_letters
+        ids = await whole_dead_letter_ids(operations, principal, ids)
         if edit is not None or change:
             report = await _replay_edited(
-                letters, person, ids[0], edit, change or [], reason, dry_run=dry_run, yes=yes
+                dead_letters, principal, ids[0], edit, change or [], reason, dry_run=dry_run, yes=yes
             )  # fmt: skip
         elif single:
             report = await _each(
-                ids, dry_run, lambda dlq_id: _replay_one(letters, person, dlq_id, reason, None), letters, person
-            )  # fmt: skip
+                ids,
+                dry_run,
+                lambda dlq_id: _replay_one(dead_letters, principal, dlq_id, reason, None),
+                dead_letters,
+                principal,
+            )
         else:
-            wanted = await dead_letter_filter(offices, *given, None)
-            many = partial(letters.replay_many, person, wanted, reason=reason, rate_per_s=per_s)
+            criteria = await dead_letter_filter(operations, *given, None)
+            many = partial(dead_letters.replay_many, principal, criteria, reason=reason, rate_per_s=per_s)
             question = f"Replay {{}}, {per_s:g} a second?"
             report = await confirm_count(many, question, "dead letter", "replaying", dry_run=dry_run, yes=yes)
-    print_report(report, "letter", as_json=as_json)
+    print_report(report, "dead letter", as_json=as_json)
 
 
 @command(
@@ -226,7 +246,7 @@ async def replay(
     "discard",
     examples=(
         "holdfast dlq discard 019a2f31c07d7e0ab1c2d3e4f5a6b7c8 --reason 'customer withdrew'",
-        "holdfast dlq discard --task newsletter --until 30d --reason 'nobody reads it any more' --dry-run",
+        "holdfast dlq discard --task newsletter --until 30d --reason 'discontinued' --dry-run",
     ),
 )
 async def discard(
@@ -246,25 +266,27 @@ async def discard(
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
-    """Ask for dead letters to be thrown away. Somebody else, with a token of their own, has to confirm."""
+    """Request that dead letters be discarded. Another principal, with its own token, has to confirm."""
     given = (task, queue, tenant, code, fingerprint, since, until, text)
     ids = dlq_ids or []
     single = selects_ids(ids, filtered=any(value is not None for value in given), everything=everything)
-    async with open_operations(at) as (offices, person):
-        letters = offices.dead_letters
+    async with open_operations(at) as (operations, principal):
+        dead_letters = operations.dead_letters
 
-        async def ask(dlq_id: str) -> BulkResult:
-            await letters.discard(person, dlq_id, reason)
+        async def request(dlq_id: str) -> BulkResult:
+            await dead_letters.discard(principal, dlq_id, reason)
             return BulkResult(id=dlq_id, done=True)
 
         if single:
-            ids = await whole_dead_letter_ids(offices, person, ids)
-            report = await _each(ids, dry_run, ask, letters, person)
+            ids = await whole_dead_letter_ids(operations, principal, ids)
+            report = await _each(ids, dry_run, request, dead_letters, principal)
         else:
-            wanted = await dead_letter_filter(offices, *given, None)
-            many = partial(letters.discard_many, person, wanted, reason=reason)
-            report = await confirm_count(many, "Ask to discard {}?", "dead letter", "asking", dry_run=dry_run, yes=yes)
-    print_report(report, "letter", as_json=as_json)
+            criteria = await dead_letter_filter(operations, *given, None)
+            many = partial(dead_letters.discard_many, principal, criteria, reason=reason)
+            report = await confirm_count(
+                many, "Request to discard {}?", "dead letter", "requesting", dry_run=dry_run, yes=yes
+            )
+    print_report(report, "dead letter", as_json=as_json)
 
 
 @command(
@@ -291,27 +313,27 @@ async def confirm_discard(
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
-    """Throw dead letters away that another person has asked for. Whoever asked is refused."""
+    """Discard dead letters at the request of another principal. The requester cannot confirm."""
     given = (task, queue, tenant, code, fingerprint, since, until, text)
     ids = dlq_ids or []
     single = selects_ids(ids, filtered=any(value is not None for value in given), everything=everything)
-    async with open_operations(at) as (offices, person):
-        letters = offices.dead_letters
+    async with open_operations(at) as (operations, principal):
+        dead_letters = operations.dead_letters
 
-        async def agree(dlq_id: str) -> BulkResult:
-            await letters.confirm(person, dlq_id)
+        async def confirm_one(dlq_id: str) -> BulkResult:
+            await dead_letters.confirm(principal, dlq_id)
             return BulkResult(id=dlq_id, done=True)
 
         if single:
-            ids = await whole_dead_letter_ids(offices, person, ids)
-            report = await _each(ids, dry_run, agree, letters, person)
+            ids = await whole_dead_letter_ids(operations, principal, ids)
+            report = await _each(ids, dry_run, confirm_one, dead_letters, principal)
         else:
-            wanted = await dead_letter_filter(offices, *given, None)
-            many = partial(letters.confirm_many, person, wanted)
+            criteria = await dead_letter_filter(operations, *given, None)
+            many = partial(dead_letters.confirm_many, principal, criteria)
             report = await confirm_count(
-                many, "Throw {} away for good?", "dead letter", "discarding", dry_run=dry_run, yes=yes
+                many, "Discard {} permanently?", "dead letter", "discarding", dry_run=dry_run, yes=yes
             )
-    print_report(report, "letter", as_json=as_json)
+    print_report(report, "dead letter", as_json=as_json)
 
 
 @command(
@@ -322,32 +344,32 @@ async def confirm_discard(
 async def keep(
     at: EngineTarget, dlq_ids: DlqIds = None, reason: Reason = "", dry_run: DryRun = False, as_json: AsJson = False
 ) -> None:
-    """Dead letters that somebody wants to discard are kept after all, and open again."""
+    """Withdraw requests to discard dead letters; they are open again."""
     ids = dlq_ids or []
     selects_ids(ids, filtered=False, everything=False)
-    async with open_operations(at) as (offices, person):
+    async with open_operations(at) as (operations, principal):
 
         async def act(dlq_id: str) -> BulkResult:
-            await offices.dead_letters.keep(person, dlq_id, reason)
+            await operations.dead_letters.keep(principal, dlq_id, reason)
             return BulkResult(id=dlq_id, done=True)
 
-        ids = await whole_dead_letter_ids(offices, person, ids)
-        report = await _each(ids, dry_run, act, offices.dead_letters, person)
-    print_report(report, "letter", as_json=as_json)
+        ids = await whole_dead_letter_ids(operations, principal, ids)
+        report = await _each(ids, dry_run, act, operations.dead_letters, principal)
+    print_report(report, "dead letter", as_json=as_json)
 
 
 async def _each(
     ids: list[str],
     dry_run: bool,
     act: Callable[[str], Awaitable[BulkResult]],
-    letters: DeadLetterOperations,
-    person: Principal,
+    dead_letters: DeadLetterOperations,
+    principal: Principal,
 ) -> BulkReport:
-    """Those that were named, one by one; a wrong one hinders no other."""
+    """Apply `act` to each id. With several ids, an id that fails does not stop the others."""
     chosen = list(dict.fromkeys(ids))
     if dry_run:
         for dlq_id in chosen:
-            await letters.show(person, dlq_id)
+            await dead_letters.show(principal, dlq_id)
         return BulkReport(matched=len(chosen), dry_run=True)
     results = []
     for dlq_id in chosen:
@@ -361,8 +383,8 @@ async def _each(
 
 
 async def _replay_edited(
-    letters: DeadLetterOperations,
-    person: Principal,
+    dead_letters: DeadLetterOperations,
+    principal: Principal,
     dlq_id: str,
     edit: str | None,
     pairs: list[str],
@@ -371,18 +393,20 @@ async def _replay_edited(
     dry_run: bool,
     yes: bool,
 ) -> BulkReport:
-    letter = await letters.show(person, dlq_id)
-    payload = edit_payload(letter.payload.text, edit, pairs)
-    changes = await letters.diff(person, dlq_id, payload)
+    dead_letter = await dead_letters.show(principal, dlq_id)
+    payload = edit_payload(dead_letter.payload.text, edit, pairs)
+    changes = await dead_letters.diff(principal, dlq_id, payload)
     note(changes_text(changes))
     if dry_run:
         return BulkReport(matched=1, dry_run=True)
     confirm(f"Replay {dlq_id} with this payload?", yes=yes)
-    return BulkReport(matched=1, dry_run=False, results=[await _replay_one(letters, person, dlq_id, reason, payload)])
+    return BulkReport(
+        matched=1, dry_run=False, results=[await _replay_one(dead_letters, principal, dlq_id, reason, payload)]
+    )
 
 
 async def _replay_one(
-    letters: DeadLetterOperations, person: Principal, dlq_id: str, reason: str, payload: bytes | None
+    dead_letters: DeadLetterOperations, principal: Principal, dlq_id: str, reason: str, payload: bytes | None
 ) -> BulkResult:
-    done = await letters.replay(person, dlq_id, reason=reason, payload=payload)
+    done = await dead_letters.replay(principal, dlq_id, reason=reason, payload=payload)
     return BulkResult(id=dlq_id, done=True, job_id=done.job_id)

@@ -1,4 +1,4 @@
-"""`holdfast doctor`: can this store be trusted with jobs, and what to do if not."""
+"""`holdfast doctor`: check whether the engine and the ledger are set up safely."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from holdfast.ledger.port.ledger import Projection
 from holdfast.observe.redact import redact
 from holdfast.settings import Settings
 
-#: Leases go by the engine's clock alone, so skew endangers nothing; but `--run-at` is read on this machine.
+#: Leases use only the engine's clock, so skew is harmless to them; but `--run-at` is set by this machine's clock.
 _SKEW_MS: Final = 1_000
-_LOOK_ENTRIES: Final = 20
-#: A projector that works is never further behind than this for long.
+_MAX_ENTRIES: Final = 20
+#: A working projector is not behind by more than this for long.
 _LAG_MS: Final = 10_000
 
 
@@ -46,9 +46,9 @@ def register(app: typer.Typer) -> None:
 
 
 async def doctor(at: EngineTarget, queue: Queues = None, as_json: AsJson = False) -> None:
-    """Check persistence, eviction, version, clock, workers and the ledger, and say what to do.
+    """Check persistence, eviction, version, clock, workers and the ledger, and print remedies.
 
-    Exit code 1 if something endangers jobs; warnings alone are 0.
+    Exit code 1 if a finding endangers jobs; 0 if there are only warnings.
     """
     settings = at.settings()
     async with at.engine() as engine:
@@ -58,7 +58,7 @@ async def doctor(at: EngineTarget, queue: Queues = None, as_json: AsJson = False
     if as_json:
         emit_json({"url": redact(settings.url), "ok": not dangers, "findings": [_document(one) for one in findings]})
     else:
-        columns = ("check", "", "finding", "what to do")
+        columns = ("check", "", "finding", "remedy")
         emit_rows(columns, [_row(one) for one in findings], empty="nothing to check", texts=2)
         note(_summary(settings.url, findings, dangers))
     if dangers:
@@ -66,7 +66,7 @@ async def doctor(at: EngineTarget, queue: Queues = None, as_json: AsJson = False
 
 
 async def examine(engine: Engine, queues: list[str] | None) -> list[Finding]:
-    """All findings: ours first, then the engine's, which knows better where both look at the same thing."""
+    """Return all findings: our own, then the engine's, which replace ours for the same check."""
     names = await queues_or_all(engine, queues)
     theirs = await engine.diagnose(names)
     known = {finding.check for finding in theirs}
@@ -75,10 +75,10 @@ async def examine(engine: Engine, queues: list[str] | None) -> list[Finding]:
 
 
 async def examine_ledger(settings: Settings, engine: Engine, queues: Sequence[str]) -> list[Finding]:
-    """Whether the ledger can be used, and how far it is behind each feed."""
+    """Check whether the ledger is usable, and its lag behind each feed."""
     ledger = build_ledger(settings, engine)
     if ledger is None:
-        return [Finding("ledger", True, "none: finished jobs are forgotten after a while, and a wipe forgets all")]
+        return [Finding("ledger", True, "none: finished jobs expire, and a wipe of the engine loses all jobs")]
     try:
         findings = await ledger.diagnose()
         if ledger.projection is not None and findings[0].ok:
@@ -97,15 +97,15 @@ async def _lag(engine: Engine, projection: Projection, queue: str) -> Finding:
     except LedgerUnavailable as exc:
         return Finding(check, False, str(exc), warning=True)
     if (at.position, at.nonce) == (end.position, end.nonce) or not end.position:
-        return Finding(check, True, "has every move")
-    # The first is the one that it has; some tell of nothing.
-    entries = await engine.read_feed(queue, at.position, _LOOK_ENTRIES)
+        return Finding(check, True, "is up to date")
+    # The first entry is already in the ledger; some entries have no events.
+    entries = await engine.read_feed(queue, at.position, _MAX_ENTRIES)
     unread = [entry for entry in entries if entry.position != at.position and entry.events]
     late_ms = end.at_ms - unread[0].events[0].at_ms if unread else 0
     if late_ms <= _LAG_MS:
         return Finding(check, True, f"is {span(max(late_ms, 1))} behind")
     advice = f"holdfast upkeep --queue {queue}"
-    found = f"is {span(late_ms)} behind; does a worker of this queue run, and does it reach the ledger?"
+    found = f"is {span(late_ms)} behind; check that a worker of this queue is running and can reach the ledger"
     return Finding(check, False, found, advice, warning=True)
 
 
@@ -125,13 +125,13 @@ async def _clock(engine: Engine) -> Finding:
         "clock",
         False,
         f"the engine's clock is {span(abs(skew_ms))} {direction} this machine's",
-        "let both machines keep time (chrony, systemd-timesyncd); jobs go by the engine's clock",
+        "synchronise both clocks (chrony, systemd-timesyncd); jobs use the engine's clock",
         warning=True,
     )
 
 
 async def _workers(engine: Engine, queues: Sequence[str]) -> list[Finding]:
-    # Those that do not answer are the engine's to tell.
+    # The engine's own findings report unreachable queues.
     found, _ = await engine.for_each_queue(queues, partial(_worker, engine))
     return list(found.values())
 
@@ -139,13 +139,13 @@ async def _workers(engine: Engine, queues: Sequence[str]) -> list[Finding]:
 async def _worker(engine: Engine, queue: str) -> Finding:
     stats = await engine.stats(queue)
     ready = stats.states.get(State.QUEUED, 0) - stats.delayed + stats.states.get(State.RETRYING, 0)
-    waiting = number_of(ready, "job waits", "jobs wait")
+    waiting = number_of(ready, "job waiting", "jobs waiting")
     if stats.control.paused:
         advice = f"holdfast queues resume {queue}"
         return Finding(f"queue {queue}", False, f"paused by an operator, {waiting}", advice, warning=True)
     if ready > 0 and stats.workers == 0:
         advice = f"holdfast worker APP --queue {queue}"
-        return Finding(f"queue {queue}", False, f"{waiting} and no worker is there", advice, warning=True)
+        return Finding(f"queue {queue}", False, f"{waiting}, no workers", advice, warning=True)
     return Finding(f"queue {queue}", True, f"{waiting}, {number_of(stats.workers, 'worker')}")
 
 
@@ -155,7 +155,7 @@ def _document(finding: Finding) -> dict[str, str | bool]:
         "ok": finding.ok,
         "warning": finding.warning and not finding.ok,
         "message": redact(finding.message),
-        "advice": redact(finding.advice),
+        "remedy": redact(finding.remedy),
     }
 
 
@@ -167,11 +167,11 @@ def _row(finding: Finding) -> tuple[str | Text, ...]:
         if finding.warning
         else Text("DANGER", "bold red")
     )
-    return finding.check, mark, redact(finding.message), redact(finding.advice)
+    return finding.check, mark, redact(finding.message), redact(finding.remedy)
 
 
 def _summary(url: str, findings: list[Finding], dangers: list[Finding]) -> str:
     warnings = sum(1 for finding in findings if not finding.ok) - len(dangers)
     found = f"{number_of(len(dangers), 'danger')}, {number_of(warnings, 'warning')}"
-    verdict = found if dangers or warnings else "all is well"
+    verdict = found if dangers or warnings else "no problems found"
     return f"{url}: {verdict}"

@@ -1,4 +1,4 @@
-"""`holdfast effects`: keys that are in doubt, and a person's word on what happened."""
+"""`holdfast effects`: list effect keys that are in doubt, and resolve them."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ if TYPE_CHECKING:
     from holdfast.ledger.queries.operators import EffectKeyRow, EffectQueries
 
 
-effects = typer.Typer(help="Once-only effects: which are in doubt, and how they ended.", no_args_is_help=True)
+effects = typer.Typer(help="List, show and resolve effects.", no_args_is_help=True)
 
-Key = Annotated[str, typer.Argument(metavar="KEY", help="The effect's key, as the task gave it.")]
-Tenant = Annotated[str, typer.Option("--tenant", metavar="NAME", help="The key's tenant.")]
+Key = Annotated[str, typer.Argument(metavar="KEY", help="Key of the effect, as the task set it.")]
+Tenant = Annotated[str, typer.Option("--tenant", metavar="NAME", help="Tenant of the key.")]
 AnyTenant = Annotated[
     str | None, typer.Option("--tenant", metavar="NAME", help="Only this tenant. Default: all.", show_default=False)
 ]
 OnlyState = Annotated[
     str | None,
-    typer.Option("--state", metavar="STATE", help="reserved or in_doubt. Default: both.", show_default=False),
+    typer.Option(
+        "--state", metavar="STATE", help="Only this state: reserved or in_doubt. Default: both.", show_default=False
+    ),
 ]
-Limit = Annotated[int, typer.Option("--limit", min=1, max=10_000, help="At most so many.")]
+Limit = Annotated[int, typer.Option("--limit", min=1, max=10_000, help="Maximum number of rows.")]
 DoneAs = Annotated[
     str | None,
     typer.Option(
-        "--done", metavar="JSON", help="It happened; this is its result ('null' if none).", show_default=False
+        "--done", metavar="JSON", help="The effect happened, with this result ('null' if none).", show_default=False
     ),
 ]
-NotDone = Annotated[bool, typer.Option("--not-done", help="It did not happen, and will not: the key is free again.")]
-Resume = Annotated[
-    bool, typer.Option("--resume/--no-resume", help="Send the jobs back to work that are suspended for it.")
-]
-Reason = Annotated[str, typer.Option(help="How you know; kept in the log.")]
+NotDone = Annotated[bool, typer.Option("--not-done", help="The effect did not happen and will not; releases the key.")]
+Resume = Annotated[bool, typer.Option("--resume/--no-resume", help="Resume the jobs that are suspended for it.")]
+Reason = Annotated[str, typer.Option(help="Reason for the audit log: how you know.")]
 Database = Annotated[
-    str, typer.Option("--database", metavar="URL", help="postgresql://… or sqlite:///…: a database of your own.")
+    str, typer.Option("--database", metavar="URL", help="Your database: postgresql://… or sqlite:///…")
 ]
 
 
@@ -63,25 +63,29 @@ Database = Annotated[
 async def list_effects(
     at: EngineTarget, tenant: AnyTenant = None, state: OnlyState = None, limit: Limit = 100, as_json: AsJson = False
 ) -> None:
-    """Effects that are in doubt or under way, the oldest first."""
+    """List effects that are in doubt or reserved, oldest first."""
     if state is not None and state not in (EffectState.RESERVED, EffectState.IN_DOUBT):
-        raise InvalidOption(f"--state must be reserved or in_doubt, not {state}")
-    async with _opened(at) as (engine, ledger, person):
-        keys = [row for row in await _keyring(ledger).unresolved(tenant, limit=MANY) if person.can_see(row.tenant_id)]
+        raise InvalidOption(f"--state={state!r} is not valid; use reserved or in_doubt")
+    async with _open_ledger(at) as (engine, ledger, principal):
+        keys = [
+            row
+            for row in await _effect_queries(ledger).unresolved(tenant, limit=MANY)
+            if principal.can_see(row.tenant_id)
+        ]
         found = await with_lost_holders(engine, keys)
     rows = [row for row in found if state in (None, row.state)][:limit]
     if as_json:
         emit_json([_document(row) for row in rows])
         return
-    columns = ("tenant", "key", "state", "since", "function", "job", "attempt", "why")
-    emit_rows(columns, [_line(row) for row in rows], empty="no effect is in doubt or under way")
+    columns = ("tenant", "key", "state", "since", "function", "job", "attempt", "reason")
+    emit_rows(columns, [_row(row) for row in rows], empty="no effects in doubt or reserved")
 
 
 @command(effects, "show", examples=("holdfast effects show publish:42", "holdfast effects show publish:42 --json"))
 async def show(at: EngineTarget, key: Key, tenant: Tenant = DEFAULT_TENANT, as_json: AsJson = False) -> None:
-    """One key: its state, its result, and whose it is."""
-    async with _opened(at) as (engine, ledger, person):
-        (row,) = await with_lost_holders(engine, [await _found(ledger, person, tenant, key)])
+    """Show one effect: state, result, job and worker."""
+    async with _open_ledger(at) as (engine, ledger, principal):
+        (row,) = await with_lost_holders(engine, [await _get_effect(ledger, principal, tenant, key)])
     if as_json:
         emit_json(_document(row))
         return
@@ -109,33 +113,33 @@ async def resolve(
     tenant: Tenant = DEFAULT_TENANT,
     as_json: AsJson = False,
 ) -> None:
-    """Say what became of an effect in doubt, after you have looked. The jobs that are suspended for it go on.
+    """Resolve an effect in doubt, after you have checked whether it happened. Resumes the jobs suspended for it.
 
-    Your word is in the operators' log.
+    The resolution is recorded in the audit log.
 
-    An effect that is done already keeps its result; with --done the jobs that still wait for it go on.
+    An effect that is already done keeps its result; --done then only resumes the jobs that still wait for it.
     """
     if (done is None) == (not not_done):
-        raise UsageError("say either --done JSON or --not-done")
-    value = None if done is None else _json(done)
-    async with _opened(at) as (engine, ledger, person):
-        (row,) = await with_lost_holders(engine, [await _found(ledger, person, tenant, key)])
-        person.require(Permission.OPERATE)
+        raise UsageError("the outcome is missing or ambiguous; pass either --done JSON or --not-done")
+    value = None if done is None else _encode_result(done)
+    async with _open_ledger(at) as (engine, ledger, principal):
+        (row,) = await with_lost_holders(engine, [await _get_effect(ledger, principal, tenant, key)])
+        principal.require(Permission.OPERATE)
         was_done = row.state == EffectState.DONE
         if was_done and not_done:
             raise UsageError(
-                f"the effect {key!r} is done already; `holdfast effects show {shlex.quote(key)}` has its result, and "
-                "with --done jobs that still wait for it go on"
+                f"effect {key!r} is already done; see its result with `holdfast effects show {shlex.quote(key)}`, or "
+                "resume the jobs that still wait for it with --done"
             )
         if row.state == EffectState.RESERVED:
             raise UsageError(
-                f"the effect {key!r} is under way in job {row.job_id}; wait for its end, or cancel the job"
+                f"effect {key!r} is reserved by running job {row.job_id}; wait until it ends, or cancel it"
             )
         state = None if value is None else EffectState.DONE
         outcome = EffectOutcome(tenant_id=tenant, key=key, token=row.token, state=state, value=value)
         if not was_done:
-            await ledger.operators.resolve_effect(outcome, _action(row, person, reason, state, value))
-        jobs = await resume_waiting(engine, ledger.queries, row, person) if resume else []
+            await ledger.operators.resolve_effect(outcome, _audit_entry(row, principal, reason, state, value))
+        jobs = await resume_waiting(engine, ledger.queries, row, principal) if resume else []
     if as_json:
         emit_json(
             {
@@ -148,14 +152,14 @@ async def resolve(
             }
         )
         return
-    became = "was done already, and its recorded result stays" if was_done else "is done" if state else "is free again"
-    going = f"{number_of(len(jobs), 'job')} sent back to work: {', '.join(jobs)}" if jobs else "no job was resumed"
+    became = "was already done, its result is kept" if was_done else "is done" if state else "is released"
+    going = f"{number_of(len(jobs), 'job')} resumed: {', '.join(jobs)}" if jobs else "no job was resumed"
     note(f"{key} {became}; {going}")
 
 
 @command(effects, "create-table", examples=("holdfast effects create-table --database postgresql://localhost/shop",))
 async def create_table(at: EngineTarget, database: Database, as_json: AsJson = False) -> None:
-    """Make the table of keys that `ctx.transaction` needs in a database of your own; harmless to repeat."""
+    """Create the table of keys that `ctx.transaction` needs in your database. Safe to repeat."""
     from sqlalchemy.exc import ArgumentError, DBAPIError
     from sqlalchemy.ext.asyncio import create_async_engine
 
@@ -165,7 +169,7 @@ async def create_table(at: EngineTarget, database: Database, as_json: AsJson = F
     drivers = {"postgresql": "postgresql+asyncpg", "postgres": "postgresql+asyncpg", "sqlite": "sqlite+aiosqlite"}
     driver = scheme if scheme in drivers.values() else drivers.get(scheme)
     if driver is None:
-        raise UsageError(f"--database: PostgreSQL or SQLite only (postgresql://… or sqlite:///…), not {scheme!r}")
+        raise UsageError(f"--database: {scheme!r} is not supported; use postgresql://… or sqlite:///…")
     require_drivers(database)
     try:
         engine = create_async_engine(f"{driver}://{rest}")
@@ -174,37 +178,37 @@ async def create_table(at: EngineTarget, database: Database, as_json: AsJson = F
     try:
         await create_keys_table(engine)
     except (DBAPIError, OSError) as exc:
-        raise UsageError(f"the table could not be made: {exc}") from exc
+        raise UsageError(f"cannot create the table: {exc}") from exc
     finally:
         await engine.dispose()
     if as_json:
         emit_json({"table": "idempotency_keys"})
     else:
-        note("the table idempotency_keys is there")
+        note("table idempotency_keys exists")
 
 
 @asynccontextmanager
-async def _opened(at: EngineTarget) -> AsyncIterator[tuple[Engine, Ledger, Principal]]:
-    async with open_operations(at) as (offices, person):
-        if offices.ledger is None:
+async def _open_ledger(at: EngineTarget) -> AsyncIterator[tuple[Engine, Ledger, Principal]]:
+    async with open_operations(at) as (operations, principal):
+        if operations.ledger is None:
             raise NoLedger("an effect")
-        person.require(Permission.READ)
-        yield offices.engine, offices.ledger, person
+        principal.require(Permission.READ)
+        yield operations.engine, operations.ledger, principal
 
 
-def _keyring(ledger: Ledger) -> EffectQueries:
+def _effect_queries(ledger: Ledger) -> EffectQueries:
     from holdfast.ledger.queries.operators import EffectQueries
 
     return EffectQueries(ledger.queries.engine)
 
 
-def _action(
-    row: EffectKeyRow, person: Principal, reason: str, state: EffectState | None, value: bytes | None
+def _audit_entry(
+    row: EffectKeyRow, principal: Principal, reason: str, state: EffectState | None, value: bytes | None
 ) -> AuditEntry:
     after = {"state": None if state is None else state.value, "job_id": row.job_id}
     return AuditEntry(
         type=f"{OPERATOR_PREFIX}resolve_effect",
-        actor=person.name,
+        actor=principal.name,
         tenant_id=row.tenant_id,
         target="effect",
         target_id=row.key,
@@ -215,18 +219,18 @@ def _action(
     )
 
 
-async def _found(ledger: Ledger, person: Principal, tenant: str, key: str) -> EffectKeyRow:
-    row = await _keyring(ledger).find(tenant, key) if person.can_see(tenant) else None
+async def _get_effect(ledger: Ledger, principal: Principal, tenant: str, key: str) -> EffectKeyRow:
+    row = await _effect_queries(ledger).find(tenant, key) if principal.can_see(tenant) else None
     if row is None:
-        raise UsageError(f"tenant {tenant!r} has no effect under the key {key!r}; see `holdfast effects list`")
+        raise UsageError(f"effect {key!r} of tenant {tenant!r} not found; see `holdfast effects list`")
     return row
 
 
-def _json(text: str) -> bytes:
+def _encode_result(text: str) -> bytes:
     return encode_json(decode_json(text.encode("utf-8", "replace"), "--done"), "--done")
 
 
-def _line(row: EffectKeyRow) -> tuple[str, ...]:
+def _row(row: EffectKeyRow) -> tuple[str, ...]:
     since = row.updated_at.isoformat(timespec="seconds")
     return (
         row.tenant_id, row.key, row.state, since, row.function, row.job_id, str(row.attempt), row.reason or ""

@@ -1,4 +1,4 @@
-"""`holdfast explain JOB`: its story in plain sentences."""
+"""`holdfast explain JOB`: a job's history, state and next steps in sentences."""
 
 from __future__ import annotations
 
@@ -38,69 +38,81 @@ def register(app: typer.Typer) -> None:
 
 async def explain_job(
     at: EngineTarget,
-    job_id: Annotated[str, typer.Argument(metavar="JOB", help="The job's id.")],
+    job_id: Annotated[str, typer.Argument(metavar="JOB", help="Id of the job.")],
     queue: OneQueue = None,
     tenant: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The job's tenant; without it all are asked.", show_default=False)
+        str | None,
+        typer.Option(metavar="NAME", help="Tenant of the job. Default: search all tenants.", show_default=False),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """What happened to a job, why it is where it is, and what will happen next, in plain sentences.
+    """Explain in sentences what happened to a job, why it is in its state, and what happens next.
 
     Needs a ledger: the engine's own file on SQLite, HOLDFAST_LEDGER on Redis.
     """
-    async with open_stores(at) as both:
-        both.require_queries()
-        whole, told = await both.with_job(job_id, tenant, queue, lambda whole: _explained(both, whole, tenant, queue))
+    async with open_stores(at) as session:
+        session.require_queries()
+        full_id, explanation = await session.with_job(
+            job_id, tenant, queue, lambda full_id: _explain(session, full_id, tenant, queue)
+        )
     if as_json:
-        emit_json({"job_id": whole, "happened": told.happened, "why": told.why, "then": told.then})
+        emit_json(
+            {
+                "job_id": full_id,
+                "history": explanation.history,
+                "reason": explanation.reason,
+                "next_steps": explanation.next_steps,
+            }
+        )
         return
-    print(visible("\n".join(told.sentences)))
+    print(visible("\n".join(explanation.sentences)))
 
 
-async def _explained(both: StoreSession, job_id: str, tenant: str | None, queue: str | None) -> tuple[str, Explanation]:
-    # SQLAlchemy, which other commands do not need.
+async def _explain(
+    session: StoreSession, job_id: str, tenant: str | None, queue: str | None
+) -> tuple[str, Explanation]:
+    # Imports SQLAlchemy, which other commands do not need.
     from holdfast.ledger.queries.explain import Explanation, explain
     from holdfast.ledger.queries.explain_state import JobFacts
 
-    queries = both.require_queries()
-    live = await both.find_live(job_id, queue)
+    queries = session.require_queries()
+    live = await session.find_live(job_id, queue)
     try:
-        job = await both.row(job_id, tenant, queue)
+        job = await session.row(job_id, tenant, queue)
     except UnknownJob:
         if live is None or tenant not in (None, live.tenant_id):
             raise
-        why = f"The engine has it as {live.state}; the ledger does not have it yet."
-        then = "Ask again in a moment. If this lasts: does a worker or `holdfast upkeep` run?"
+        why = f"The job is {live.state} in the engine; the ledger does not have it yet."
+        then = "Try again in a moment. If this persists, check that a worker or `holdfast upkeep` is running."
         return job_id, Explanation([], [why], [then])
-    letter = await queries.dead_letter_of(job.key)
+    dead_letter = await queries.dead_letter_of(job.key)
     if live is not None and (live.queue, live.tenant_id) != (job.queue, job.tenant_id):
         live = None
     events = [event.event() for event in await queries.events(job.key)]
-    scene = JobFacts(
+    facts = JobFacts(
         job_id=job_id,
-        now_ms=await both.engine.now_ms(),
+        now_ms=await session.engine.now_ms(),
         task=job.job_type,
         queue=job.queue,
-        **await _queue(both, job.queue),
+        **await _queue(session, job.queue),
         live=live,
-        lease_ms=round(both.settings.visibility_timeout_s * 1000),
-        dlq_id=letter.dlq_id if letter is not None else job.dlq_id,
-        dead_letter_status=letter.status if letter is not None else None,
-        replayed_as=letter.replayed_as if letter is not None else None,
+        lease_ms=round(session.settings.visibility_timeout_s * 1000),
+        dlq_id=dead_letter.dlq_id if dead_letter is not None else job.dlq_id,
+        dead_letter_status=dead_letter.status if dead_letter is not None else None,
+        replayed_as=dead_letter.replayed_as if dead_letter is not None else None,
         replay_of=_replay_of(job),
-        in_doubt=await _in_doubt(both, queries, job, events),
+        in_doubt=await _in_doubt(session, queries, job, events),
         approvals=await _approvals(queries, job),
-        operator_actions=await _deeds(queries, job),
+        operator_actions=await _operator_actions(queries, job),
     )
-    return job_id, explain(events, scene)
+    return job_id, explain(events, facts)
 
 
-async def _queue(both: StoreSession, queue: str) -> dict[str, Any]:
-    """What keeps workers from its jobs; who is not of every tenant does not learn how many workers there are."""
-    if not both.principal.sees_all_tenants:
-        return {"paused": (await both.engine.get_control(queue)).paused}
-    stats = await both.engine.stats(queue)
+async def _queue(session: StoreSession, queue: str) -> dict[str, Any]:
+    """Pause and workers of the queue; only a principal of all tenants may see the number of workers."""
+    if not session.principal.sees_all_tenants:
+        return {"paused": (await session.engine.get_control(queue)).paused}
+    stats = await session.engine.stats(queue)
     return {"paused": stats.control.paused, "workers": stats.workers}
 
 
@@ -111,7 +123,7 @@ def _replay_of(job: JobDetail) -> str | None:
 
 
 async def _approvals(queries: Queries, job: JobDetail) -> tuple[ApprovalRow, ...]:
-    """What people were asked about the job, the oldest first."""
+    """Return the job's approval requests, oldest first."""
     from holdfast.ledger.queries.operator_filters import ApprovalFilter
     from holdfast.ledger.queries.paging import MAX_LIMIT
 
@@ -119,37 +131,41 @@ async def _approvals(queries: Queries, job: JobDetail) -> tuple[ApprovalRow, ...
     return tuple(row for row in reversed(page.approvals) if row.queue == job.queue)
 
 
-async def _deeds(queries: Queries, job: JobDetail) -> tuple[OperatorAction, ...]:
-    """What people did about it: to its approvals and its dead letter, which say whose they are."""
+async def _operator_actions(queries: Queries, job: JobDetail) -> tuple[OperatorAction, ...]:
+    """Return the audit entries about the job, its approvals and its dead letter, oldest first."""
     from holdfast.ledger.queries.explain_state import OperatorAction
     from holdfast.ledger.queries.operator_filters import AuditFilter
     from holdfast.ledger.queries.paging import MAX_LIMIT
 
-    wanted = AuditFilter(tenants=[job.tenant_id], queues=frozenset({job.queue}), since=job.created_at)
-    page = await queries.audit_log(wanted, MAX_LIMIT)
-    about = [line for line in page.entries if job.job_id in (line.target_id, _job_of(line))]
+    audit_filter = AuditFilter(tenants=[job.tenant_id], queues=frozenset({job.queue}), since=job.created_at)
+    page = await queries.audit_log(audit_filter, MAX_LIMIT)
+    own = [entry for entry in page.entries if job.job_id in (entry.target_id, _job_of(entry))]
     return tuple(
-        OperatorAction(type=line.type, actor=line.actor, reason=line.reason, at_ms=round(line.at.timestamp() * 1000))
-        for line in reversed(about)
+        OperatorAction(
+            type=entry.type, actor=entry.actor, reason=entry.reason, at_ms=round(entry.at.timestamp() * 1000)
+        )
+        for entry in reversed(own)
     )
 
 
-def _job_of(line: AuditRow) -> str | None:
-    after = line.after.value if line.after is not None else None
+def _job_of(entry: AuditRow) -> str | None:
+    after = entry.after.value if entry.after is not None else None
     return after.get("job_id") if isinstance(after, dict) else None
 
 
-async def _in_doubt(both: StoreSession, queries: Queries, job: JobDetail, events: Sequence[Event]) -> tuple[str, ...]:
-    """Keys in doubt that the job holds, or that it is suspended for: another job may hold them."""
+async def _in_doubt(
+    session: StoreSession, queries: Queries, job: JobDetail, events: Sequence[Event]
+) -> tuple[str, ...]:
+    """Keys in doubt that the job has reserved, or that it is suspended for: another job may have reserved them."""
     from holdfast.ledger.queries.operators import EffectQueries
 
     rows = await with_lost_holders(
-        both.engine, await EffectQueries(queries.engine).unresolved(job.tenant_id, limit=MANY)
+        session.engine, await EffectQueries(queries.engine).unresolved(job.tenant_id, limit=MANY)
     )
-    told = " ".join(str((event.data or {}).get("message") or "") for event in events[-1:])
+    message = " ".join(str((event.data or {}).get("message") or "") for event in events[-1:])
     return tuple(
         row.key
         for row in rows
         if row.state == EffectState.IN_DOUBT
-        and ((row.queue, row.job_id) == (job.queue, job.job_id) or EffectInDoubt.named(row.key) in told)
+        and ((row.queue, row.job_id) == (job.queue, job.job_id) or EffectInDoubt.named(row.key) in message)
     )

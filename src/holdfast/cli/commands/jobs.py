@@ -1,4 +1,4 @@
-"""`holdfast jobs`: look at jobs, watch them, cancel them, resume them, hurry them."""
+"""`holdfast jobs`: list, watch, cancel, resume and expedite jobs."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ Tenant = Annotated[
     str | None, typer.Option("--tenant", metavar="NAME", help="Only this tenant. Default: all.", show_default=False)
 ]
 
-JobIds = Annotated[list[str], typer.Argument(metavar="JOB...", help="One or more job ids.")]
-Reason = Annotated[str, typer.Option(help="Why; kept with the job.")]
+JobIds = Annotated[list[str], typer.Argument(metavar="JOB...", help="Job ids.")]
+Reason = Annotated[str, typer.Option(help="Reason, recorded with the job.")]
 
-jobs = typer.Typer(help="Look at jobs, watch them, cancel them, resume them, hurry them.", no_args_is_help=True)
+jobs = typer.Typer(help="List, watch, cancel, resume and expedite jobs.", no_args_is_help=True)
 
 
 @command(
@@ -64,16 +64,17 @@ async def list_jobs(
     tenant: Tenant = None,
     since: Annotated[
         str | None,
-        typer.Option(
-            metavar="WHEN", help="Created at this instant or later, or so long ago (1h, 2d).", show_default=False
-        ),
+        typer.Option(metavar="WHEN", help="Only jobs created since this instant or age (1h, 2d).", show_default=False),
     ] = None,
     until: Annotated[
         str | None,
-        typer.Option(metavar="WHEN", help="Created before this instant, or longer ago than this.", show_default=False),
+        typer.Option(metavar="WHEN", help="Only jobs created before this instant or age.", show_default=False),
     ] = None,
     error: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Text in the last error, in any case.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="TEXT", help="Only with this text in the last error; case-insensitive.", show_default=False
+        ),
     ] = None,
     trace: Annotated[
         str | None, typer.Option(metavar="ID", help="Only jobs of this trace.", show_default=False)
@@ -81,32 +82,34 @@ async def list_jobs(
     key: Annotated[
         str | None, typer.Option(metavar="KEY", help="Only jobs of this idempotency key.", show_default=False)
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of rows.")] = 50,
     cursor: Annotated[
         str | None,
-        typer.Option(metavar="CURSOR", help="Go on where a list ended, as told on stderr.", show_default=False),
+        typer.Option(
+            metavar="CURSOR", help="Continue after a previous page; stderr prints the cursor.", show_default=False
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Jobs, newest first, from the ledger; without one, those that the engine still has.
+    """List jobs from the ledger, newest first; without a ledger, the jobs that the engine still has.
 
-    If there are more, stderr says how to go on. Without a ledger only --state, --queue and --limit can be used.
+    If more rows follow, stderr prints the cursor. Without a ledger only --state, --queue and --limit are available.
     """
-    async with open_stores(at) as both:
-        if both.queries is None:
+    async with open_stores(at) as session:
+        if session.queries is None:
             given = (job_type, tenant, since, until, error, trace, key, cursor)
             if any(value is not None for value in given):
-                both.require_queries()
-            await _list_engine(both, queue, state, limit, as_json=as_json)
+                session.require_queries()
+            await _list_engine(session, queue, state, limit, as_json=as_json)
             return
         from holdfast.ledger.queries.job_list import JobFilter
 
-        now_ms = await both.engine.now_ms()
-        wanted = JobFilter(
+        now_ms = await session.engine.now_ms()
+        job_filter = JobFilter(
             states=frozenset(state or ()),
             job_type=job_type,
             tenant_id=tenant,
-            tenants=visible_tenants(both.principal),
+            tenants=visible_tenants(session.principal),
             queues=frozenset(queue or ()),
             since=None if since is None else parse_time_or_age(since, "--since", now_ms),
             until=None if until is None else parse_time_or_age(until, "--until", now_ms),
@@ -114,14 +117,14 @@ async def list_jobs(
             trace_id=trace,
             idempotency_key=key,
         )
-        found, cursor = await _pages(both.queries, wanted, limit, cursor)
+        found, cursor = await _pages(session.queries, job_filter, limit, cursor)
     if as_json:
         emit_json([row_document(job) for job in found])
     else:
         rows = [ledger_row(job, now_ms) for job in found]
         emit_rows(_COLUMNS, rows, empty="no jobs")
     if cursor is not None:
-        note(f"there may be more: --cursor {cursor}")
+        note(f"more rows may follow: --cursor {cursor}")
 
 
 @command(
@@ -135,32 +138,34 @@ async def list_jobs(
 )
 async def show(
     at: EngineTarget,
-    job_id: Annotated[str, typer.Argument(metavar="JOB", help="The job's id.")],
+    job_id: Annotated[str, typer.Argument(metavar="JOB", help="Id of the job.")],
     queue: OneQueue = None,
     tenant: Tenant = None,
-    stack: Annotated[bool, typer.Option("--stack", help="Print the stack of every failed attempt, too.")] = False,
+    stack: Annotated[bool, typer.Option("--stack", help="Also print the stack of every failed attempt.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """One job with its whole story: every attempt, its errors, what it waits for, its end, its dead letter.
+    """Show one job with its history: attempts, errors, what it waits for, its outcome, its dead letter.
 
-    From the ledger; without one, what the engine still has (on Redis not the arguments of a job that succeeded).
+    Read from the ledger; without one, what the engine still has (on Redis, not the arguments of a job that succeeded).
     """
-    async with open_stores(at) as both:
-        view, story = await both.with_job(job_id, tenant, queue, lambda whole: _whole(both, whole, tenant, queue))
+    async with open_stores(at) as session:
+        view, history = await session.with_job(
+            job_id, tenant, queue, lambda full_id: _load_job(session, full_id, tenant, queue)
+        )
     if as_json:
-        emit_json(job_document(view) | (history_document(story) if story is not None else {}))
+        emit_json(job_document(view) | (history_document(history) if history is not None else {}))
         return
     print_job(view)
     print()
-    # The last line of the timeline is the present.
+    # The last entry of the timeline is the current state.
     present = [] if view.state in FINAL else timeline_rows(view)[-1:]
-    lines = event_rows(story.events) + present if story is not None else timeline_rows(view)
+    lines = event_rows(history.events) + present if history is not None else timeline_rows(view)
     emit_rows(("when", "after", "what", "detail"), lines, empty="")
-    if story is not None:
-        print_beside(story)
+    if history is not None:
+        print_beside(history)
     if stack:
         last = [view.failure.stack] if view.failure is not None and view.failure.stack else []
-        for text in stacks(story.events) if story is not None else last:
+        for text in stacks(history.events) if history is not None else last:
             print()
             print(visible(text.rstrip()))
 
@@ -174,18 +179,16 @@ async def count_jobs(
     at: EngineTarget,
     queue: OneQueue = None,
     tenant: Tenant = None,
-    exact: Annotated[
-        bool, typer.Option("--exact", help="Count successes, too, where they would be estimated.")
-    ] = False,
+    exact: Annotated[bool, typer.Option("--exact", help="Count succeeded jobs instead of estimating them.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """How many jobs the ledger has in each state.
+    """Count the jobs in the ledger by state.
 
-    On PostgreSQL the successes are an estimate (marked ~) once there are more than 100,000; all else is exact.
+    On PostgreSQL, succeeded jobs are estimated (marked ~) above 100,000; other counts are exact.
     """
-    async with open_stores(at) as both:
-        both.require_queries()
-        counts = await both.counts(tenant, queue, exact=exact)
+    async with open_stores(at) as session:
+        session.require_queries()
+        counts = await session.counts(tenant, queue, exact=exact)
     if as_json:
         emit_json(counts_document(counts))
         return
@@ -209,19 +212,18 @@ async def count_jobs(
 async def watch_jobs(
     at: EngineTarget,
     queue: Queues = None,
-    interval: Annotated[float, typer.Option(min=0.05, help="Seconds between two looks.")] = 1.0,
+    interval: Annotated[float, typer.Option(min=0.05, help="Seconds between two samples.")] = 1.0,
     until_empty: Annotated[
-        bool, typer.Option("--until-empty", help="End once no job is queued, running or retrying.")
+        bool, typer.Option("--until-empty", help="Exit once no job is queued, running or retrying.")
     ] = False,
     timeout: Annotated[
-        float | None, typer.Option(min=0, help="End with exit code 5 after so many seconds.", show_default=False)
+        float | None, typer.Option(min=0, help="Exit with code 5 after this many seconds.", show_default=False)
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Live counts by state, and how many jobs begin and end a second, until Ctrl-C.
+    """Show live counts by state and rates per second until Ctrl-C.
 
-    Jobs that have ended are counted by the ledger; without one these counts are missing. With --json one JSON document
-    a line.
+    Counts of finished jobs come from the ledger and are missing without one. --json prints one JSON document per line.
     """
     async with at.engine() as engine, ledger_queries(at.settings(), engine) as queries:
         code = await watch(
@@ -245,9 +247,9 @@ async def cancel(
     reason: Reason = "",
     as_json: AsJson = False,
 ) -> None:
-    """Cancel jobs that have not ended. A running one is taken from its worker at once.
+    """Cancel jobs that have not finished. A running job loses its lease immediately.
 
-    Stops at the first that cannot be cancelled (exit code 4 if it has ended); those before it are cancelled.
+    Stops at the first job that cannot be cancelled (exit code 4 if it has finished); the jobs before it are cancelled.
     """
     await _act(at, job_ids, queue, reason, JobOperations.cancel, to=State.CANCELLED, as_json=as_json)
 
@@ -267,10 +269,10 @@ async def resume(
     reason: Reason = "",
     as_json: AsJson = False,
 ) -> None:
-    """Send suspended jobs back to work, with fresh retries.
+    """Resume suspended jobs, with their retry count reset.
 
-    Stops at the first that is not suspended (exit code 4); those before it are resumed. A job whose effect is still in
-    doubt will be suspended again: `holdfast effects resolve` comes first.
+    Stops at the first job that is not suspended (exit code 4); the jobs before it are resumed. A job whose effect is
+    still in doubt is suspended again: run `holdfast effects resolve` first.
     """
     await _act(at, job_ids, queue, reason, JobOperations.resume, to=State.QUEUED, as_json=as_json)
 
@@ -290,9 +292,9 @@ async def retry(
     reason: Reason = "",
     as_json: AsJson = False,
 ) -> None:
-    """Jobs that wait for a retry, or for their time, are due now.
+    """Make delayed and retrying jobs due now.
 
-    Stops at the first that waits for no time (exit code 4); those before it are due.
+    Stops at the first job that is neither (exit code 4); the jobs before it are due.
     """
     await _act(at, job_ids, queue, reason, JobOperations.expedite, to=None, as_json=as_json)
 
@@ -307,87 +309,89 @@ async def _act(
     to: State | None,
     as_json: bool,
 ) -> None:
-    """One after the other, each told as soon as it is done. `to` is where they go; None: due where they are."""
+    """Apply `act` to each job and print its result. `to` is the new state; None means that the state stays."""
     if not all(job_ids):
         raise InvalidOption("a job id must not be empty")
     done = []
-    async with open_operations(at) as (offices, person):
-        for job_id in await whole_job_ids(offices, person, job_ids, queue):
-            view = await offices.operating.find(person, job_id, queue)
-            came_from = await act(offices.operating, person, job_id, queue=view.queue, reason=reason)
-            done.append({"job_id": job_id, "queue": view.queue, "from": came_from.value, "to": (to or came_from).value})
+    async with open_operations(at) as (operations, principal):
+        for job_id in await whole_job_ids(operations, principal, job_ids, queue):
+            view = await operations.operating.find(principal, job_id, queue)
+            from_state = await act(operations.operating, principal, job_id, queue=view.queue, reason=reason)
+            done.append(
+                {"job_id": job_id, "queue": view.queue, "from": from_state.value, "to": (to or from_state).value}
+            )
             if not as_json:
-                print(f"{job_id}\t{came_from} → {to or 'due now'}", flush=True)
+                print(f"{job_id}\t{from_state} → {to or 'due now'}", flush=True)
     if as_json:
         emit_json(done)
 
 
 async def _list_engine(
-    both: StoreSession, queue: list[str] | None, state: list[State] | None, limit: int, *, as_json: bool
+    session: StoreSession, queue: list[str] | None, state: list[State] | None, limit: int, *, as_json: bool
 ) -> None:
     async def find(name: str) -> list[JobInfo]:
-        return await both.engine.find(name, state or list(State), limit)
+        return await session.engine.find(name, state or list(State), limit)
 
-    found, away = await both.engine.for_each_queue(await queues_or_all(both.engine, queue), find)
-    now_ms = await both.engine.now_ms()
+    found, unreachable = await session.engine.for_each_queue(await queues_or_all(session.engine, queue), find)
+    now_ms = await session.engine.now_ms()
     jobs = [view for views in found.values() for view in views]
     views = sorted(jobs, key=lambda view: view.created_at_ms, reverse=True)[:limit]
     if as_json:
         emit_json([job_document(view) for view in views])
     else:
         emit_rows(_COLUMNS, [engine_row(view, now_ms) for view in views], empty="no jobs")
-        note("from the engine: there is no ledger, and jobs that ended are forgotten in time")
-    if away:
-        raise unreachable_error(away)
+        note("read from the engine: there is no ledger, and finished jobs expire")
+    if unreachable:
+        raise unreachable_error(unreachable)
 
 
 async def _pages(
-    queries: Queries, wanted: JobFilter, limit: int, cursor: str | None
+    queries: Queries, job_filter: JobFilter, limit: int, cursor: str | None
 ) -> tuple[list[JobRow], str | None]:
-    """Pages until there are enough: a page can be short where a filter has much to look through."""
+    """Read pages until `limit` rows are found: a page may be short if the filter skips many rows."""
     from holdfast.ledger.queries.paging import MAX_LIMIT
 
     found: list[JobRow] = []
     while True:
-        page = await queries.jobs(wanted, min(limit - len(found), MAX_LIMIT), cursor)
+        page = await queries.jobs(job_filter, min(limit - len(found), MAX_LIMIT), cursor)
         found += page.jobs
         cursor = page.cursor
         if cursor is None or len(found) >= limit:
             return found, cursor
 
 
-async def _whole(
-    both: StoreSession, job_id: str, tenant: str | None, queue: str | None
+async def _load_job(
+    session: StoreSession, job_id: str, tenant: str | None, queue: str | None
 ) -> tuple[JobInfo, JobHistoryView | None]:
-    """The engine's view, or the one that the ledger's events add up to; and the story, if there is a ledger."""
-    live = await both.find_live(job_id, queue)
+    """Return the job from the engine, or rebuilt from the ledger's events; and its history if there is a ledger."""
+    live = await session.find_live(job_id, queue)
     if live is not None and tenant not in (None, live.tenant_id):
         live = None
-    if both.queries is None:
+    if session.queries is None:
         if live is None:
             raise UnknownJob(job_id)
         return live, None
     try:
-        row = await both.row(job_id, tenant, queue or (live.queue if live is not None else None))
+        row = await session.row(job_id, tenant, queue or (live.queue if live is not None else None))
     except UnknownJob:
         if live is None:
             raise
-        note("the ledger does not have it yet")
+        note("the ledger does not have the job yet")
         return live, None
-    story = JobHistoryView(
-        await both.queries.events(row.key),
-        await both.queries.dead_letter_of(row.key),
-        await both.queries.steps(row.key),
-        await both.queries.effects(row.key),
+    history = JobHistoryView(
+        await session.queries.events(row.key),
+        await session.queries.dead_letter_of(row.key),
+        await session.queries.steps(row.key),
+        await session.queries.effects(row.key),
     )
-    return live or _folded(row, story), story
+    return live or _rebuild(row, history), history
 
 
-def _folded(row: JobDetail, story: JobHistoryView) -> JobInfo:
+def _rebuild(row: JobDetail, history: JobHistoryView) -> JobInfo:
     try:
-        return rebuild_job(row.queue, [event.event() for event in story.events])
+        return rebuild_job(row.queue, [event.event() for event in history.events])
     except IncompleteHistory as exc:
-        note(f"the engine has forgotten it, and the ledger has not all of it ({exc}); this is what its row says")
+        note(f"the engine no longer has the job, and its history in the ledger is incomplete ({exc}); showing its row")
         from holdfast.operations.jobs import info_from_row
 
         return info_from_row(row)

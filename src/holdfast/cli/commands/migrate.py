@@ -1,6 +1,6 @@
-"""`holdfast migrate`: the ledger's tables, up to this release or back down.
+"""`holdfast migrate`: upgrade, drop and inspect the ledger's tables.
 
-An engine on SQLite that is its own ledger has one file and one schema, which `up` brings to this release, too.
+An embedded engine has one file and one schema, which `up` upgrades as well.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ if TYPE_CHECKING:
     from holdfast.ledger.migrate import MigrationChange, MigrationStatus, Target
 
 
-migrate = typer.Typer(no_args_is_help=True, help="Bring the ledger's tables up to this release, or take them away.")
+migrate = typer.Typer(no_args_is_help=True, help="Upgrade, drop and inspect the ledger's tables.")
 
 Ledger = Annotated[
     str | None,
     typer.Option(
         "--ledger",
         metavar="URL",
-        help="The ledger: postgresql://user:password@host/database or sqlite:///ledger.db. Default: HOLDFAST_LEDGER, "
+        help="Ledger: postgresql://user:password@host/database or sqlite:///ledger.db. Default: HOLDFAST_LEDGER, "
         "holdfast.toml.",
         show_default=False,
     ),
 ]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not prompt.")]
 
 
 async def up(at: EngineTarget, ledger: Ledger = None, as_json: AsJson = False) -> None:
-    """Make or upgrade the ledger's tables: all or nothing, and harmless to repeat."""
+    """Create or upgrade the ledger's tables. All or nothing; safe to repeat."""
     from holdfast.ledger import migrate as migrations
 
     async with _target(at, ledger) as target:
@@ -49,16 +49,16 @@ async def up(at: EngineTarget, ledger: Ledger = None, as_json: AsJson = False) -
     if as_json:
         emit_json(_document(change))
     elif change.before == change.after:
-        note(f"{change.ledger} is at {change.after} already; nothing to do")
+        note(f"{change.ledger} is already at {change.after}; nothing to do")
     else:
-        note(f"{change.ledger} went from {change.before or 'nothing'} to {change.after}")
+        note(f"{change.ledger} upgraded from {change.before or 'nothing'} to {change.after}")
 
 
 async def down(at: EngineTarget, ledger: Ledger = None, yes: Yes = False, as_json: AsJson = False) -> None:
-    """Drop the ledger's tables and everything in them.
+    """Drop the ledger's tables with all their data.
 
-    Lost are: the story of every job, dead letters, recorded effects and steps, approvals. The engine keeps its jobs,
-    but a job whose effect was recorded here may do it again. Stop workers first.
+    This deletes job histories, dead letters, recorded effects and steps, and approvals. The engine keeps its jobs, but
+    a job whose effect was recorded in the ledger may repeat it. Stop all workers first.
     """
     from holdfast.ledger import migrate as migrations
 
@@ -68,7 +68,7 @@ async def down(at: EngineTarget, ledger: Ledger = None, yes: Yes = False, as_jso
             if as_json:
                 emit_json({"ledger": status.ledger, "before": None, "after": None})
             else:
-                note(f"{status.ledger} has no tables of holdfast; nothing to do")
+                note(f"{status.ledger} has no holdfast tables; nothing to do")
             return
         if not yes and not isinstance(target, migrations.EngineFile):
             _confirm(status.ledger)
@@ -76,11 +76,11 @@ async def down(at: EngineTarget, ledger: Ledger = None, yes: Yes = False, as_jso
     if as_json:
         emit_json(_document(change))
     else:
-        note(f"{change.ledger}: the ledger's tables are gone (they were at {change.before})")
+        note(f"{change.ledger}: dropped the ledger's tables (version {change.before})")
 
 
 async def status(at: EngineTarget, ledger: Ledger = None, as_json: AsJson = False) -> None:
-    """Say which version the ledger has, and which one this release wants. Exit code 1 if they differ."""
+    """Print the ledger's version and the one this release needs. Exit code 1 if they differ."""
     from holdfast.ledger import migrate as migrations
 
     async with _target(at, ledger) as target:
@@ -96,7 +96,7 @@ async def status(at: EngineTarget, ledger: Ledger = None, as_json: AsJson = Fals
             }
         )
     else:
-        _tell(found)
+        _print_status(found)
     if found.version != found.wanted:
         raise typer.Exit(ExitCode.FAILED)
 
@@ -130,7 +130,7 @@ async def _target(at: EngineTarget, given: str | None) -> AsyncIterator[Target]:
         yield EngineFile(_path(settings.url))
         return
     if settings.ledger is None:
-        raise InvalidOption("no ledger is named; set HOLDFAST_LEDGER, or give --ledger postgresql://… or sqlite:///…")
+        raise InvalidOption("there is no ledger; set HOLDFAST_LEDGER, or pass --ledger postgresql://… or sqlite:///…")
     if urlsplit(settings.ledger).scheme == "sqlite":
         yield _path(settings.ledger)
         return
@@ -147,27 +147,27 @@ def _path(url: str) -> Path:
 
 def _confirm(ledger: str) -> None:
     if not sys.stdin.isatty():
-        raise UsageError("this drops the whole ledger; repeat it with --yes if that is what you want")
+        raise UsageError("cannot prompt before dropping the ledger: stdin is not a terminal; pass --yes")
     note(
-        f"This drops all of holdfast's tables in {ledger}: stories, dead letters, recorded effects and steps. "
+        f"This drops all holdfast tables in {ledger}: job histories, dead letters, recorded effects and steps. "
         "It cannot be undone."
     )
-    if input("Type the word ledger to go on: ").strip() != "ledger":
+    if input("Type the word ledger to continue: ").strip() != "ledger":
         raise UsageError("nothing was changed")
 
 
-def _tell(found: MigrationStatus) -> None:
+def _print_status(found: MigrationStatus) -> None:
     from holdfast.ledger.migrate import UNKNOWN_VERSION
 
-    at = f"is at {found.version}" if found.version else "has no tables of holdfast yet"
+    at = f"is at {found.version}" if found.version else "has no holdfast tables yet"
     if found.newer:
-        advice = f"; this release knows {found.wanted}: upgrade holdfast here"
+        advice = f"; this release needs {found.wanted}: upgrade holdfast"
     elif found.pending:
         advice = f"; `holdfast migrate up` applies {', '.join(f'{one.version} ({one.title})' for one in found.pending)}"
     elif found.version != found.wanted:
         advice = f"; {UNKNOWN_VERSION}"
     else:
-        advice = "; that is what this release wants"
+        advice = ", as this release needs"
     note(f"{found.ledger} {at}{advice}")
 
 

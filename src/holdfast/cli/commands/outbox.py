@@ -1,4 +1,4 @@
-"""`holdfast outbox`: events on their way out, and the relay that publishes them."""
+"""`holdfast outbox`: list and retry outbox events, and run a relay."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from holdfast.observe.log_formats import log_to_stderr
 from holdfast.operations.messages import OutboxOperations
 from holdfast.upkeep.relay_service import RelayService
 
-outbox = typer.Typer(help="Events on their way to brokers: look, try again, publish.", no_args_is_help=True)
+outbox = typer.Typer(help="List, retry and publish outbox events.", no_args_is_help=True)
 
 _log: Final = logging.getLogger("holdfast.outbox")
 
@@ -37,12 +37,12 @@ _COLUMNS: Final = (
     "tenant",
     "status",
     "attempts",
-    "written",
-    "next try",
+    "created",
+    "next attempt",
     "error",
 )
 
-Destination = Annotated[str, typer.Option(metavar="NAME", help="Only for this destination.", show_default=False)]
+Destination = Annotated[str, typer.Option(metavar="NAME", help="Only this destination.", show_default=False)]
 
 
 @command(
@@ -60,26 +60,28 @@ async def list_events(
         OutboxStatus | None, typer.Option(case_sensitive=False, help="Only in this status.", show_default=False)
     ] = None,
     destination: Destination = "",
-    topic: Annotated[str, typer.Option(metavar="NAME", help="Only of this topic.", show_default=False)] = "",
-    key: Annotated[str, typer.Option(metavar="KEY", help="Only of this key.", show_default=False)] = "",
-    limit: Annotated[int, typer.Option(min=1, max=1_000, help="At most so many.")] = 50,
+    topic: Annotated[str, typer.Option(metavar="NAME", help="Only this topic.", show_default=False)] = "",
+    key: Annotated[str, typer.Option(metavar="KEY", help="Only this key.", show_default=False)] = "",
+    limit: Annotated[int, typer.Option(min=1, max=1_000, help="Maximum number of rows.")] = 50,
     after: Annotated[
         int | None,
-        typer.Option(metavar="POSITION", help="Go on where a list ended, as told on stderr.", show_default=False),
+        typer.Option(
+            metavar="POSITION", help="Continue after a previous page; stderr prints the position.", show_default=False
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Events, the newest first. If there are more, stderr says how to go on."""
-    async with _at_work(at) as (_, events, person):
+    """List outbox events, newest first. If more rows follow, stderr prints the position."""
+    async with _open_outbox(at) as (_, events, principal):
         found = await events.list(
-            person, status=status, destination=destination, topic=topic, key=key, after=after, limit=limit
+            principal, status=status, destination=destination, topic=topic, key=key, after=after, limit=limit
         )
     if as_json:
         emit_json([_document(event) for event in found])
     else:
         emit_rows(_COLUMNS, [_row(event) for event in found], empty="no events")
     if len(found) == limit:
-        note(f"there may be more: --after {found[-1].position}")
+        note(f"more rows may follow: --after {found[-1].position}")
 
 
 @command(
@@ -93,32 +95,30 @@ async def list_events(
 async def retry(
     at: EngineTarget,
     ids: Annotated[
-        list[str] | None, typer.Argument(metavar="ID...", help="Events, DEAD or RETRYING.", show_default=False)
+        list[str] | None, typer.Argument(metavar="ID...", help="Ids of events, DEAD or RETRYING.", show_default=False)
     ] = None,
-    all_dead: Annotated[bool, typer.Option("--all-dead", help="All events that are DEAD.")] = False,
+    all_dead: Annotated[bool, typer.Option("--all-dead", help="All DEAD events.")] = False,
     destination: Destination = "",
-    reason: Annotated[str, typer.Option(help="Why; kept in the log.")] = "",
+    reason: Annotated[str, typer.Option(help="Reason for the audit log.")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Try events again now, with all their attempts. Exit code 2 if one that was named is not there to be tried."""
+    """Retry events now, with their attempt count reset. Exit code 2 if a named event is not DEAD or RETRYING."""
     if bool(ids) == all_dead:
-        raise InvalidOption("give ids of events, or --all-dead")
+        raise InvalidOption("pass either ids of events or --all-dead")
     if destination and not all_dead:
-        raise InvalidOption("--destination goes with --all-dead; an id says which event it is")
-    async with _at_work(at) as (_, events, person):
+        raise InvalidOption("--destination requires --all-dead; omit it with ids")
+    async with _open_outbox(at) as (_, events, principal):
         if ids:
-            revived = await events.retry(person, ids, reason=reason)
+            revived = await events.retry(principal, ids, reason=reason)
         else:
-            revived = await events.retry_dead(person, destination=destination, reason=reason)
+            revived = await events.retry_dead(principal, destination=destination, reason=reason)
     if as_json:
         emit_json({"revived": revived})
     else:
-        print(f"{revived}\tto be tried again")
+        print(f"{revived}\tto be retried")
     if ids and revived < len(set(ids)):
         missing = len(set(ids)) - revived
-        raise InvalidOption(
-            f"{missing} of these are no events that are DEAD or RETRYING; `holdfast outbox list` shows them"
-        )
+        raise InvalidOption(f"{missing} of the ids are not DEAD or RETRYING events; see `holdfast outbox list`")
 
 
 @command(
@@ -134,16 +134,20 @@ async def relay(
     at: EngineTarget,
     app: Annotated[
         str | None,
-        typer.Argument(metavar="APP", help="Take its settings: targets that are named in code.", show_default=False),
+        typer.Argument(
+            metavar="APP",
+            help="App whose settings name the targets. Default: environment and holdfast.toml.",
+            show_default=False,
+        ),
     ] = None,
     metrics_port: MetricsPort = None,
     metrics_host: MetricsHost = LOOPBACK,
     log_json: LogJson = False,
     log_level: LogLevel = Level.INFO,
 ) -> None:
-    """Publish events until told to stop: to the brokers of outbox_targets, and jobs to the engine.
+    """Publish events to the brokers of outbox_targets, and jobs to the engine, until a signal.
 
-    Any number may run. SIGTERM or Ctrl-C finishes what is on its way and ends.
+    Any number of relays may run. SIGTERM or Ctrl-C finishes events in flight and exits.
     """
     log_to_stderr(log_level, as_json=log_json)
     async with _app(at, app) as holdfast:
@@ -158,7 +162,7 @@ async def relay(
 
 
 async def _check_database(app: Holdfast, outbox: OutboxHandle) -> None:
-    """Raise `LedgerRefused`; a database that does not answer is waited for."""
+    """Raise `LedgerRefused` if the database refuses; an unreachable database is retried later."""
     if app.settings.outbox_url is None:
         app.require_ledger()
         return
@@ -167,7 +171,7 @@ async def _check_database(app: Holdfast, outbox: OutboxHandle) -> None:
     except LedgerUnavailable as exc:
         if isinstance(exc, LedgerRefused):
             raise
-        _log.warning("the outbox's database does not answer yet: %s", exc)
+        _log.warning("outbox database unreachable, retrying: %s", exc)
 
 
 @asynccontextmanager
@@ -182,7 +186,7 @@ async def _app(at: EngineTarget, reference: str | None = None) -> AsyncIterator[
 
 
 @asynccontextmanager
-async def _at_work(at: EngineTarget) -> AsyncIterator[tuple[Holdfast, OutboxOperations, Principal]]:
+async def _open_outbox(at: EngineTarget) -> AsyncIterator[tuple[Holdfast, OutboxOperations, Principal]]:
     async with _app(at) as app:
         assert app.outbox_backend is not None
         yield app, OutboxOperations(app.outbox_backend), await current_principal(app.settings, app.ledger_backend)

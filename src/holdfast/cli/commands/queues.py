@@ -1,4 +1,4 @@
-"""`holdfast queues`: how full they are, and an operator's hand on them."""
+"""`holdfast queues`: list queues and change their controls."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ if TYPE_CHECKING:
     from holdfast.operations.operations import Operations
 
 
-queues = typer.Typer(help="How full queues are; pause, limit and resume them.", no_args_is_help=True)
+queues = typer.Typer(help="List, pause, resume and limit queues.", no_args_is_help=True)
 
 _OPEN: Final = tuple(state for state in State if state not in FINAL)
-#: Takes a limit away.
+#: Removes a limit.
 _NONE: Final = "none"
 
-Names = Annotated[list[str], typer.Argument(metavar="QUEUE...", help="One or more queues.")]
-Name = Annotated[str, typer.Argument(metavar="QUEUE", help="The queue.")]
-Limit = Annotated[str, typer.Argument(metavar="N", help="A number, or none.")]
-Intake = Annotated[bool, typer.Option("--intake", help="New submissions, not the work on what is there.")]
-New = Annotated[bool, typer.Option("--new", help="Also a queue that no job was ever submitted to.")]
-Reason = Annotated[str, typer.Option(help="Why; kept in the log.")]
+Names = Annotated[list[str], typer.Argument(metavar="QUEUE...", help="Names of queues.")]
+Name = Annotated[str, typer.Argument(metavar="QUEUE", help="Name of the queue.")]
+Limit = Annotated[str, typer.Argument(metavar="N", help="A number, or none to remove the limit.")]
+Intake = Annotated[bool, typer.Option("--intake", help="Apply to new submissions instead of claims.")]
+New = Annotated[bool, typer.Option("--new", help="Allow a queue that never had a job.")]
+Reason = Annotated[str, typer.Option(help="Reason for the audit log.")]
 
 
 @command(queues, "list", examples=("holdfast queues list", "holdfast queues list --json | jq '.[].states.queued'"))
 async def list_queues(at: EngineTarget, queue: Queues = None, as_json: AsJson = False) -> None:
-    """Every queue: open jobs by state, workers, dead letters, controls."""
-    async with open_operations(at) as (offices, person):
-        found, missing = await partial_result(offices.operating.queues(person, queue or ()))
+    """List queues: open jobs by state, workers, dead letters, controls."""
+    async with open_operations(at) as (operations, principal):
+        found, missing = await partial_result(operations.operating.queues(principal, queue or ()))
     _show(found, as_json=as_json)
     if missing is not None:
         raise missing
@@ -49,10 +49,10 @@ def _show(found: Sequence[QueueInfo], *, as_json: bool) -> None:
     if as_json:
         emit_json([_document(view) for view in found])
         return
-    # A person wants to see what there is; a program counts on every column.
-    shown = [state for state in _OPEN if not on_terminal() or any(view.states.get(state) for view in found)]
-    columns = ("queue", *(state.value for state in shown), "delayed", "workers", "dead letters", "control")
-    emit_rows(columns, [_row(view, shown) for view in found], empty="no queue has ever had a job here")
+    # A terminal omits empty columns; a program relies on every column.
+    states = [state for state in _OPEN if not on_terminal() or any(view.states.get(state) for view in found)]
+    columns = ("queue", *(state.value for state in states), "delayed", "workers", "dead letters", "control")
+    emit_rows(columns, [_row(view, states) for view in found], empty="no queues")
 
 
 @command(
@@ -68,7 +68,7 @@ async def pause(
     reason: Reason = "",
     as_json: AsJson = False,
 ) -> None:
-    """Workers take nothing more from the queue; what runs goes on. With --intake new jobs are refused instead."""
+    """Pause queues: workers claim no more jobs, running jobs continue. With --intake, refuse new jobs instead."""
     verb, change = ("pause_intake", {"intake_paused": True}) if intake else ("pause", {"paused": True})
     await _control(at, names, verb, reason, change, new=new, as_json=as_json)
 
@@ -86,7 +86,7 @@ async def resume(
     reason: Reason = "",
     as_json: AsJson = False,
 ) -> None:
-    """Workers take jobs from the queue again; with --intake new jobs are accepted again."""
+    """Resume queues: workers claim jobs again. With --intake, accept new jobs again."""
     verb, change = ("resume_intake", {"intake_paused": False}) if intake else ("unpause", {"paused": False})
     await _control(at, names, verb, reason, change, new=new, as_json=as_json)
 
@@ -102,7 +102,7 @@ async def resume(
 async def limit(
     at: EngineTarget, name: Name, most: Limit, new: New = False, reason: Reason = "", as_json: AsJson = False
 ) -> None:
-    """New jobs are refused while so many are in line or running."""
+    """Refuse new jobs while N jobs are ready or running."""
     await _control(at, [name], "limit", reason, {"intake_limit": _number(most, "N")}, new=new, as_json=as_json)
 
 
@@ -114,7 +114,7 @@ async def limit(
 async def concurrency(
     at: EngineTarget, name: Name, most: Limit, new: New = False, reason: Reason = "", as_json: AsJson = False
 ) -> None:
-    """How many jobs of the queue each worker process runs at a time; all workers follow within seconds."""
+    """Limit the concurrent jobs of the queue per worker process. All workers follow within seconds."""
     await _control(at, [name], "concurrency", reason, {"concurrency": _number(most, "N")}, new=new, as_json=as_json)
 
 
@@ -126,7 +126,7 @@ async def concurrency(
 async def alert(
     at: EngineTarget, name: Name, most: Limit, new: New = False, reason: Reason = "", as_json: AsJson = False
 ) -> None:
-    """So many jobs in line or running raise an alert; none leaves it to the settings."""
+    """Raise an alert at N ready or running jobs; none uses the setting."""
     await _control(at, [name], "alert", reason, {"backlog_alert": _number(most, "N")}, new=new, as_json=as_json)
 
 
@@ -142,36 +142,36 @@ async def alert(
 async def tenant(
     at: EngineTarget,
     name: Name,
-    tenant_id: Annotated[str, typer.Argument(metavar="TENANT", help="The tenant.")],
+    tenant_id: Annotated[str, typer.Argument(metavar="TENANT", help="Name of the tenant.")],
     weight: Annotated[
         int | None,
-        typer.Option(min=1, help="Its share of the turns beside other tenants; 1 is the usual.", show_default=False),
+        typer.Option(min=1, help="Its fair share relative to other tenants; 1 is the default.", show_default=False),
     ] = None,
     concurrency: Annotated[
         str | None,
-        typer.Option(metavar="N", help="How many of its jobs run at a time, or none.", show_default=False),
+        typer.Option(metavar="N", help="Limit of its concurrent jobs, or none.", show_default=False),
     ] = None,
     limit: Annotated[
         str | None,
-        typer.Option(metavar="N", help="New jobs are refused while it has so many, or none.", show_default=False),
+        typer.Option(metavar="N", help="Refuse its new jobs while it has N, or none.", show_default=False),
     ] = None,
     new: New = False,
     reason: Reason = "",
     as_json: AsJson = False,
 ) -> None:
-    """One tenant's part of a queue; what is not named stays as it is."""
+    """Set a tenant's weight and limits in a queue. Options that are not given stay unchanged."""
     changes: dict[str, Any] = {
         **({} if weight is None else {"weight": weight}),
         **({} if concurrency is None else {"concurrency": _number(concurrency, "--concurrency")}),
         **({} if limit is None else {"intake_limit": _number(limit, "--limit")}),
     }
     if not changes:
-        raise InvalidOption("say what to change: --weight, --concurrency or --limit")
+        raise InvalidOption("nothing to change; pass --weight, --concurrency or --limit")
     check_name(name, "queue")
     check_name(tenant_id, "tenant")
-    async with open_operations(at) as (offices, person):
-        await _require(offices, person, [name], new=new)
-        control = await offices.operating.update_tenant(person, name, tenant_id, reason=reason, **changes)
+    async with open_operations(at) as (operations, principal):
+        await _require(operations, principal, [name], new=new)
+        control = await operations.operating.update_tenant(principal, name, tenant_id, reason=reason, **changes)
     _print({name: control}, as_json=as_json)
 
 
@@ -180,23 +180,23 @@ async def _control(
 ) -> None:
     for name in names:
         check_name(name, "queue")
-    async with open_operations(at) as (offices, person):
-        await _require(offices, person, names, new=new)
+    async with open_operations(at) as (operations, principal):
+        await _require(operations, principal, names, new=new)
         changed = {
-            name: await offices.operating.update_control(person, name, reason=reason, verb=verb, **change)
+            name: await operations.operating.update_control(principal, name, reason=reason, verb=verb, **change)
             for name in names
         }
     _print(changed, as_json=as_json)
 
 
-async def _require(offices: Operations, person: Principal, names: list[str], *, new: bool) -> None:
-    """All of them before any is changed."""
+async def _require(operations: Operations, principal: Principal, names: list[str], *, new: bool) -> None:
+    """Check that all queues exist before any is changed. Raises `NotFound`."""
     for name in names:
         if not new:
             try:
-                await offices.operating.require_queue(person, name)
+                await operations.operating.require_queue(principal, name)
             except NotFound as exc:
-                raise NotFound("queue", name[:200], f"{exc.advice}; add --new for a queue that is to come") from exc
+                raise NotFound("queue", name[:200], f"{exc.advice}; pass --new for a queue without jobs") from exc
 
 
 def _print(changed: dict[str, QueueControl], *, as_json: bool) -> None:
@@ -211,7 +211,7 @@ def _number(text: str, name: str) -> int | None:
     if text == _NONE:
         return None
     if not text.isascii() or not text.isdigit():
-        raise InvalidOption(f"{name} must be a number or {_NONE}, not {text!r}")
+        raise InvalidOption(f"{name}={text!r} is not a number; use a number or {_NONE}")
     return int(text)
 
 
@@ -228,10 +228,10 @@ def _document(view: QueueInfo) -> dict[str, Any]:
     }
 
 
-def _row(view: QueueInfo, shown: Sequence[State]) -> tuple[str, ...]:
+def _row(view: QueueInfo, states: Sequence[State]) -> tuple[str, ...]:
     return (
         view.queue,
-        *(str(view.states.get(state, 0)) for state in shown),
+        *(str(view.states.get(state, 0)) for state in states),
         *("–" if value is None else str(value) for value in (view.delayed, view.workers, view.dead_letters)),
         _words(view.control),
     )

@@ -1,4 +1,4 @@
-"""`holdfast reconcile`: puts back jobs that the engine has lost, now instead of at the next pass."""
+"""`holdfast reconcile`: restore jobs that the engine has lost, without waiting for the next pass of upkeep."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from holdfast.upkeep.reconciler import LostJob, ReconcileReport
 
 
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only list what would be put back.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only list the jobs that would be restored.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -35,35 +35,35 @@ def register(app: typer.Typer) -> None:
 
 
 async def reconcile(at: EngineTarget, queue: Queues = None, dry_run: DryRun = False, as_json: AsJson = False) -> None:
-    """Compare the ledger's open jobs with the engine, and put back those that the engine has lost.
+    """Compare the ledger's open jobs with the engine, and restore those that the engine has lost.
 
-    Safe at any time, as often as you like, beside busy workers. The ledger must be caught up with the engine's feed: a
-    worker or `holdfast upkeep` runs.
+    Safe to run at any time and repeatedly, while workers run. The ledger must have caught up with the engine's feed, so
+    a worker or `holdfast upkeep` must be running.
     """
     from holdfast.upkeep.reconciler import Reconciler
 
     async with Holdfast(settings=at.settings()) as holdfast:
         ledger = holdfast.ledger_backend
         if ledger is None:
-            raise InvalidOption("there is no ledger to compare with: set HOLDFAST_LEDGER")
+            raise InvalidOption("there is no ledger to compare with; set HOLDFAST_LEDGER")
         if ledger.projection is None:
-            note("engine and ledger are one file here: neither can lose what the other has")
+            note("engine and ledger are one file; there is nothing to reconcile")
         report = await Reconciler(holdfast.engine, ledger, queue or ()).reconcile(dry_run=dry_run)
     if as_json:
         emit_json(_document(report, dry_run=dry_run))
     else:
         _print(report, dry_run=dry_run)
-    if report.away:
-        raise unreachable_error(report.away)
+    if report.unreachable:
+        raise unreachable_error(report.unreachable)
 
 
 def _print(report: ReconcileReport, *, dry_run: bool) -> None:
     columns = ("job", "queue", "tenant", "task", "state", "attempt", "retries")
-    emit_rows(columns, [_row(job) for job in report.jobs], empty="the engine has lost no job")
-    done = "would be put back" if dry_run else f"lost, {report.restored} put back"
-    note(f"{report.checked} open jobs looked at, {report.lost} {done}")
+    emit_rows(columns, [_row(job) for job in report.jobs], empty="no lost jobs")
+    done = "would be restored" if dry_run else f"lost, {report.restored} restored"
+    note(f"{report.checked} open jobs checked, {report.lost} {done}")
     for reason, count in report.skipped.items():
-        note(f"{count} left alone: {reason}")
+        note(f"{count} skipped: {reason}")
 
 
 def _row(job: LostJob) -> tuple[str, ...]:
@@ -86,7 +86,7 @@ def _document(report: ReconcileReport, *, dry_run: bool) -> dict[str, Any]:
         "lost": report.lost,
         "restored": report.restored,
         "skipped": report.skipped,
-        "away": sorted(report.away),
+        "unreachable": sorted(report.unreachable),
         "jobs": [msgspec.structs.asdict(job.key) | _own(job) for job in report.jobs],
     }
 

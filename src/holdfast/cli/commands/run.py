@@ -1,4 +1,4 @@
-"""`holdfast dev`, `worker` and `upkeep`: the commands that stay."""
+"""`holdfast dev`, `worker` and `upkeep`: commands that run until a signal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _log: Final = logging.getLogger("holdfast.cli")
 
 
 class Level(StrEnum):
-    """How much to log."""
+    """Log levels."""
 
     DEBUG = "debug"
     INFO = "info"
@@ -41,14 +41,14 @@ class Level(StrEnum):
     ERROR = "error"
 
 
-App = Annotated[str, typer.Argument(metavar="APP", help="The app: module:app or file.py:app.", show_default=False)]
+App = Annotated[str, typer.Argument(metavar="APP", help="App: module:app or file.py:app.", show_default=False)]
 WorkQueues = Annotated[
     list[str] | None,
     typer.Option(
         "--queue",
         "-q",
         metavar="NAME",
-        help="Serve this queue; may be repeated. Default: every queue that a task of the app names, and 'default'.",
+        help="Serve this queue; repeatable. Default: all queues of the app's tasks, and 'default'.",
         show_default=False,
     ),
 ]
@@ -58,12 +58,12 @@ Concurrency = Annotated[
         "--concurrency",
         "-c",
         min=1,
-        help="Jobs at a time in each process. Default: HOLDFAST_CONCURRENCY, then 100.",
+        help="Concurrent jobs per process. Default: HOLDFAST_CONCURRENCY, then 100.",
         show_default=False,
     ),
 ]
-LogJson = Annotated[bool, typer.Option("--log-json", help="Log JSON lines, at a terminal too.")]
-LogLevel = Annotated[Level, typer.Option("--log-level", help="How much to log.")]
+LogJson = Annotated[bool, typer.Option("--log-json", help="Log JSON lines, also on a terminal.")]
+LogLevel = Annotated[Level, typer.Option("--log-level", help="Log level.")]
 MetricsPort = Annotated[
     int | None,
     typer.Option(
@@ -71,14 +71,14 @@ MetricsPort = Annotated[
         min=0,
         max=65_535,
         metavar="PORT",
-        help="Serve /metrics, /livez and /readyz on this port; 0 takes a free one, and the log says which.",
+        help="Serve /metrics, /livez and /readyz on this port; 0 picks a free port, which is logged.",
         show_default=False,
     ),
 ]
 MetricsHost = Annotated[
     str,
     typer.Option(
-        "--metrics-host", metavar="HOST", help="The address to serve metrics on. Whoever reaches it reads them."
+        "--metrics-host", metavar="HOST", help="Address to serve metrics on. They are served without authentication."
     ),
 ]
 
@@ -110,9 +110,9 @@ async def dev(
     concurrency: Concurrency = None,
     log_level: LogLevel = Level.WARNING,
 ) -> None:
-    """Everything in one process, for your desk: works on jobs, does the upkeep, and shows what happens.
+    """Run worker and upkeep in one process and print events, for development.
 
-    Ctrl-C finishes what runs and ends; a second Ctrl-C hurries.
+    Ctrl-C finishes the running jobs and exits; a second Ctrl-C stops now.
     """
     log_to_stderr(log_level, as_json=False)
     async with at.app(app) as holdfast:
@@ -122,13 +122,13 @@ async def dev(
         with run_until_signal(worker.drain):
             note(f"holdfast dev · {redact(holdfast.settings.url)} · queues {', '.join(queues)}")
             note(f"tasks: {', '.join(sorted(holdfast.tasks)) or 'none'}")
-            note("ready; submit from your code or with `holdfast submit`, Ctrl-C ends")
+            note("ready; submit from your code or with `holdfast submit`, Ctrl-C to stop")
             await _warn(holdfast, queues)
-            # With that setting the worker has a relay of its own.
+            # With that setting the worker runs a relay itself.
             own = not holdfast.settings.outbox_relay
-            async with LiveEventView(holdfast.engine, queues), run_relay(holdfast, wanted=own):
+            async with LiveEventView(holdfast.engine, queues), run_relay(holdfast, enabled=own):
                 await worker.run()
-        note("drained; nothing is lost, open jobs wait for the next start")
+        note("drained; open jobs stay queued for the next start")
 
 
 async def worker(
@@ -137,11 +137,9 @@ async def worker(
     queue: WorkQueues = None,
     concurrency: Concurrency = None,
     processes: Annotated[int, typer.Option("--processes", "-p", min=1, help="Worker processes.")] = 1,
-    no_upkeep: Annotated[
-        bool, typer.Option("--no-upkeep", help="Leave promoting and pruning to other processes.")
-    ] = False,
+    no_upkeep: Annotated[bool, typer.Option("--no-upkeep", help="Do not run upkeep in this process.")] = False,
     name: Annotated[
-        str | None, typer.Option(help="Begins the worker's name in logs and histories.", show_default=False)
+        str | None, typer.Option(help="Prefix of the worker's name in logs and histories.", show_default=False)
     ] = None,
     metrics_port: MetricsPort = None,
     metrics_host: MetricsHost = LOOPBACK,
@@ -151,10 +149,10 @@ async def worker(
         int | None, typer.Option(hidden=True, help="The process that started this one for --processes.")
     ] = None,
 ) -> None:
-    """Work on jobs until told to stop.
+    """Claim and run jobs until a signal.
 
-    SIGTERM or Ctrl-C drains: takes nothing new, finishes what runs within the grace time
-    (HOLDFAST_DRAIN_GRACE_S), gives back the rest and ends with exit code 0. A second signal hurries.
+    SIGTERM or Ctrl-C drains: the worker claims nothing, finishes running jobs within the grace time
+    (HOLDFAST_DRAIN_GRACE_S), releases the rest and exits with code 0. A second signal stops it now.
     With --processes the first process serves its metrics on --metrics-port, the next on the port after it, and so on.
     """
     log_to_stderr(log_level, as_json=log_json)
@@ -188,14 +186,16 @@ async def worker(
 
 async def upkeep(
     at: EngineTarget,
-    app: Annotated[str | None, typer.Argument(metavar="APP", help="Take its queues.", show_default=False)] = None,
+    app: Annotated[
+        str | None, typer.Argument(metavar="APP", help="Use the queues of this app.", show_default=False)
+    ] = None,
     queue: Annotated[
         list[str] | None,
         typer.Option(
             "--queue",
             "-q",
             metavar="NAME",
-            help="Keep this queue; may be repeated. Default: the app's queues, or all that have ever had a job.",
+            help="Only this queue; repeatable. Default: the app's queues, or all that ever had a job.",
             show_default=False,
         ),
     ] = None,
@@ -204,24 +204,24 @@ async def upkeep(
     log_json: LogJson = False,
     log_level: LogLevel = Level.INFO,
 ) -> None:
-    """Promote, reclaim and prune, and publish the outbox's events, without working on jobs.
+    """Promote, reclaim and prune, and publish the outbox's events, without running jobs.
 
-    Workers do this by themselves; it is for when they run with --no-upkeep, or while none runs.
+    Workers do this themselves. Use it when they run with --no-upkeep, or while no worker runs.
     """
     log_to_stderr(log_level, as_json=log_json)
     holdfast = at.app(app) if app else Holdfast(settings=at.settings())
     async with holdfast:
         holdfast.require_ledger()
         queues = _queues(holdfast, queue) if app or queue else []
-        keeper = Upkeep(holdfast.engine, queues, holdfast.settings, holdfast.ledger_backend)
-        with run_until_signal(keeper.stop):
+        service = Upkeep(holdfast.engine, queues, holdfast.settings, holdfast.ledger_backend)
+        with run_until_signal(service.stop):
             async with (
                 run_webhook_worker(holdfast.engine, holdfast.ledger_backend, holdfast.settings),
                 run_relay(holdfast),
-                metrics(holdfast, metrics_host, metrics_port, partial(upkeep_readiness, holdfast, keeper)),
+                metrics(holdfast, metrics_host, metrics_port, partial(upkeep_readiness, holdfast, service)),
             ):
                 _log.info("upkeep started on %s: queues %s", redact(holdfast.settings.url), ", ".join(queues) or "all")
-                await keeper.run()
+                await service.run()
     _log.info("upkeep ended")
 
 
@@ -229,7 +229,7 @@ async def upkeep(
 async def metrics(
     app: Holdfast, host: str, port: int | None, readiness: AskReadiness | None = None
 ) -> AsyncIterator[None]:
-    """While the block runs: serve metrics and health, if that was asked for."""
+    """Serve metrics and health while the block runs, if a port is given."""
     if port is None:
         yield
         return
@@ -237,22 +237,22 @@ async def metrics(
         yield
 
 
-def _queues(app: Holdfast, asked: list[str] | None) -> list[str]:
-    if asked:
-        return list(dict.fromkeys(asked))
+def _queues(app: Holdfast, named: list[str] | None) -> list[str]:
+    if named:
+        return list(dict.fromkeys(named))
     return sorted({DEFAULT_QUEUE} | {task.queue for task in app.tasks.values()})
 
 
 async def _warn(app: Holdfast, queues: list[str]) -> None:
-    """Say at the start if the store may forget (requirement Q11). A file on this machine is left to the doctor."""
+    """Warn at the start if the store may lose data (requirement Q11). A SQLite file is only checked by `doctor`."""
     if app.settings.url.startswith("sqlite:"):
         return
     try:
         findings = await app.engine.diagnose(queues)
     except EngineUnavailable as exc:
-        # Some servers do not let us ask; that is no reason not to work.
-        _log.warning("whether the store may forget could not be found out: %s", exc)
+        # Some servers forbid these queries; the worker starts anyway.
+        _log.warning("cannot check whether the store may lose data: %s", exc)
         return
     for finding in findings:
         if not finding.ok and not finding.warning:
-            _log.warning("%s: %s; %s", finding.check, finding.message, finding.advice)
+            _log.warning("%s: %s; %s", finding.check, finding.message, finding.remedy)

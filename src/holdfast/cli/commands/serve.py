@@ -1,4 +1,4 @@
-"""`holdfast serve`: the HTTP service, with the worker and the upkeep in the same process or apart (requirement H4)."""
+"""`holdfast serve`: the HTTP service, with or without worker and upkeep in the same process (requirement H4)."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ async def serve(
         str | None,
         typer.Argument(
             metavar="APP",
-            help="The app: checks what is submitted, and is needed for --worker. Without it jobs are passed on.",
+            help="App: checks submissions, and is required for --worker. Default: submit without checks.",
             show_default=False,
         ),
     ] = None,
-    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65_535, help="The port; 0 is any free one.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="Port; 0 picks a free one.")] = 8000,
     worker: Annotated[
         bool | None,
         typer.Option(
             "--worker/--no-worker",
-            help="Work on jobs in this process. Default: HTTP_WORKER of the settings; yes with --dev.",
+            help="Run jobs in this process. Default: the setting HTTP_WORKER; yes with --dev.",
             show_default=False,
         ),
     ] = None,
@@ -59,20 +59,20 @@ async def serve(
         bool | None,
         typer.Option(
             "--upkeep/--no-upkeep",
-            help="Do the upkeep in this process. Default: HTTP_UPKEEP of the settings, then yes.",
+            help="Run upkeep in this process. Default: the setting HTTP_UPKEEP, then yes.",
             show_default=False,
         ),
     ] = None,
     dev: Annotated[
-        bool, typer.Option("--dev", help="Let everybody on this machine in without a token; only on loopback.")
+        bool, typer.Option("--dev", help="Allow requests from this machine without a token; only on loopback.")
     ] = False,
     log_json: LogJson = False,
     log_level: LogLevel = Level.INFO,
 ) -> None:
-    """Serve the HTTP API until told to stop.
+    """Serve the HTTP API until a signal.
 
-    Everybody needs a token (`holdfast token create`), except with --dev, which prints a link for your browser.
-    SIGTERM or Ctrl-C finishes what is on its way; a second signal hurries.
+    Callers need a token (`holdfast token create`), except with --dev, which prints a link for your browser.
+    SIGTERM or Ctrl-C finishes requests in flight; a second signal stops now.
     """
     from holdfast.http import create_api
     from holdfast.http.server import HttpServer, bind
@@ -80,7 +80,7 @@ async def serve(
     log_to_stderr(log_level, as_json=log_json)
     if dev and not _is_loopback(host):
         raise UsageError(
-            f"--dev lets everybody in, so it listens on loopback only, not on {host}; leave one of them out"
+            f"--dev allows requests without a token and must listen on loopback, not on {host}; omit --dev or --host"
         )
     holdfast = at.some_app(app)
     works = _works(holdfast, app, worker, dev=dev)
@@ -102,42 +102,42 @@ async def serve(
     _log.info("server ended")
 
 
-def _works(app: Holdfast, reference: str | None, asked: bool | None, *, dev: bool) -> bool:
-    wanted = asked if asked is not None else (app.settings.http_worker or (dev and reference is not None))
-    if wanted and reference is None:
-        raise UsageError("a worker needs the tasks: name the app, `holdfast serve module:app --worker`")
-    return wanted
+def _works(app: Holdfast, reference: str | None, given: bool | None, *, dev: bool) -> bool:
+    works = given if given is not None else (app.settings.http_worker or (dev and reference is not None))
+    if works and reference is None:
+        raise UsageError("a worker needs an app; run `holdfast serve module:app --worker`")
+    return works
 
 
 async def _check_ledger(app: Holdfast) -> None:
-    """Raise `LedgerRefused`; stores that do not answer are waited for."""
+    """Raise `LedgerRefused` if the ledger refuses; unreachable stores are retried later."""
     try:
         async with app:
             app.require_ledger()
     except EngineUnavailable as exc:
-        _log.warning("the engine cannot be reached yet: %s", exc)
+        _log.warning("cannot reach the engine, retrying: %s", exc)
 
 
 async def _check_tokens(app: Holdfast) -> None:
-    """A service that nobody can use is a mistake that is better told now."""
+    """Raise `UsageError` if there is no valid token, because the server would be unusable."""
     if app.settings.ledger is None and not app.settings.embedded:
-        raise NoLedger("a server that knows who asks (tokens are kept there)")
+        raise NoLedger("a server that authenticates callers by token")
     async with app:
         app.require_ledger()
-        offices = Operations.for_app(app)
+        operations = Operations.for_app(app)
         try:
-            rows = await offices.tokens.list(local_principal())
+            rows = await operations.tokens.list(local_principal())
         except LedgerUnavailable as exc:
-            _log.warning("whether there is a token could not be found out: %s", exc)
+            _log.warning("cannot check for valid tokens: %s", exc)
             return
-        if not any(offices.tokens.state(row) == "valid" for row in rows):
-            # An app may name its stores itself, which the program that makes the token does not know.
+        if not any(operations.tokens.state(row) == "valid" for row in rows):
+            # An app may set its stores in code, which `holdfast token create` does not see.
             stores = [f"HOLDFAST_URL={app.settings.url}"]
             stores += [f"HOLDFAST_LEDGER={app.settings.ledger}"] if app.settings.ledger is not None else []
             raise UsageError(
-                "there is no valid token, so nobody could use this server; make one with "
+                "there is no valid token; create one with "
                 f"`{redact(' '.join(stores))} holdfast token create NAME --role admin --all-tenants`, "
-                "or serve yourself with --dev"
+                "or pass --dev"
             )
 
 

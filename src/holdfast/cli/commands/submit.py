@@ -1,4 +1,4 @@
-"""`holdfast submit`: one job by the name of its task, from a shell."""
+"""`holdfast submit`: submit one job by the name of its task."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def register(app: typer.Typer) -> None:
 
 async def submit(
     at: EngineTarget,
-    task: Annotated[str, typer.Argument(metavar="TASK", help="The task's name.")],
+    task: Annotated[str, typer.Argument(metavar="TASK", help="Name of the task.")],
     arguments: Annotated[
         str | None,
         typer.Argument(
             metavar="JSON",
-            help="Its arguments: a JSON object (by name) or array (by position); - reads stdin.",
+            help="Arguments: a JSON object (by name) or array (by position); - reads stdin.",
             show_default=False,
         ),
     ] = None,
@@ -48,7 +48,7 @@ async def submit(
             "--arg",
             "-a",
             metavar="NAME=VALUE",
-            help="One argument; may be repeated. The value is JSON if it can be read so, else text.",
+            help="One argument; repeatable. The value is parsed as JSON if possible, else taken as text.",
             show_default=False,
         ),
     ] = None,
@@ -56,42 +56,47 @@ async def submit(
         str | None,
         typer.Option(
             metavar="APP",
-            help="The app that has the task: checks name and arguments before anything is sent.",
+            help="App with the task: checks name and arguments before submitting.",
             show_default=False,
         ),
     ] = None,
     queue: Annotated[
         str | None,
-        typer.Option("--queue", "-q", help="Default: the task's own with --app, else 'default'.", show_default=False),
+        typer.Option(
+            "--queue", "-q", help="Queue. Default: the task's queue with --app, else 'default'.", show_default=False
+        ),
     ] = None,
     key: Annotated[
-        str | None, typer.Option(help="Idempotency key: a second job with it is not made.", show_default=False)
+        str | None, typer.Option(help="Idempotency key: submitting it again returns the same job.", show_default=False)
     ] = None,
     delay: Annotated[
         str | None,
-        typer.Option(metavar="DURATION", help="Run no earlier than this from now: 90, 5m, 1h30m.", show_default=False),
+        typer.Option(metavar="DURATION", help="Delay before the first run: 90, 5m, 1h30m.", show_default=False),
     ] = None,
     run_at: Annotated[
         str | None,
-        typer.Option(metavar="INSTANT", help="Run no earlier than this: 2030-01-31T08:00:00Z.", show_default=False),
+        typer.Option(metavar="INSTANT", help="Earliest start: 2030-01-31T08:00:00Z.", show_default=False),
     ] = None,
-    priority: Annotated[PriorityName | None, typer.Option(help="Which line it waits in.", show_default=False)] = None,
-    tenant: Annotated[str | None, typer.Option(help="Whose job it is.", show_default=False)] = None,
+    priority: Annotated[PriorityName | None, typer.Option(help="Priority.", show_default=False)] = None,
+    tenant: Annotated[str | None, typer.Option(help="Tenant.", show_default=False)] = None,
     durable: Annotated[
-        bool, typer.Option("--durable", help="Return only once the ledger has the job; a wipe cannot lose it then.")
+        bool,
+        typer.Option(
+            "--durable", help="Return only once the ledger has the job, so that a wipe of the engine cannot lose it."
+        ),
     ] = False,
     wait: Annotated[
         float | None,
         typer.Option(
             min=0,
             metavar="SECONDS",
-            help="Wait for the result and print it; exit code 1 if the job fails, 5 if it takes longer.",
+            help="Wait for the result and print it; exit code 1 if the job fails, 5 on timeout.",
             show_default=False,
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Submit one job and print its id; with --wait print its result."""
+    """Submit one job and print its id, or with --wait its result."""
     encoded = payload(arguments, arg or [])
     options: SubmitOptions = {
         "queue": queue,
@@ -103,10 +108,10 @@ async def submit(
         "durable": durable,
     }
     async with at.app(app) if app else Holdfast(settings=at.settings()) as holdfast:
-        desk = await holdfast.submitter()
-        if durable and isinstance(desk, BatchingSubmitter):
-            # Now, in case the person does not wait for the ledger.
-            desk.on_accepted = lambda receipt: note(f"accepted {receipt.job_id}, waiting for the ledger")
+        submitter = await holdfast.submitter()
+        if durable and isinstance(submitter, BatchingSubmitter):
+            # Printed before the ledger confirms, in case the user interrupts.
+            submitter.on_accepted = lambda receipt: note(f"accepted {receipt.job_id}, waiting for the ledger")
         job = await holdfast.submit_raw(task, encoded, **options)
         receipt: dict[str, Any] = {"job_id": job.id, "queue": job.queue, "duplicate": job.duplicate}
         if wait is not None:
@@ -123,4 +128,4 @@ def _print(receipt: dict[str, Any], *, as_json: bool) -> None:
     else:
         print(receipt["job_id"])
     if receipt["duplicate"]:
-        note("this key was known: no new job was made")
+        note("duplicate idempotency key: no new job was created")

@@ -1,4 +1,4 @@
-"""`holdfast suspended`: jobs that wait for a person."""
+"""`holdfast suspended`: list, show, resume and discard suspended jobs."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from holdfast.errors import TransitionInvalid
 from holdfast.operations.bulk import BulkReport
 from holdfast.operations.suspended import SuspendedFilter, SuspendedJob
 
-suspended = typer.Typer(help="Suspended jobs: look, resume, discard.", no_args_is_help=True)
+suspended = typer.Typer(help="List, show, resume and discard suspended jobs.", no_args_is_help=True)
 
 _COLUMNS: Final = ("job", "task", "queue", "tenant", "attempt", "age", "error")
 
-JobIds = Annotated[list[str] | None, typer.Argument(metavar="JOB...", help="Ids of jobs.", show_default=False)]
+JobIds = Annotated[list[str] | None, typer.Argument(metavar="JOB...", help="Job ids.", show_default=False)]
 Since = Annotated[
     str | None,
-    typer.Option(metavar="WHEN", help="Created at this instant or later, or so long ago (1h, 2d).", show_default=False),
+    typer.Option(metavar="WHEN", help="Only jobs created since this instant or age (1h, 2d).", show_default=False),
 ]
 Until = Annotated[
     str | None,
-    typer.Option(metavar="WHEN", help="Created before this instant, or longer ago than this.", show_default=False),
+    typer.Option(metavar="WHEN", help="Only jobs created before this instant or age.", show_default=False),
 ]
 
 
@@ -60,38 +60,40 @@ async def list_suspended(
     text: Words = None,
     since: Since = None,
     until: Until = None,
-    limit: Annotated[int, typer.Option(min=1, max=1_000, help="At most so many.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, max=1_000, help="Maximum number of rows.")] = 50,
     cursor: Annotated[
         str | None,
-        typer.Option(metavar="CURSOR", help="Go on where a list ended, as told on stderr.", show_default=False),
+        typer.Option(
+            metavar="CURSOR", help="Continue after a previous page; stderr prints the cursor.", show_default=False
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Suspended jobs, newest first. If there are more, stderr says how to go on."""
-    async with open_operations(at) as (offices, person):
-        now_ms = await offices.engine.now_ms()
-        wanted = _filter(now_ms, task, queue, tenant, code, text, since, until)
-        page = await offices.suspended.list(person, wanted, limit, cursor)
+    """List suspended jobs, newest first. If more rows follow, stderr prints the cursor."""
+    async with open_operations(at) as (operations, principal):
+        now_ms = await operations.engine.now_ms()
+        criteria = _filter(now_ms, task, queue, tenant, code, text, since, until)
+        page = await operations.suspended.list(principal, criteria, limit, cursor)
     if as_json:
         emit_json([_document(job) for job in page.jobs])
     else:
-        emit_rows(_COLUMNS, [_row(job, now_ms) for job in page.jobs], empty="no job is suspended")
+        emit_rows(_COLUMNS, [_row(job, now_ms) for job in page.jobs], empty="no suspended jobs")
     if page.cursor is not None:
-        note(f"there may be more: --cursor {page.cursor}")
+        note(f"more rows may follow: --cursor {page.cursor}")
 
 
 @command(suspended, "show", examples=("holdfast suspended show 019a2f31c07d7e0ab1c2d3e4f5a6b7c8",))
 async def show(
     at: EngineTarget,
-    job_id: Annotated[str, typer.Argument(metavar="JOB", help="The job's id.")],
+    job_id: Annotated[str, typer.Argument(metavar="JOB", help="Id of the job.")],
     as_json: AsJson = False,
 ) -> None:
-    """One suspended job: why, and every attempt. `holdfast jobs show` has its whole story."""
-    async with open_operations(at) as (offices, person):
-        (whole,) = await whole_job_ids(offices, person, [job_id])
-        view = await offices.operating.find(person, whole)
+    """Show one suspended job: its error and attempts. `holdfast jobs show` prints its full history."""
+    async with open_operations(at) as (operations, principal):
+        (full_id,) = await whole_job_ids(operations, principal, [job_id])
+        view = await operations.operating.find(principal, full_id)
     if view.state is not State.SUSPENDED:
-        raise TransitionInvalid(whole, view.state, State.QUEUED)
+        raise TransitionInvalid(full_id, view.state, State.QUEUED)
     if as_json:
         emit_json(job_document(view))
         return
@@ -123,21 +125,21 @@ async def resume(
     since: Since = None,
     until: Until = None,
     everything: All = False,
-    reason: Annotated[str, typer.Option(help="Why; kept with the jobs and in the log.")] = "",
+    reason: Annotated[str, typer.Option(help="Reason for the jobs and the audit log.")] = "",
     rate: Rate = "500/s",
     dry_run: DryRun = False,
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
-    """Send suspended jobs back to work: their retries start again, their history stays."""
+    """Resume suspended jobs. Their retry count is reset, their history is kept."""
     ids, per_s = job_ids or [], parse_rate(rate)
     given = (task, queue, tenant, code, text, since, until)
     single = selects_ids(ids, filtered=any(value is not None for value in given), everything=everything)
-    async with open_operations(at) as (offices, person):
-        ids = await whole_job_ids(offices, person, ids) if single else ids
-        chosen = ids if single else _filter(await offices.engine.now_ms(), *given)
-        do = partial(offices.suspended.resume, person, chosen, reason=reason, rate_per_s=per_s)
-        report = await _do(do, "Resume", ids, dry_run=dry_run, yes=yes)
+    async with open_operations(at) as (operations, principal):
+        ids = await whole_job_ids(operations, principal, ids) if single else ids
+        chosen = ids if single else _filter(await operations.engine.now_ms(), *given)
+        do = partial(operations.suspended.resume, principal, chosen, reason=reason, rate_per_s=per_s)
+        report = await _run(do, "Resume", ids, dry_run=dry_run, yes=yes)
     print_report(report, "job", as_json=as_json)
 
 
@@ -160,29 +162,29 @@ async def discard(
     since: Since = None,
     until: Until = None,
     everything: All = False,
-    reason: Annotated[str, typer.Option(help="Why; needed, and kept with the jobs and in the log.")] = "",
+    reason: Annotated[str, typer.Option(help="Reason for the jobs and the audit log. Required.")] = "",
     dry_run: DryRun = False,
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
-    """Give suspended jobs up: they are cancelled."""
+    """Discard suspended jobs: they end as cancelled."""
     given = (task, queue, tenant, code, text, since, until)
     ids = job_ids or []
     single = selects_ids(ids, filtered=any(value is not None for value in given), everything=everything)
-    async with open_operations(at) as (offices, person):
-        ids = await whole_job_ids(offices, person, ids) if single else ids
-        chosen = ids if single else _filter(await offices.engine.now_ms(), *given)
-        do = partial(offices.suspended.discard, person, chosen, reason=reason)
-        report = await _do(do, "Cancel", ids, dry_run=dry_run, yes=yes)
+    async with open_operations(at) as (operations, principal):
+        ids = await whole_job_ids(operations, principal, ids) if single else ids
+        chosen = ids if single else _filter(await operations.engine.now_ms(), *given)
+        do = partial(operations.suspended.discard, principal, chosen, reason=reason)
+        report = await _run(do, "Cancel", ids, dry_run=dry_run, yes=yes)
     print_report(report, "job", as_json=as_json)
 
 
-async def _do(
+async def _run(
     do: Callable[..., Awaitable[BulkReport]], verb: str, ids: list[str], *, dry_run: bool, yes: bool
 ) -> BulkReport:
-    """Some by their ids at once; of a filter the number first, and a question."""
+    """Run on ids directly; on a filter, count first and prompt."""
     if ids and not dry_run:
-        return await with_progress(verb, len(ids), lambda tell: do(progress=tell))
+        return await with_progress(verb, len(ids), lambda on_result: do(progress=on_result))
     return await confirm_count(do, f"{verb} {{}}?", "suspended job", verb, dry_run=dry_run, yes=yes)
 
 

@@ -1,4 +1,4 @@
-"""`holdfast trigger replay`: dead letters of a trigger go back to its queue."""
+"""`holdfast trigger replay`: publish a trigger's dead letters to its queue again."""
 
 from __future__ import annotations
 
@@ -46,25 +46,25 @@ async def replay(
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
-    """Publish the dead letters of a trigger to its queue again, as the messages that they were.
+    """Publish the dead letters of a trigger to its queue again, as the original messages.
 
-    A dead letter is acknowledged when the broker has confirmed its message. Where this command was killed in between,
-    the next one publishes some a second time, and the trigger knows them by `x-replay-of`. Messages that fail again
-    while it runs stay dead letters. On Redis Streams and SQS, what a killed command had in flight can be replayed
-    after the visibility timeout.
+    A dead letter is acknowledged after the broker has confirmed its message. If this command is killed in between, the
+    next run publishes some messages a second time; the trigger recognises them by `x-replay-of`. Messages that fail
+    again during the run stay dead letters. On Redis Streams and SQS, dead letters that a killed command had in flight
+    can be replayed after the visibility timeout.
     """
     if everything == (limit is not None):
-        raise UsageError("say which dead letters: --all, or --limit N for the oldest N")
+        raise UsageError("no unique selection of dead letters; pass either --all or --limit N (the oldest N)")
     entry = _entry(load(file), name)
     per_s = parse_rate(rate)
-    async with open_operations(at) as (offices, person):
-        report = await _replay(offices, person, entry, limit, per_s, reason, dry_run=dry_run, yes=yes)
+    async with open_operations(at) as (operations, principal):
+        report = await _replay(operations, principal, entry, limit, per_s, reason, dry_run=dry_run, yes=yes)
     print_report(report, "message", as_json=as_json)
 
 
 async def _replay(
-    offices: Operations,
-    person: Principal,
+    operations: Operations,
+    principal: Principal,
     entry: TriggerEntry,
     limit: int | None,
     rate: float,
@@ -76,21 +76,21 @@ async def _replay(
     from holdfast.operations.messages import check_replay
     from holdfast.triggers.replay import replay_dead_letters
 
-    check_replay(person)
+    check_replay(principal)
 
     async def audit(**what: Any) -> None:
-        if offices.ledger is not None:
-            asked = {"queue_name": entry.queue_name, "limit": limit}
-            await offices.triggers.record_replay(person, entry.name, reason=reason, what=asked | what)
+        if operations.ledger is not None:
+            request = {"queue_name": entry.queue_name, "limit": limit}
+            await operations.triggers.record_replay(principal, entry.name, reason=reason, what=request | what)
 
     many = partial(replay_dead_letters, entry, limit=limit, rate_per_s=rate)
     counted = await many(dry_run=True)
     if dry_run:
         return counted
     if counted.matched:
-        letters = number_of(counted.matched, "dead letter")
-        confirm(f"Replay {letters} to {entry.queue_name}, {rate:g} a second?", yes=yes)
-    # Before anything is published: a command that is killed leaves its entry.
+        dead_letters = number_of(counted.matched, "dead letter")
+        confirm(f"Replay {dead_letters} to {entry.queue_name}, {rate:g} a second?", yes=yes)
+    # Before anything is published, so that a killed command leaves an audit entry.
     await audit(status="started")
     report = await with_progress("replaying", counted.matched, lambda progress: many(progress=progress))
     await audit(status="ended", done=report.done, failed=report.failed)

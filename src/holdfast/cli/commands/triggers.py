@@ -1,4 +1,4 @@
-"""`holdfast trigger`: messages of brokers become jobs; look at that, plan it, pause it."""
+"""`holdfast trigger`: run, check, plan, pause and resume triggers, and list their executions."""
 
 from __future__ import annotations
 
@@ -29,21 +29,23 @@ if TYPE_CHECKING:
     from holdfast.triggers.config import TriggerEntry
 
 
-trigger = typer.Typer(help="Messages of brokers become jobs: run, check, look, plan, pause.", no_args_is_help=True)
+trigger = typer.Typer(
+    help="Run, check, plan, pause and replay triggers, which turn broker messages into jobs.", no_args_is_help=True
+)
 
 _log: Final = logging.getLogger("holdfast.cli")
 
-File = Annotated[Path, typer.Argument(metavar="FILE", help="The triggers, in YAML.", show_default=False)]
+File = Annotated[Path, typer.Argument(metavar="FILE", help="YAML file with the triggers.", show_default=False)]
 App = Annotated[
     str | None,
     typer.Argument(
         metavar="APP",
-        help="The app whose tasks get the messages: module:app or file.py:app. Without it jobs are passed on.",
+        help="App whose tasks get the messages: module:app or file.py:app. Default: submit without checks.",
         show_default=False,
     ),
 ]
-Name = Annotated[str, typer.Argument(metavar="NAME", help="The trigger's name.")]
-Reason = Annotated[str, typer.Option(help="Why; kept in the log.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the trigger.")]
+Reason = Annotated[str, typer.Option(help="Reason for the audit log.")]
 
 
 @command(
@@ -63,11 +65,11 @@ async def run(
     log_json: LogJson = False,
     log_level: LogLevel = Level.INFO,
 ) -> None:
-    """Take messages and hand them over until told to stop.
+    """Consume messages and pass them to their runtimes until a signal.
 
-    All triggers of the file run in this process; any number of processes may run the same file. SIGTERM or Ctrl-C takes
-    nothing new and waits up to 30 seconds for what is in hand; a second signal does not wait. The metrics' port also
-    tells at /readyz whether messages can be handed over.
+    All triggers of the file run in this process; any number of processes may run the same file. On SIGTERM or Ctrl-C it
+    stops consuming and waits up to 30 s for messages in flight; on a second signal it does not wait. With
+    --metrics-port, /readyz reports whether messages can be passed on.
     """
     from holdfast.triggers.service import TriggerService
 
@@ -78,16 +80,16 @@ async def run(
         triggers = TriggerService(holdfast, entries)
         if holdfast.ledger_backend is None:
             _log.warning(
-                "there is no ledger: triggers run, but nothing records their messages, and `holdfast trigger status`, "
-                "pause and resume need one (HOLDFAST_LEDGER)"
+                "no ledger: triggers run, but their executions are not recorded; set HOLDFAST_LEDGER, which "
+                "`holdfast trigger status`, pause and resume also need"
             )
         with run_until_signal(triggers.stop):
             async with AsyncExitStack() as stack:
                 if metrics_port is not None:
-                    door = serve_metrics(
+                    server = serve_metrics(
                         metrics_host, metrics_port, lambda: render_metrics(holdfast), triggers.readiness
                     )
-                    await stack.enter_async_context(door)
+                    await stack.enter_async_context(server)
                 await triggers.run()
     _log.info("triggers ended")
 
@@ -104,10 +106,10 @@ async def check(
     at: EngineTarget,
     file: File,
     app: App = None,
-    connect: Annotated[bool, typer.Option("--connect", help="Connect to the brokers, too.")] = False,
+    connect: Annotated[bool, typer.Option("--connect", help="Also connect to the brokers.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Tell all mistakes of a file of triggers, each with its place; with an APP also tasks that it does not have.
+    """Report all errors in a trigger file, each with its path; with an APP also tasks that it does not have.
 
     Nothing is consumed.
     """
@@ -116,7 +118,7 @@ async def check(
     entries = load(file)
     await check_entries(at.some_app(app), entries, connect=connect)
     if as_json:
-        emit_json([_told(entry) for entry in entries])
+        emit_json([_entry_document(entry) for entry in entries])
         return
     columns = ("trigger", "broker", "queue", "group", "concurrency", "policy", "to")
     rows = [
@@ -132,7 +134,7 @@ async def check(
         for entry in entries
     ]
     emit_rows(columns, rows, empty="no triggers")
-    note("all well" + (", and all brokers answer" if connect else ""))
+    note("no errors" + (", all brokers answered" if connect else ""))
 
 
 @command(
@@ -141,9 +143,9 @@ async def check(
     examples=("holdfast trigger status", "holdfast trigger status --json | jq '.[] | select(.status != \"healthy\")'"),
 )
 async def status(at: EngineTarget, as_json: AsJson = False) -> None:
-    """Triggers: where they run, how they are, who has paused them."""
-    async with open_operations(at) as (offices, person):
-        views = await offices.triggers.list(person)
+    """List triggers: processes, health, and who paused them."""
+    async with open_operations(at) as (operations, principal):
+        views = await operations.triggers.list(principal)
     _print(views, as_json=as_json)
 
 
@@ -159,28 +161,28 @@ async def status(at: EngineTarget, as_json: AsJson = False) -> None:
 async def executions(
     at: EngineTarget,
     queue: Annotated[
-        str, typer.Option("--queue", "-q", metavar="NAME", help="Only of this queue of the broker.", show_default=False)
+        str, typer.Option("--queue", "-q", metavar="NAME", help="Only this queue of the broker.", show_default=False)
     ] = "",
     message: Annotated[
-        str, typer.Option("--message", "-m", metavar="ID", help="Only of the message of this id.", show_default=False)
+        str, typer.Option("--message", "-m", metavar="ID", help="Only the message with this id.", show_default=False)
     ] = "",
     statuses: Annotated[
         list[ExecutionStatus] | None,
         typer.Option("--status", "-s", help="Only with this status; repeatable. Default: all.", show_default=False),
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, max=1_000, help="At most so many.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, max=1_000, help="Maximum number of rows.")] = 50,
     as_json: AsJson = False,
 ) -> None:
-    """What became of messages, newest first."""
-    async with open_operations(at) as (offices, person):
-        found = await offices.triggers.executions(
-            person, queue_name=queue, message_id=message, statuses=statuses or (), limit=limit
+    """List executions of messages, newest first."""
+    async with open_operations(at) as (operations, principal):
+        found = await operations.triggers.executions(
+            principal, queue_name=queue, message_id=message, statuses=statuses or (), limit=limit
         )
     if as_json:
         emit_json([execution_document(each) for each in found])
         return
     columns = ("when", "queue", "message", "event", "tenant", "status", "took", "retries", "run", "error")
-    emit_rows(columns, [_execution_row(each) for each in found], empty="no messages have been recorded")
+    emit_rows(columns, [_execution_row(each) for each in found], empty="no executions")
 
 
 @command(
@@ -194,18 +196,20 @@ async def executions(
 async def plan(
     at: EngineTarget,
     rate: Annotated[float, typer.Option(help="Messages per second.", show_default=False)],
-    seconds_per_message: Annotated[float, typer.Option(help="How long one takes.", show_default=False)],
-    message_bytes: Annotated[float, typer.Option(help="How large one is.", show_default=False)],
+    seconds_per_message: Annotated[
+        float, typer.Option(help="Processing time of one message, in seconds.", show_default=False)
+    ],
+    message_bytes: Annotated[float, typer.Option(help="Size of one message, in bytes.", show_default=False)],
     waiting: Annotated[
-        bool, typer.Option("--waiting", help="The work waits for others and does not keep a core busy.")
+        bool, typer.Option("--waiting", help="The work waits for I/O and does not keep a core busy.")
     ] = False,
     cores: Annotated[
-        int | None, typer.Option(min=1, help="Cores of the machine. Default: of this one.", show_default=False)
+        int | None, typer.Option(min=1, help="Cores of the machine. Default: this machine's.", show_default=False)
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """How much concurrency and memory a rate takes: an estimate, not a measurement."""
-    made = plan_capacity(
+    """Estimate the concurrency and memory that a message rate needs; nothing is measured."""
+    capacity = plan_capacity(
         rate=rate,
         seconds_per_message=seconds_per_message,
         message_bytes=message_bytes,
@@ -215,22 +219,22 @@ async def plan(
     if as_json:
         emit_json(
             {
-                "concurrency": made.concurrency,
-                "wanted": made.wanted,
-                "enough": made.enough,
-                "rate": round(made.rate, 3),
-                "memory_mb": round(made.memory_mb, 1),
-                "processes": made.processes,
+                "concurrency": capacity.concurrency,
+                "required": capacity.required,
+                "enough": capacity.enough,
+                "rate": round(capacity.rate, 3),
+                "memory_mb": round(capacity.memory_mb, 1),
+                "processes": capacity.processes,
             }
         )
         return
-    print(f"concurrency  {made.concurrency}")
-    print(f"memory       {made.memory_mb:.0f} MB")
-    if not made.enough:
-        print(f"processes    {made.processes}, each on a machine of its own")
+    print(f"concurrency  {capacity.concurrency}")
+    print(f"memory       {capacity.memory_mb:.0f} MB")
+    if not capacity.enough:
+        print(f"processes    {capacity.processes}, each on a separate machine")
         note(
-            f"the rate takes {made.wanted} at a time, and one machine's cores are good for {made.concurrency} "
-            f"({made.rate:.4g} messages/s); if the work waits for others rather than computes, say --waiting"
+            f"the rate needs a concurrency of {capacity.required}; one machine's cores allow {capacity.concurrency} "
+            f"({capacity.rate:.4g} messages/s); if the work waits for I/O rather than computes, pass --waiting"
         )
 
 
@@ -240,9 +244,9 @@ async def plan(
     examples=("holdfast trigger pause orders --reason 'the warehouse moves'", "holdfast trigger pause orders --json"),
 )
 async def pause(at: EngineTarget, name: Name, reason: Reason = "", as_json: AsJson = False) -> None:
-    """All processes of a trigger take no messages within seconds; what is in hand is finished."""
-    async with open_operations(at) as (offices, person):
-        view = await offices.triggers.pause(person, name, reason=reason)
+    """Pause a trigger. All its processes stop consuming within seconds; messages in flight are finished."""
+    async with open_operations(at) as (operations, principal):
+        view = await operations.triggers.pause(principal, name, reason=reason)
     _print([view], as_json=as_json)
 
 
@@ -250,23 +254,23 @@ async def pause(at: EngineTarget, name: Name, reason: Reason = "", as_json: AsJs
     trigger, "resume", examples=("holdfast trigger resume orders --reason 'moved'", "holdfast trigger resume orders")
 )
 async def resume(at: EngineTarget, name: Name, reason: Reason = "", as_json: AsJson = False) -> None:
-    """A trigger takes messages again, in all of its processes."""
-    async with open_operations(at) as (offices, person):
-        view = await offices.triggers.resume(person, name, reason=reason)
+    """Resume a trigger in all its processes."""
+    async with open_operations(at) as (operations, principal):
+        view = await operations.triggers.resume(principal, name, reason=reason)
     _print([view], as_json=as_json)
 
 
 def load(file: Path) -> list[TriggerEntry]:
-    """The file's triggers. All mistakes are told on lines of their own before it ends."""
+    """Load the file's triggers. Prints each error on a separate line, then raises `InvalidOption`."""
     from holdfast.triggers.config_file import InvalidTriggers, load_file
 
     try:
         return load_file(file)
     except InvalidTriggers as exc:
         for mistake in exc.mistakes:
-            # They hold no values; blotting out what follows `password:` would only hide what to do.
+            # Not redacted: they hold no values, and masking the text after `password:` would hide the remedy.
             print(f"{file}: {mistake}", file=sys.stderr)
-        raise InvalidOption(f"{file} cannot be used, see above") from exc
+        raise InvalidOption(f"{file} has errors; fix those listed above") from exc
 
 
 # Printing ----------------------------------------------------------------------------------------------
@@ -304,8 +308,8 @@ def _row(view: TriggerInfo) -> tuple[str, ...]:
     if pause is not None:
         detail = f"since {instant(pause.paused_at_ms)}" + (f": {shorten(pause.reason)}" if pause.reason else "")
     else:
-        unwell = [each.process for each in view.processes if each.health.get("status") != "healthy"]
-        detail = f"unhealthy: {', '.join(unwell)}" if unwell else ""
+        unhealthy = [each.process for each in view.processes if each.health.get("status") != "healthy"]
+        detail = f"unhealthy: {', '.join(unhealthy)}" if unhealthy else ""
     return (
         view.name,
         view.status,
@@ -319,7 +323,7 @@ def _row(view: TriggerInfo) -> tuple[str, ...]:
 
 
 def execution_document(row: Execution) -> dict[str, Any]:
-    """As programs read it."""
+    """Build an execution's document for `--json`."""
     return {
         "tenant_id": row.tenant_id,
         "id": row.id,
@@ -352,8 +356,8 @@ def _execution_row(row: Execution) -> tuple[str, ...]:
     )
 
 
-def _told(entry: TriggerEntry) -> dict[str, Any]:
-    """Without the connection: a list of triggers is shown around."""
+def _entry_document(entry: TriggerEntry) -> dict[str, Any]:
+    """Build a trigger's document without its connection, which may hold credentials."""
     document = entry.model_dump(mode="json", exclude={"adapter": {"connection"}, "runtime": {"token"}})
     return document | {"runtime": {entry.runtime.kind: _target(entry)}}
 

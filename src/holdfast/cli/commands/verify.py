@@ -1,4 +1,4 @@
-"""`holdfast verify`: proves that the ledger tells legal stories, or that a deployment keeps the protocol's promises."""
+"""`holdfast verify`: check the histories in the ledger, or the acceptance criteria on a deployment."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from holdfast.verification.acceptance.fixture import Criterion, CriterionResult
 
 
-#: Faults that are shown; all are counted.
+#: Maximum number of faults printed; all are counted.
 _SHOWN = 20
 
 
@@ -45,50 +45,50 @@ def register(app: typer.Typer) -> None:
 
 async def verify(
     at: EngineTarget,
-    ledger: Annotated[
-        bool, typer.Option("--ledger", help="Read every story in the ledger and prove it; changes nothing.")
-    ] = False,
+    ledger: Annotated[bool, typer.Option("--ledger", help="Check every job history in the ledger; read-only.")] = False,
     deployment: Annotated[
         bool,
         typer.Option(
             "--deployment",
-            help="Run the protocol's acceptance criteria on your own servers, in a namespace and a schema of their own "
-            "that are removed again; takes less than a minute.",
+            help="Run the protocol's acceptance criteria on your own servers, in a separate namespace and schema that "
+            "are removed afterwards; takes less than a minute.",
         ),
     ] = False,
     since: Annotated[
         str | None,
         typer.Option(
             metavar="WHEN",
-            help="With --ledger: only jobs created since then, or so long ago (1h, 2d).",
+            help="With --ledger: only jobs created since this instant or age (1h, 2d).",
             show_default=False,
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Prove that the ledger tells legal stories, or that a deployment keeps what the protocol promises.
+    """Check every job history in the ledger, or the protocol's guarantees on a deployment.
 
-    --ledger reads every job's events, at one moment, beside busy workers: no gap, only legal moves, at most one end,
-    rows that agree, dead letters. Forks and anomalies are what an outage of the engine leaves; they are counted, and no
-    faults.
+    --ledger reads the events of all jobs from one snapshot, while workers may run. It checks for gaps, illegal moves,
+    more than one final event, rows that differ from their events, and missing dead letters. Forks and anomalies, which
+    an outage of the engine leaves, are counted but are not faults.
 
-    --deployment runs a few dozen jobs on HOLDFAST_URL and HOLDFAST_LEDGER, kills and pauses workers of its own, and
-    looks at what became of them. Nothing of yours is touched, and nothing is left behind.
+    --deployment runs a few dozen jobs on HOLDFAST_URL and HOLDFAST_LEDGER, kills and pauses its own workers, and checks
+    the outcomes. It does not touch your data and removes everything it wrote.
 
-    Exit code 1 if anything is wrong.
+    Exit code 1 if a check fails.
     """
     if ledger == deployment:
-        raise InvalidOption("say what to verify: --ledger (the stories in it) or --deployment (your servers)")
+        raise InvalidOption(
+            "nothing to verify is named; pass either --ledger (its histories) or --deployment (your servers)"
+        )
     if deployment:
         if since is not None:
-            raise InvalidOption("--since goes with --ledger")
+            raise InvalidOption("--since requires --ledger")
         await _verify_deployment(at.settings(), as_json=as_json)
         return
     from holdfast.ledger.verify import verify_ledger
 
-    async with open_stores(at) as both:
-        start = None if since is None else parse_time_or_age(since, "--since", await both.engine.now_ms())
-        report = await verify_ledger(both.require_queries(), start, _progress if sys.stderr.isatty() else None)
+    async with open_stores(at) as session:
+        start = None if since is None else parse_time_or_age(since, "--since", await session.engine.now_ms())
+        report = await verify_ledger(session.require_queries(), start, _progress if sys.stderr.isatty() else None)
     if as_json:
         emit_json(_document(report))
     else:
@@ -134,15 +134,15 @@ async def _verify_deployment(settings: Settings, *, as_json: bool) -> None:
     left: list[str] = []
     running = asyncio.create_task(verify_deployment(settings, _step if sys.stderr.isatty() else None, left))
     try:
-        # Also when it is told to end: what it has written is removed first.
+        # A signal cancels the run, so that it removes what it wrote before it ends.
         with on_signals(lambda: _cancel(running)):
             report = await running
     except asyncio.CancelledError:
-        note("interrupted; what the check had written was removed" if not left else "interrupted")
-        _tell(left)
+        note("interrupted; everything the check wrote was removed" if not left else "interrupted")
+        _print_notes(left)
         raise KeyboardInterrupt from None
     except HoldfastError:
-        _tell(left)
+        _print_notes(left)
         raise
     if as_json:
         emit_json({"ok": report.ok, **msgspec.to_builtins(report)})
@@ -151,7 +151,7 @@ async def _verify_deployment(settings: Settings, *, as_json: bool) -> None:
     raise typer.Exit(ExitCode.OK if report.ok else ExitCode.FAILED)
 
 
-def _tell(remarks: list[str]) -> None:
+def _print_notes(remarks: list[str]) -> None:
     for remark in remarks:
         note(remark)
 
@@ -183,4 +183,4 @@ def _print_acceptance(report: Acceptance) -> None:
     where = report.url if report.ledger is None else f"{report.url}, ledger {report.ledger}"
     counted = ", ".join(f"{report.count(verdict)} {verdict}" for verdict in CriterionStatus)
     note(f"{where}: {counted}, in {report.seconds:.1f} s")
-    _tell(report.notes)
+    _print_notes(report.notes)

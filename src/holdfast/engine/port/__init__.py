@@ -1,19 +1,19 @@
-"""The engine port: the only way a job moves from state to state.
+"""The engine port: the only interface that moves a job from state to state.
 
-Everything takes and returns batches; one batch of one queue is one atomic step (a Lua script on Redis,
-a transaction on SQLite) that also appends to the feed exactly the moves it made. Time is the engine's.
+All methods take and return batches. A batch of one queue is one atomic step: a Lua script on Redis, a transaction on
+SQLite. The same step appends exactly the moves it made to the feed. Instants are read from the engine's clock.
 
-What every adapter guarantees, and `holdfast.testing.contract` proves:
+Every adapter guarantees, and `holdfast.testing.contract` verifies:
 
-- An accepted job is never lost: `submit` has returned.
-- A move that `core.states.MOVES` does not know changes nothing.
-- A settle or renew whose lease is lost changes nothing.
-- One final state and one final event per job.
+- A job is not lost once `submit` has returned.
+- A move that is not in `core.states.MOVES` changes nothing.
+- A settle or renew with a lost lease changes nothing.
+- A job has one final state and one final event.
 
-All methods raise `EngineUnavailable` when the store does not answer; all may then be called again with
-the same arguments: `submit` recognises its job ids, `settle` its lease tokens, the rest is repeatable.
-Where queues are on several servers, a call for several queues serves those that answer, and raises if none
-does; `settle` and `renew` raise `PartlyDone` if one does not.
+All methods raise `EngineUnavailable` when the store does not answer, and can then be repeated with the same arguments:
+`submit` recognises its job ids, `settle` its lease tokens, and the other methods are repeatable as they are.
+If queues are on several servers, a call for several queues serves those that answer and raises if none does;
+`settle` and `renew` raise `PartialFailure` if one does not.
 """
 
 from __future__ import annotations
@@ -29,28 +29,30 @@ from holdfast.observe.counters import Counters
 
 
 class PartialFailure(EngineUnavailable):
-    """A part of the store does not answer, the rest has done its share: `done` is what the call would have returned,
-    as far as that is known."""
+    """A part of the store does not answer; the call was carried out on the rest.
 
-    def __init__(self, why: EngineUnavailable, done: list[Any]) -> None:
-        super().__init__(str(why))
-        self.completed = done
+    `completed` is what the call would have returned, as far as that is known.
+    """
+
+    def __init__(self, cause: EngineUnavailable, completed: list[Any]) -> None:
+        super().__init__(str(cause))
+        self.completed = completed
 
 
 class Engine(JobPort, OperatorPort, ReadPort, FeedPort, Protocol):
-    """Decides. One instance serves one event loop; `sibling` makes another for a second thread."""
+    """Owns the live state of open jobs. An instance serves one event loop; use `clone` for a second thread."""
 
     options: EngineOptions
     counts: Counters
 
     async def open(self) -> None:
-        """Connect and prepare the store. Raises `EngineUnavailable` at once if that fails."""
+        """Connect and prepare the store. Raises `EngineUnavailable` immediately if that fails."""
         ...
 
     async def close(self) -> None:
-        """Give connections back. Safe to call twice."""
+        """Close all connections. Can be called twice."""
         ...
 
     def clone(self) -> Engine:
-        """An engine on the same store with connections of its own, not opened yet."""
+        """Return an engine on the same store with its own connections. It is not open yet."""
         ...

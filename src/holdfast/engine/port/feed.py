@@ -1,4 +1,4 @@
-"""`FeedPort`: the feed of moves for the ledger, and what restores an engine that has lost data."""
+"""`FeedPort`: the feed of moves for the ledger, and the restore of jobs and keys that the engine has lost."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ from holdfast.core.job import Event, JobInfo
 
 
 class FeedEntry(msgspec.Struct, frozen=True, gc=False):
-    """One atomic step's moves, in order. `nonce` tells an entry from another at the same position after a wipe."""
+    """The moves of one atomic step, in order. `nonce` differs from that of another entry at the same position, which a
+    feed can have after a wipe."""
 
     position: str
     nonce: str
     events: list[Event]
-    #: A durable submission waits for it: do not linger.
+    #: A durable submission waits for this entry: project it without delay.
     urgent: bool = False
-    #: About how many bytes it takes; 0: unknown.
+    #: Approximate size in bytes; 0: unknown.
     size: int = 0
-    #: Why nothing could be read from it: another program's, damaged, or of a newer release.
+    #: Why the entry could not be decoded: written by another program, damaged, or from a newer release.
     error: str = ""
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True):
-    """A cut through the engine, made in one atomic step: which of the asked jobs it does not know, and where its
-    feed ended at that moment (both empty while the feed has never had an entry)."""
+    """Which of the given jobs the engine does not know, and where its feed ends, read in one atomic step.
+
+    `position` and `nonce` are empty while the feed has never had an entry.
+    """
 
     unknown: list[str]
     position: str
@@ -35,7 +38,7 @@ class EngineSnapshot(msgspec.Struct, frozen=True):
 
 
 class SubmissionKey(msgspec.Struct, frozen=True):
-    """An idempotency key that the ledger remembers (requirement E1), to be known to the engine again after a wipe."""
+    """An idempotency key that the ledger keeps (requirement E1), to restore in the engine after a wipe."""
 
     tenant_id: str
     key: str
@@ -44,52 +47,55 @@ class SubmissionKey(msgspec.Struct, frozen=True):
 
 
 class FeedPort(Protocol):
-    """The feed of moves, and what restores an engine that has lost data."""
+    """The feed of moves, and the restore of what an engine has lost."""
 
     async def epoch(self, queue: str) -> str:
-        """Whose memory the engine has now: another one after a restart or a fail-over, which may have lost some."""
+        """Identity of the engine's current data. Changes after a restart or fail-over, which may have lost writes."""
         ...
 
-    async def attach_reader(self, queue: str, incarnation: str = "", *, reminded: bool = False) -> None:
-        """From now on nothing unread is dropped from the feed, and with a ledger the queue takes jobs, in this
-        incarnation only; without one named, in the present one.
+    async def attach_reader(self, queue: str, epoch: str = "", *, keys_restored: bool = False) -> None:
+        """Attach a reader for this epoch (default: the current one).
 
-        `reminded`: keys were put back before; the feed says so, if it has said anything, in an entry without events.
+        While it is attached, nothing unread is dropped from the feed. With a ledger, the queue accepts jobs only in
+        this epoch. `keys_restored`: keys were restored before; a feed that is not empty then gets an entry without
+        events, which marks that.
         """
         ...
 
     async def read_feed(self, queue: str, start: str, limit: int) -> list[FeedEntry]:
-        """Entries from a position on, that one included, oldest first; `start=""` is the oldest one kept.
+        """Return entries from position `start`, inclusive, oldest first; `start=""` is the oldest one kept.
 
-        A reader begins at the entry it read last and looks at its nonce: missing or another one means that the feed
-        has forked (a wipe, a fail-over to a stale replica).
+        A reader starts at the entry it read last and compares the nonce. If that entry is missing or has another
+        nonce, the feed has forked (a wipe, a fail-over to a stale replica).
         """
         ...
 
     async def wait_feed(self, positions: Mapping[str, str], wait_ms: int) -> list[str]:
-        """Queues whose feed has an entry after the given position ("": any); waits up to `wait_ms` for the first."""
+        """Wait up to `wait_ms` for entries; return the queues whose feed has one after its position ("": any)."""
         ...
 
     async def trim_feed(self, queue: str, position: str) -> None:
-        """The reader has everything before `position`; the entry at `position` itself is kept (it proves identity),
-        and `feed_tail` entries before it."""
+        """Drop entries before `position`, which the reader has processed.
+
+        The entry at `position` is kept, because it identifies the feed, and so are `feed_tail` entries before it.
+        """
         ...
 
     async def snapshot(self, queue: str, job_ids: Sequence[str]) -> EngineSnapshot:
-        """Which of these jobs (at most `MAX_BATCH`) are unknown, and where the feed ends, in one atomic step."""
+        """Read in one atomic step which of these jobs (at most `MAX_BATCH`) are unknown, and where the feed ends."""
         ...
 
-    async def restore(self, queue: str, cut: EngineSnapshot, jobs: Sequence[JobInfo]) -> list[bool]:
-        """Put lost jobs back under their own id, state, attempt, retry count and due time; whether each was.
+    async def restore(self, queue: str, snapshot: EngineSnapshot, jobs: Sequence[JobInfo]) -> list[bool]:
+        """Restore lost jobs with their id, state, attempt, retry count and due time; return whether each was restored.
 
-        Only jobs that are still unknown, and only while the feed still has the cut's entry under the cut's nonce
-        (while it is still empty, if it was; else nothing is restored). `running` jobs go back in line: their lease is
-        gone. `next_attempt_at_ms` is when a queued or retrying job is due, `meta.run_at_ms` what its submitter asked
-        for. Each leaves a `task.restored` event. Their idempotency keys are known again, for as long as they are open.
-        Raises `InvalidOption` and restores nothing if one of them has ended.
+        Restores only jobs that are still unknown. Restores nothing unless the feed still has the snapshot's entry with
+        the snapshot's nonce (or is still empty, if it was). `running` jobs become ready: their lease is lost.
+        `next_attempt_at_ms` is when a queued or retrying job is due, `meta.run_at_ms` what its submitter requested.
+        Each restored job leaves a `task.restored` event. Its idempotency key is known again while the job is open.
+        Raises `InvalidOption` and restores nothing if one of the jobs is final.
         """
         ...
 
     async def restore_keys(self, queue: str, keys: Sequence[SubmissionKey]) -> None:
-        """Know these keys again until they end; one that is known to the engine already stays as it is."""
+        """Restore these keys until they expire. A key that the engine already knows is not changed."""
         ...

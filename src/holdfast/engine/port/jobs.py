@@ -1,4 +1,4 @@
-"""`JobPort`: how jobs are submitted, leased, settled and retried; limits and options of an engine."""
+"""`JobPort`: submit, claim, settle and retry jobs; also the limits and options of an engine."""
 
 from __future__ import annotations
 
@@ -17,59 +17,59 @@ if TYPE_CHECKING:
     from holdfast.core.publishing import EventPublishing
 
 
-#: So many tenants at a time have a part of a queue of their own; further ones share.
+#: Tenants of a queue that can have their own lane at the same time; further tenants share lanes.
 MAX_TENANTS: Final = 64
 
 
-#: What refused submissions are told.
-INTAKE_PAUSED: Final = "an operator has paused its intake; try again once it goes on"
-INTAKE_FULL: Final = "as many jobs are in line or running as may be; try again when some have ended"
-FEED_BEHIND: Final = "its feed is full because the ledger does not read it; bring the ledger back"
+#: Why a submission is refused.
+INTAKE_PAUSED: Final = "intake is paused by an operator; retry after it is resumed"
+INTAKE_FULL: Final = "the backlog is at its limit; retry when jobs have finished"
+FEED_BEHIND: Final = "its feed is full because the ledger does not read it; restore the ledger"
 FEED_DETACHED: Final = (
-    "its feed has no reader yet: the store is new, was wiped or restarted, or a replica took over; refill what the "
-    "ledger knows, then register one"
+    "its feed has no reader in this epoch (new store, wipe, restart or fail-over); restore the idempotency keys, then "
+    "attach a reader"
 )
 
 
 class RetryVia(StrEnum):
     """Where a job waits for its retry (requirement Y4)."""
 
-    #: In a set by due time; the message is acknowledged. The default.
+    #: In a set ordered by due time; the message is acknowledged. The default.
     SCHEDULE = "schedule"
-    #: In the pending list, unacknowledged, until it is found due.
+    #: In the pending list, unacknowledged, until it is due.
     PENDING = "pending"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """What an engine needs to know beside where its store is."""
+    """Options of an engine, besides the address of its store."""
 
     visibility_timeout_ms: int = 30_000
-    #: The largest payload that is adopted from another program.
+    #: Largest payload of a foreign message that is adopted.
     payload_limit: int = 1024 * 1024
     #: Lost leases after which a job is a poison pill (requirement Q7).
     max_deliveries: int = 5
-    #: How long the record of a finished job can be looked up in the engine.
+    #: How long the engine keeps the record of a finished job.
     finished_ttl_ms: int = 3_600_000
-    #: How long an idempotency key outlives its submission (it always outlives the open job).
+    #: How long an idempotency key is known after its submission (at least as long as the job is open).
     idempotency_window_ms: int = 86_400_000
-    #: A ledger records dead letters: jobs wait for it in `dlq_pending`. Without one the engine makes all three moves.
+    #: A ledger records dead letters; jobs wait for it in `dlq_pending`. Without one the engine makes all three moves.
     ledger: bool = False
     retry_via: Mapping[str, RetryVia] = field(default_factory=dict)
-    #: A retry in the pending list waits at least this long, however short its delay (source I's reclaim idle).
+    #: Minimum wait of a retry in the pending list, however short its delay (source I's reclaim idle).
     pending_idle_ms: int = 0
-    #: `stream:result` keeps about so many entries, and none older than this.
+    #: Approximate number of entries in `stream:result`, and the age at which they are dropped.
     result_limit: int = 10_000
     result_ttl_ms: int = 86_400_000
-    #: With a ledger `stream:dlq` keeps no entry older than this; without one its entries are the record, and stay.
+    #: With a ledger, entries of `stream:dlq` older than this are dropped; without one they are the record and stay.
     dlq_ttl_ms: int = 30 * 86_400_000
-    #: Feed entries (batches) kept while no reader has ever registered.
+    #: Feed entries (batches) kept while no reader has ever been attached.
     feed_limit: int = 1_000
-    #: Entries kept behind the reader's position, for those who look over its shoulder (event streams).
+    #: Feed entries kept before the reader's position, for event streams.
     feed_tail: int = 0
-    #: With a reader, intake is refused when the unread feed is larger than this.
+    #: With a reader, submissions are refused when the unread feed is larger than this.
     feed_max_bytes: int = 512 * 1024 * 1024
-    #: Events that are published where the engine's file is the ledger; elsewhere the projector does it.
+    #: Events to publish in embedded mode, where the engine's file is the ledger; otherwise the projector publishes.
     publishing: EventPublishing | None = None
 
     def __post_init__(self) -> None:
@@ -85,7 +85,7 @@ class EngineOptions:
 
 
 class Promotion(msgspec.Struct, frozen=True):
-    """How many waiting jobs were put in line, and when the next one is due (0: none waits)."""
+    """How many due jobs became ready, and when the next job is due (0: no job waits)."""
 
     count: int
     next_due_at_ms: int
@@ -93,17 +93,19 @@ class Promotion(msgspec.Struct, frozen=True):
 
 
 class JobPort(Protocol):
-    """Moves jobs through their lives: submission, leases, retries. One batch of one queue is one atomic step."""
+    """Submission, leases and retries of jobs. One batch of one queue is one atomic step."""
 
     async def submit(self, envelopes: Sequence[Envelope]) -> list[Receipt]:
-        """Accept new jobs, in order: one receipt each.
+        """Accept new jobs, in order; return one receipt each.
 
-        A known `(tenant, queue, idempotency_key)` answers with the first job, as a duplicate. The same
-        envelopes again (a reply was lost) change nothing and are no duplicates. Raises `IntakeRefused`
-        when a queue's intake is paused, `IntakeLimited` when it or the tenant's part of it would grow over its limit
-        (duplicates are answered all the same), `FeedFull` when its feed is at its limit, and, with `options.ledger`,
-        `FeedUnread` when its feed has no reader in this memory (the store is new, was wiped or restarted, or a replica
-        took over: refill what the ledger knows, then `register_reader`); envelopes of other queues may have been taken.
+        For a known `(tenant, queue, idempotency_key)` the receipt names the first job and is a duplicate. Repeating
+        the same envelopes (after a lost reply) changes nothing and gives no duplicates.
+
+        Raises `IntakeRefused` when a queue's intake is paused, `IntakeLimited` when the backlog of the queue or tenant
+        would exceed its limit (duplicates still get their receipts), and `FeedFull` when the feed is at its limit.
+        With `options.ledger`, raises `FeedDetached` when the feed has no reader in this epoch (new store, wipe,
+        restart or fail-over): restore the idempotency keys, then call `attach_reader`. Envelopes of other queues may
+        have been accepted.
         """
         ...
 
@@ -113,58 +115,58 @@ class JobPort(Protocol):
         queues: Sequence[str],
         limit: int,
         wait_ms: int,
-        held: Callable[[], Collection[Lease]] | None = None,
+        in_flight: Callable[[], Collection[Lease]] | None = None,
     ) -> list[Claim]:
-        """Lease up to `limit` jobs that may run now; wait on the server for the first up to `wait_ms`.
+        """Lease up to `limit` ready jobs; wait on the server up to `wait_ms` for the first.
 
-        Adopts foreign messages that are well formed and dead-letters the others. Paused queues give nothing.
-        Tenants that have jobs in line take turns, by weight: none waits behind another's backlog. A tenant that has
-        as many running as it may gets nothing. Within a tenant and a priority the oldest is first.
-        A negative `limit` or unknown queue is not an error: it gives nothing.
+        Adopts well-formed foreign messages and dead-letters the others. Returns nothing from paused queues.
+        Tenants with ready jobs share the claims by weight, so that none waits behind another's backlog. A tenant at
+        its concurrency limit gets nothing. Within a tenant and priority, the oldest job is first.
+        A negative `limit` or an unknown queue is not an error; it returns nothing.
 
-        Whoever says which leases it has (`held`) is served by those queues that answer; a queue that did
-        not is tried again later, and first gives what its lost replies had granted, as `resume` would. Without, one
-        queue that does not answer fails the call.
+        With `in_flight`, which returns the caller's leases, the queues that answer are served. A queue that did not
+        answer is tried again later; it first returns the claims of its lost replies, as `recover_claims` does.
+        Without `in_flight`, one queue that does not answer fails the call.
         """
         ...
 
-    async def recover_claims(self, worker: str, queues: Sequence[str], held: Collection[Lease]) -> list[Claim]:
-        """Leases that the engine says this worker holds and that are not among the `held` ones.
+    async def recover_claims(self, worker: str, queues: Sequence[str], in_flight: Collection[Lease]) -> list[Claim]:
+        """Return the leases that the engine keeps for this worker and that are not among `in_flight`.
 
-        For after a lost reply: same attempt, same deliveries as in the reply that never came.
+        For use after a lost reply: attempt and delivery count are those of the lost reply.
         """
         ...
 
     async def settle(self, settlements: Sequence[Settlement]) -> list[SettleResult]:
-        """End attempts; one answer each. Repeatable: a second copy answers `ALREADY`.
+        """End attempts; return one result each. Repeatable: the second call returns `ALREADY`.
 
-        `PartlyDone.done` has None where no answer came.
+        `PartialFailure.completed` has None for settlements without a result.
         """
         ...
 
     async def renew(self, leases: Sequence[Lease], heartbeats: Collection[Lease] = ()) -> list[Lease]:
-        """Push deadlines out; returns the leases that are lost.
+        """Extend leases; return those that are lost.
 
-        Leases that were renewed and are among `heartbeats` leave a `task.heartbeat` event each, all in
-        one feed entry. `PartlyDone.done` are those that are known to be lost.
+        Each renewed lease among `heartbeats` leaves a `task.heartbeat` event, all in one feed entry.
+        `PartialFailure.completed` has the leases that are known to be lost.
         """
         ...
 
     async def promote(self, queues: Sequence[str], limit: int) -> Promotion:
-        """Put jobs that are due (delayed or waiting for a retry) in line."""
+        """Make due jobs (delayed or retrying) ready."""
         ...
 
     async def reclaim(self, worker: str, queues: Sequence[str], limit: int) -> list[Claim]:
-        """Take over lost leases, with a raised attempt, and retries due in the pending list.
+        """Claim jobs with expired leases, as a new attempt, and due retries in the pending list.
 
         Jobs that lost `max_deliveries` leases are dead-lettered as poison pills and not returned.
         """
         ...
 
     async def deregister_worker(self, worker: str, queues: Sequence[str]) -> None:
-        """The worker is gone for good; forgets it unless it still holds leases."""
+        """Deregister a worker that has stopped, unless it still has leases."""
         ...
 
     async def prune(self, queues: Sequence[str]) -> int:
-        """Drop what has expired: old results, dead consumers; returns how many things went."""
+        """Delete what has expired (old results, dead consumers); return how many entries were deleted."""
         ...

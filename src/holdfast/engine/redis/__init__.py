@@ -1,1 +1,1 @@
-"""The engine on Redis Streams: one Lua script per verb, the pending list as the lease."""
+"""The engine on Redis Streams: one Lua script per operation, and the pending list as the lease."""

@@ -1,4 +1,4 @@
-"""Can this Redis be trusted with jobs? What `holdfast doctor` asks, and what workers warn of at start."""
+"""Checks of the Redis servers and consumers, for `holdfast doctor` and for the warnings of a worker at start."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ _FULL: Final = 0.9
 
 
 class Diagnosis:
-    """Asks the server about itself; on a Cluster, every master."""
+    """Checks the server; on a Cluster, every master."""
 
     def __init__(self, store: RedisStore) -> None:
         self._store = store
 
     async def servers(self) -> list[Finding]:
-        """Of a Cluster's masters, one that does not answer is a finding, too."""
+        """Check every server. A master of a Cluster that does not answer is a finding, not an error."""
         nodes = await self._store.client.masters()
         if not self._store.names.cluster:
             return [finding for node in nodes for finding in await _Server(node).findings()]
         findings: list[Finding] = []
         for node in nodes:
-            where = f"{node.address.host}:{node.address.port}"
+            address = f"{node.address.host}:{node.address.port}"
             try:
                 found = await _Server(node).findings()
             except EngineUnavailable as exc:
-                found = [Finding("server", False, str(exc), "bring it back, or its replica; its queues wait")]
-            findings += [msgspec.structs.replace(each, check=f"{each.check} of {where}") for each in found]
+                found = [Finding("server", False, str(exc), "restore it or its replica; its queues wait until then")]
+            findings += [msgspec.structs.replace(each, check=f"{each.check} of {address}") for each in found]
         return findings
 
     async def consumers(self, queue: str) -> Finding:
-        """Whether dead ones hold jobs."""
+        """Check for dead consumers."""
         dead = 0
-        enough = 10 * self._store.options.visibility_timeout_ms
+        max_idle_ms = 10 * self._store.options.visibility_timeout_ms
         for _, stream in await self._store.streams_in_use(queue, Purpose.OTHER):
             try:
                 rows = await self._store.client.call(
@@ -55,26 +55,26 @@ class Diagnosis:
             dead += sum(
                 1
                 for consumer in consumers
-                if int(consumer[b"idle"]) > enough and consumer[b"name"] != RETRY_CONSUMER.encode()
+                if int(consumer[b"idle"]) > max_idle_ms and consumer[b"name"] != RETRY_CONSUMER.encode()
             )
         if not dead:
             return Finding(f"consumers of {queue}", True, "no dead consumers")
         return Finding(
             f"consumers of {queue}",
             False,
-            f"{dead} consumers gave no sign of life for {enough // 1000} s",
-            "run a worker or `holdfast upkeep`: it takes over their jobs and removes them",
+            f"{dead} consumers were idle for more than {max_idle_ms // 1000} s",
+            "run a worker or `holdfast upkeep`, which reclaims their jobs and removes them",
             warning=True,
         )
 
 
-def unreachable_finding(queue: str, why: EngineUnavailable) -> Finding:
-    """A queue whose node does not answer, while others do."""
-    return Finding(f"queue {queue}", False, f"cannot be reached: {why}", "bring its server back; its jobs wait there")
+def unreachable_finding(queue: str, cause: EngineUnavailable) -> Finding:
+    """The finding for a queue whose node does not answer while others do."""
+    return Finding(f"queue {queue}", False, f"cannot be reached: {cause}", "restore its server; its jobs wait there")
 
 
 class _Server:
-    """One of them."""
+    """Checks of one server."""
 
     def __init__(self, node: RedisClient) -> None:
         self._node = node
@@ -92,7 +92,7 @@ class _Server:
     async def _slots(self) -> Finding:
         info = _pairs(await self._node.call(Purpose.OTHER, b"CLUSTER", b"INFO"))
         state, covered = info.get("cluster_state", "unknown"), info.get("cluster_slots_ok", "0")
-        advice = "" if state == "ok" else "bring its masters back; see CLUSTER NODES"
+        advice = "" if state == "ok" else "restore its masters; see CLUSTER NODES"
         return Finding("cluster", state == "ok", f"state {state}, {covered} of 16384 slots are served", advice)
 
     async def _config(self, name: str) -> str | None:
@@ -107,7 +107,7 @@ class _Server:
             return Finding(
                 "persistence",
                 False,
-                "append-only file is off: a restart of Redis forgets accepted jobs",
+                "append-only file is off: a restart of Redis loses accepted jobs",
                 "CONFIG SET appendonly yes, and set it in redis.conf",
             )
         fsync = await self._config("appendfsync")
@@ -115,11 +115,11 @@ class _Server:
             return Finding(
                 "persistence",
                 False,
-                "appendfsync is no: a crash can lose half a minute of jobs",
+                "appendfsync is 'no': a crash can lose about 30 s of jobs",
                 "CONFIG SET appendfsync everysec (or always)",
             )
         notes = {"always": "every reply is on disk", "everysec": "a crash can lose the last second or two"}
-        note = notes.get(fsync or "", "ask whoever runs this Redis what a crash can lose")
+        note = notes.get(fsync or "", "ask the operator of this Redis what a crash can lose")
         return Finding("persistence", True, f"append-only file, fsync {fsync or 'unknown (CONFIG is hidden)'}: {note}")
 
     async def _eviction(self) -> Finding:
@@ -142,7 +142,7 @@ class _Server:
             "clock",
             skew <= _MAX_SKEW_MS,
             f"this machine and Redis differ by {skew} ms",
-            "" if skew <= _MAX_SKEW_MS else "leases go by Redis's clock, so jobs are safe; mend NTP for readable times",
+            "" if skew <= _MAX_SKEW_MS else "jobs are safe, leases use the clock of Redis; fix NTP for correct times",
             warning=True,
         )
 
@@ -156,7 +156,7 @@ def _version(info: dict[str, str]) -> Finding:
     version = info.get("redis_version", "0")
     known = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     if known < _OLDEST_TESTED:
-        return Finding("version", False, f"Redis {version} is older than any that was tested", "use Redis 6.2 or later")
+        return Finding("version", False, f"Redis {version} is older than any tested version", "use Redis 6.2 or later")
     return Finding("version", True, f"Redis {version}")
 
 
@@ -169,7 +169,7 @@ def _memory(info: dict[str, str]) -> Finding:
         "memory",
         share < _FULL,
         f"{used / 2**20:,.0f} of {limit / 2**20:,.0f} MiB used ({share:.0%})",
-        "" if share < _FULL else "drain queues or raise maxmemory: when it is full, new jobs are refused",
+        "" if share < _FULL else "drain queues or raise maxmemory; new jobs are refused when memory is full",
     )
 
 

@@ -1,18 +1,16 @@
-"""The engine on Redis: the verbs, each in a module of its own, behind one door.
+"""`RedisEngine`: the engine port on Redis, delegating to the modules of this package.
 
-Correctness lives in `lua/`, one script per verb; the modules beside this one build a script's arguments
-and read its reply.
+The Lua scripts in `lua/`, one per operation, make every decision. The modules only build the arguments of a script and
+decode its reply.
 
-    intake     submit
-    leases     claim · take · resume · renew · reclaim · leave
-    adoption   foreign messages become jobs
-    settling   settle
-    operators  move · expedite
-    controls   control · set_control
-    readers    get · find · stats · workers · listen · feed · prune
-    lanes      what is known of the tenants' parts of a queue
-    recovery   survey · restore · remember_keys
-    answers    wait_final
+    intake      submit, and adoption of foreign messages
+    claims      claim, claim_job, recover_claims, renew, reclaim, deregister_worker
+    settlement  settle
+    operators   move, expedite, get_control, set_control
+    reads       get, find, stats, workers, queues, listen, the feed, prune, wait_final
+    upkeep      snapshot, restore, restore_keys
+    keys        key names, and the lanes known to be in use
+    diagnosis   diagnose
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ _REPLY_TIMEOUT_S: Final = 10.0
 
 
 class RedisEngine(Engine):
-    """Decides, on Redis 6.0 or later: one server, the master that sentinels name, or a Cluster."""
+    """The engine on Redis 6.0 or later: a single server, a master behind Sentinel, or a Cluster."""
 
     def __init__(
         self,
@@ -82,11 +80,11 @@ class RedisEngine(Engine):
         self._controls = Controls(self._store)
         self._readers = Reads(self._store)
         self._recovery = EngineRecovery(self._store)
-        self._answers = CompletionWaiter(self._store, self._readers)
+        self._completion = CompletionWaiter(self._store, self._readers)
 
     @classmethod
     def from_settings(cls, settings: Settings) -> RedisEngine:
-        """An engine as the settings describe it."""
+        """Create an engine from settings."""
         names = KeyNames(
             namespace=settings.namespace,
             stream_task=settings.stream_task,
@@ -104,20 +102,20 @@ class RedisEngine(Engine):
             reply_timeout_s=settings.reply_timeout_s,
         )
 
-    # Life ------------------------------------------------------------------------------------------
+    # Open and close --------------------------------------------------------------------------------
 
     async def open(self) -> None:
         self._store.client.reopen()
         await self._store.detect_version()
 
     async def close(self) -> None:
-        self._answers.close()
+        self._completion.close()
         self._store.outages.close()
         self._store.client.close()
 
     def clone(self) -> RedisEngine:
         connect_timeout_s, reply_timeout_s = self._timeouts
-        sibling = RedisEngine(
+        clone = RedisEngine(
             self._url,
             self._names,
             self.options,
@@ -125,10 +123,10 @@ class RedisEngine(Engine):
             reply_timeout_s=reply_timeout_s,
             counts=self.counts,
         )
-        sibling._store.outages.told = self._store.outages.told
-        return sibling
+        clone._store.outages.logged = self._store.outages.logged
+        return clone
 
-    # A job's life ----------------------------------------------------------------------------------
+    # Jobs ------------------------------------------------------------------------------------------
 
     async def submit(self, envelopes: Sequence[Envelope]) -> list[Receipt]:
         return await self._intake.submit(envelopes)
@@ -139,13 +137,13 @@ class RedisEngine(Engine):
         queues: Sequence[str],
         limit: int,
         wait_ms: int,
-        held: Callable[[], Collection[Lease]] | None = None,
+        in_flight: Callable[[], Collection[Lease]] | None = None,
     ) -> list[Claim]:
-        return await self._leases.claim(worker, queues, limit, wait_ms, held)
+        return await self._leases.claim(worker, queues, limit, wait_ms, in_flight)
 
-    async def recover_claims(self, worker: str, queues: Sequence[str], held: Collection[Lease]) -> list[Claim]:
-        # The reply that never came may have been a reclaim's, or that of giving up a poison pill.
-        return await self._without_poison(await self._leases.resume(worker, queues, held))
+    async def recover_claims(self, worker: str, queues: Sequence[str], in_flight: Collection[Lease]) -> list[Claim]:
+        # The lost reply may be that of a reclaim, or of a settle that dead-letters a poison pill.
+        return await self._without_poison(await self._leases.resume(worker, queues, in_flight))
 
     async def settle(self, settlements: Sequence[Settlement]) -> list[SettleResult]:
         return await self._settling.settle(settlements)
@@ -159,9 +157,11 @@ class RedisEngine(Engine):
         async def step(queue: str) -> bool:
             nonlocal count, next_in_ms, now_ms
             keys = self._store.keys(queue)
-            now, due, *members = await self._store.run(Purpose.OTHER, "due", queue, [keys.delayed, keys.retry], [limit])
+            now, due, *members = await self._store.run(
+                Purpose.OTHER, "find_due", queue, [keys.delayed, keys.retry], [limit]
+            )
             now_ms = int(now)
-            # By the clock that the queue goes by; on a Cluster they differ a little.
+            # By the clock of the queue's node; on a Cluster the clocks differ slightly.
             if due and (next_in_ms < 0 or int(due) - now_ms < next_in_ms):
                 next_in_ms = max(0, int(due) - now_ms)
             jobs = [(job_id, name) for ids, name in zip(members, ("delayed", "retry"), strict=True) for job_id in ids]
@@ -184,7 +184,7 @@ class RedisEngine(Engine):
             room = limit - len(claims)
             if room <= 0:
                 return None
-            # Whatever this process's settings say: others, or we ourselves before a change, may have parked some.
+            # Regardless of the settings: another process, or this one before a change, may have left retries there.
             claims.extend(await self._leases.claim_due_retries(worker, queue, room))
             room = limit - len(claims)
             if room > 0:
@@ -209,12 +209,12 @@ class RedisEngine(Engine):
         reason: str,
         expected: State | None = None,
         event: str = "",
-        consent: Approval | None = None,
+        approval: Approval | None = None,
         approval_id: str = "",
         audit: str = "",
     ) -> State:
-        hand = AuditContext(actor, reason, audit)
-        return await self._operators.move(queue, job_id, to, hand, expected, event, consent, approval_id)
+        context = AuditContext(actor, reason, audit)
+        return await self._operators.move(queue, job_id, to, context, expected, event, approval, approval_id)
 
     async def get_control(self, queue: str) -> QueueControl:
         return await self._controls.get(queue)
@@ -237,7 +237,7 @@ class RedisEngine(Engine):
     async def claim_job(self, worker: str, queue: str, job_id: str) -> Claim:
         return await self._leases.take(worker, queue, job_id)
 
-    # Readers ---------------------------------------------------------------------------------------
+    # Reads -----------------------------------------------------------------------------------------
 
     async def get(self, queue: str, job_ids: Sequence[str]) -> list[JobInfo | None]:
         return await self._readers.get(queue, job_ids)
@@ -246,7 +246,7 @@ class RedisEngine(Engine):
         return await self._readers.find(queue, states, limit)
 
     async def wait_final(self, queue: str, job_id: str, wait_ms: int) -> JobInfo | None:
-        return await self._answers.wait_final(queue, job_id, wait_ms)
+        return await self._completion.wait_final(queue, job_id, wait_ms)
 
     async def stats(self, queue: str) -> QueueStats:
         return await self._readers.stats(queue)
@@ -262,21 +262,21 @@ class RedisEngine(Engine):
     ) -> tuple[dict[str, T], dict[str, EngineUnavailable]]:
         refused: dict[str, EngineUnavailable] = {}
 
-        async def take(queue: str) -> tuple[T] | None:
+        async def run_step(queue: str) -> tuple[T] | None:
             try:
                 return (await step(queue),)
             except EngineRefused as exc:
-                # Something is wrong with this queue's own keys.
+                # The keys of this queue are damaged.
                 refused[queue] = exc
                 self._store.outages.log_once(queue, exc)
                 return None
 
-        asked, outages = list(queues), self._store.outages
-        done = await outages.for_each(asked, take)
+        names, outages = list(queues), self._store.outages
+        done = await outages.for_each(names, run_step)
         if refused and not done:
             raise next(iter(refused.values()))
-        away = {queue: refused.get(queue) or outages.first_error([queue]) for queue in asked if queue not in done}
-        return {queue: result for queue, (result,) in done.items()}, away
+        errors = {queue: refused.get(queue) or outages.first_error([queue]) for queue in names if queue not in done}
+        return {queue: result for queue, (result,) in done.items()}, errors
 
     async def listen(self, queues: Sequence[str], wait_ms: int) -> list[Notice]:
         return await self._readers.listen(queues, wait_ms)
@@ -287,21 +287,21 @@ class RedisEngine(Engine):
     async def diagnose(self, queues: Sequence[str]) -> list[Finding]:
         diagnosis = Diagnosis(self._store)
 
-        async def look(queue: str) -> list[Finding]:
+        async def check(queue: str) -> list[Finding]:
             return [await diagnosis.consumers(queue), feed_finding(await self.stats(queue))]
 
         findings = await diagnosis.servers()
-        found, away = await self.for_each_queue(queues, look)
+        found, errors = await self.for_each_queue(queues, check)
         findings += [finding for of_queue in found.values() for finding in of_queue]
-        return findings + [unreachable_finding(queue, why) for queue, why in away.items()]
+        return findings + [unreachable_finding(queue, error) for queue, error in errors.items()]
 
-    # The ledger's end ------------------------------------------------------------------------------
+    # Feed and recovery -----------------------------------------------------------------------------
 
     async def epoch(self, queue: str) -> str:
         return await self._readers.incarnation(queue)
 
-    async def attach_reader(self, queue: str, incarnation: str = "", *, reminded: bool = False) -> None:
-        await self._readers.register_reader(queue, incarnation, reminded=reminded)
+    async def attach_reader(self, queue: str, epoch: str = "", *, keys_restored: bool = False) -> None:
+        await self._readers.register_reader(queue, epoch, keys_restored=keys_restored)
 
     async def read_feed(self, queue: str, start: str, limit: int) -> list[FeedEntry]:
         return await self._readers.feed(queue, start, limit)
@@ -315,8 +315,8 @@ class RedisEngine(Engine):
     async def snapshot(self, queue: str, job_ids: Sequence[str]) -> EngineSnapshot:
         return await self._recovery.survey(queue, job_ids)
 
-    async def restore(self, queue: str, cut: EngineSnapshot, jobs: Sequence[JobInfo]) -> list[bool]:
-        return await self._recovery.restore(queue, cut, jobs)
+    async def restore(self, queue: str, snapshot: EngineSnapshot, jobs: Sequence[JobInfo]) -> list[bool]:
+        return await self._recovery.restore(queue, snapshot, jobs)
 
     async def restore_keys(self, queue: str, keys: Sequence[SubmissionKey]) -> None:
         await self._recovery.remember_keys(queue, keys)
@@ -325,7 +325,7 @@ class RedisEngine(Engine):
         return await self._readers.prune(queues)
 
     async def _without_poison(self, claims: list[Claim]) -> list[Claim]:
-        """Dead-letters jobs that have killed too many workers (requirement Q7)."""
+        """Dead-letter poison pills (requirement Q7); return the other claims."""
         healthy, poison = [], []
         for claim in claims:
             lost = claim.meta.lost_leases + claim.lease.deliveries - 1
@@ -341,9 +341,9 @@ class RedisEngine(Engine):
 
 
 def _client(url: str, connect_timeout_s: float, reply_timeout_s: float) -> RedisClient:
-    place = parse_url(url)
-    if isinstance(place, SentinelAddresses):
-        return SentinelClient(place, connect_timeout_s, reply_timeout_s)
-    if isinstance(place, ClusterSeeds):
-        return ClusterClient(place, connect_timeout_s, reply_timeout_s)
-    return RedisClient(place, connect_timeout_s, reply_timeout_s)
+    address = parse_url(url)
+    if isinstance(address, SentinelAddresses):
+        return SentinelClient(address, connect_timeout_s, reply_timeout_s)
+    if isinstance(address, ClusterSeeds):
+        return ClusterClient(address, connect_timeout_s, reply_timeout_s)
+    return RedisClient(address, connect_timeout_s, reply_timeout_s)

@@ -1,4 +1,4 @@
-"""Feed entries back into events. Each entry is one atomic step; its `kind` says how its moves are packed."""
+"""Decoding of feed entries into events. An entry is one atomic step; its `kind` says how its moves are packed."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from typing import Any, Final
 
 import msgspec
 
-from holdfast.core.job import DEFAULT_TENANT, Event
+from holdfast.core.job import DEFAULT_TENANT, Event, decode_meta
 from holdfast.core.states import DUPLICATE_EVENT, HEARTBEAT_EVENT, RESTORED_EVENT, State, event_for
 from holdfast.engine.port.feed import FeedEntry
-from holdfast.engine.redis.wire import as_dict, decode_meta
+from holdfast.engine.redis.wire import as_dict
 
 _FIELDS: Final = {b"kind", b"at", b"worker", b"nonce", b"moves"}
-#: Values a job in entries that tell a caller's arguments as they came.
+#: Values per job in entries that carry the arguments of a script unchanged.
 _WIDTHS: Final = {"created": 10, "created_plain": 4, "settled": 10, "settled_for_ledger": 10}
 
-#: Quicker than the enumeration's own call, by far.
+#: Much faster than a call of the enumeration.
 _STATES: Final = {state.value: state for state in State}
 _NEXT_FROM: Final = {State.DLQ_RECORDED: State.DLQ_PENDING, State.FAILED: State.DLQ_RECORDED}
 
 
 def parse_feed_entry(entry: list[Any]) -> FeedEntry:
-    """One stream entry as events, in the order in which they happened.
+    """Decode a stream entry into events, in the order in which they happened.
 
-    Never fails: an entry that cannot be read (another program's, damaged, of a newer release) has no events and says
-    why; it must not stop the feed.
+    Never raises: an entry that cannot be decoded (written by another program, damaged, from a newer release) must not
+    stop the feed. It gives no events, and `error` says why.
     """
     position, fields = entry[0].decode(), as_dict(entry[1])
     nonce = fields.get(b"nonce", b"").decode("utf-8", "replace")
     if not fields.keys() >= _FIELDS:
-        return FeedEntry(position, nonce, [], error=f"it is not one of holdfast's: {fields!r:.200}")
+        return FeedEntry(position, nonce, [], error=f"not written by holdfast: {fields!r:.200}")
     moves = fields[b"moves"]
     try:
         events = _events(fields)
-    except Exception as exc:  # noqa: BLE001 - whatever its bytes are
+    except Exception as exc:  # noqa: BLE001 - the bytes can be anything
         kind = fields[b"kind"].decode("utf-8", "replace")
         return FeedEntry(position, nonce, [], size=len(moves), error=f"kind {kind!r:.100} cannot be read: {exc!r:.200}")
-    return FeedEntry(position, nonce, events, b"hurry" in fields, len(moves))
+    return FeedEntry(position, nonce, events, b"urgent" in fields or b"hurry" in fields, len(moves))
 
 
 def _events(fields: dict[bytes, bytes]) -> list[Event]:
@@ -116,7 +116,7 @@ def _claim(job_id: str, from_state: State, at_ms: int, tenant: str, worker: str,
     )
 
 
-def _retaken(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
+def _retry_claimed(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
     for job_id, head, deliveries, retries, tenant in moves:
         _, attempts, _ = _head(head)
         yield _claim(job_id, State.RETRYING, at_ms, tenant, worker, attempts + deliveries, int(retries))
@@ -141,7 +141,7 @@ def _reclaimed(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
 
 
 def _adopted(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
-    letters: dict[str, dict[str, Any]] = {}
+    dead_letters: dict[str, dict[str, Any]] = {}
     for kind, job_id, tenant, *rest in moves:
         match kind:
             case "created":
@@ -150,8 +150,8 @@ def _adopted(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
                 attempt, claimer = rest
                 yield _claim(job_id, State.QUEUED, at_ms, tenant, claimer, attempt, 0)
             case "reclaimed":
-                *lease, taker, retries = rest
-                yield from _reclaimed([[job_id, "", *lease, retries, tenant]], at_ms, taker)
+                *lease, claimer, retries = rest
+                yield from _reclaimed([[job_id, "", *lease, retries, tenant]], at_ms, claimer)
             case "duplicate":
                 yield Event(
                     type=DUPLICATE_EVENT,
@@ -166,14 +166,14 @@ def _adopted(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
                 to_state = State(kind)
                 from_state = _NEXT_FROM.get(to_state, State.QUEUED)
                 if rest:
-                    letters[job_id] = data = msgspec.json.decode(rest[0])
+                    dead_letters[job_id] = data = msgspec.json.decode(rest[0])
                 else:
-                    data = {"dlq_id": letters[job_id]["dlq_id"]}
+                    data = {"dlq_id": dead_letters[job_id]["dlq_id"]}
                 yield _step(job_id, from_state, to_state, at_ms, tenant, worker, data)
 
 
 def _settled(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
-    """Settles of an engine without a ledger: a dead letter goes on to its end in the same step."""
+    """Settles of an engine without a ledger: a dead-lettered job becomes final in the same step."""
     for event in _settled_for_ledger(moves, at_ms, worker):
         yield event
         if event.to_state is State.DLQ_PENDING:
@@ -191,18 +191,18 @@ def _settled_for_ledger(moves: list[Any], at_ms: int, worker: str) -> Iterator[E
             details = {"result": data} if to_state is State.SUCCEEDED else msgspec.json.decode(data)
         tenant = ""
         if more:
-            delay_ms, _, _, letter, tenant = more
+            delay_ms, _, _, dead_letter, tenant = more
             if to_state is State.RETRYING or (to_state is State.QUEUED and delay_ms):
                 details["next_attempt_at_ms"] = at_ms + delay_ms
             elif to_state is State.DLQ_PENDING:
-                details |= _letter(letter)
+                details |= _dead_letter(dead_letter)
         yield _step(job_id, State.RUNNING, to_state, at_ms, tenant, worker, details or None, attempt, int(retries))
 
 
-def _letter(fields: list[str]) -> dict[str, Any]:
-    """What an event says of a dead letter beside its failure."""
-    said = dict(zip(fields[::2], fields[1::2], strict=True))
-    return {"dlq_id": said["dlq_id"], "history": msgspec.json.decode(said["history"])}
+def _dead_letter(fields: list[str]) -> dict[str, Any]:
+    """Event data of a dead letter, besides its failure."""
+    values = dict(zip(fields[::2], fields[1::2], strict=True))
+    return {"dlq_id": values["dlq_id"], "history": msgspec.json.decode(values["history"])}
 
 
 def _moved(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
@@ -212,8 +212,8 @@ def _moved(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
         yield _step(job_id, *states, at_ms, tenant, worker, details, int(attempt), int(retries))
 
 
-def _told(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
-    """Operators' moves, what they mean, and the operators' log."""
+def _operator(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
+    """Moves of operators, with their event type, and audit entries."""
     for kind, job_id, from_state, target, attempt, retries, data, tenant in _strides(moves, 8):
         details = msgspec.json.decode(data) if data else None
         if target:
@@ -298,17 +298,20 @@ _READERS: Final[dict[str, Callable[[list[Any], int, str], Iterator[Event]]]] = {
     "settled": _settled,
     "settled_for_ledger": _settled_for_ledger,
     "reclaimed": _reclaimed,
-    "retaken": _retaken,
+    "retried": _retry_claimed,
     "moved": _moved,
-    "told": _told,
+    "operator": _operator,
     "restored": _restored,
     "heartbeat": _heartbeat,
+    # Kinds that the version before has written.
+    "retaken": _retry_claimed,
+    "told": _operator,
 }
 
 
 @lru_cache(maxsize=1_000)
 def _head(head: str) -> tuple[State, int, int]:
-    """State, attempts and retries of a message's header; foreign messages have none, forged ones a bad one."""
+    """State, attempts and retries in a message's header, which foreign messages lack and forged ones may have wrong."""
     if not head:
         return State.QUEUED, 0, 0
     try:
@@ -323,7 +326,7 @@ def _strides(values: list[Any], width: int) -> Iterator[tuple[Any, ...]]:
 
 
 def _without(moves: list[Any], skipped: set[int], width: int) -> list[Any]:
-    """The moves that were made: positions count from 1."""
+    """Return the moves without the skipped ones, whose positions count from 1."""
     return [
         value
         for position in range(len(moves) // width)
@@ -336,13 +339,13 @@ def _unpack(packed: bytes) -> list[Any]:
     try:
         moves: list[Any] = msgspec.msgpack.decode(packed)
     except (UnicodeDecodeError, msgspec.DecodeError):
-        # Somebody forged our marker with bytes that are no text. The feed must go on all the same.
+        # A forged message with holdfast's marker and bytes that are not text. It must not stop the feed.
         moves, _ = _unpack_leniently(packed, 0)
     return moves
 
 
 def _unpack_leniently(packed: bytes, at: int) -> tuple[Any, int]:
-    """The little of msgpack that scripts write: arrays, text and counts."""
+    """Decode the subset of msgpack that scripts write: arrays, text and counts."""
     code = packed[at]
     if code <= 0x7F:
         return code, at + 1

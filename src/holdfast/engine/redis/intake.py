@@ -66,7 +66,7 @@ class Intake:
         names += key_names
         durable = [position for position, envelope in enumerate(envelopes, 1) if envelope.durable]
         arguments = [store.nonce(), store.feed_limit, options.feed_max_bytes, len(envelopes), width, wire.pack(jobs)]
-        # The connection says whose memory it speaks to.
+        # With a ledger, the connection replaces `?` by the epoch of its server.
         arguments += (
             b"?" if options.ledger else b"",
             wire.pack(durable) if durable else b"",
@@ -78,16 +78,16 @@ class Intake:
         try:
             reply = await call()
         except ConnectionLost:
-            # Once more, over a new connection: the job ids make a second copy harmless, and a caller who tried
-            # again by itself would make new ones.
+            # Retry over a new connection: the job ids make a second copy harmless, while a retry by the caller would
+            # create new ids.
             reply = await call()
-        if reply[0] == b"unread":
-            await self._look_again(keys)
+        if reply[0] == b"detached":
+            await self._refresh_epoch(keys)
         return self._receipts(queue, envelopes, reply)
 
-    async def _look_again(self, keys: QueueKeys) -> None:
-        """The reader may know the server under a newer name than we do: one whose replicas are gone for long changes
-        it, and keeps its connections."""
+    async def _refresh_epoch(self, keys: QueueKeys) -> None:
+        """Read the epoch again: a server without replicas for long changes it and keeps its connections, so the
+        reader may know a newer one."""
         with suppress(EngineUnavailable):
             await self._store.client.epoch(Purpose.SUBMIT, keys.control)
 
@@ -95,7 +95,7 @@ class Intake:
         counts = self._store.counts
         if reply[0] == b"limited":
             counts.intake_refused += len(envelopes)
-            raise IntakeLimited(queue, _limited(*reply[1:]))
+            raise IntakeLimited(queue, _limit_reason(*reply[1:]))
         if reply[0] != b"ok":
             counts.intake_refused += len(envelopes)
             raise _REFUSALS[reply[0]](queue)
@@ -109,22 +109,22 @@ class Intake:
         return receipts
 
 
-def _limited(limit: int, backlog: int, tenant: bytes) -> str:
-    whose = f"tenant {tenant.decode()!r}" if tenant else "it"
-    return f"{INTAKE_FULL} ({whose} has {backlog:,}, the limit is {limit:,})"
+def _limit_reason(limit: int, backlog: int, tenant: bytes) -> str:
+    owner = f"tenant {tenant.decode()!r}" if tenant else "the queue"
+    return f"{INTAKE_FULL} ({owner} has {backlog:,}, the limit is {limit:,})"
 
 
 _REFUSALS: Final[dict[bytes, Callable[[str], IntakeRefused]]] = {
     b"paused": lambda queue: IntakeRefused(queue, INTAKE_PAUSED),
     b"full": lambda queue: FeedFull(queue, FEED_BEHIND),
-    b"unread": lambda queue: FeedDetached(queue, FEED_DETACHED),
+    b"detached": lambda queue: FeedDetached(queue, FEED_DETACHED),
 }
 _NORMAL: Final = int(Priority.NORMAL)
 _Packing = tuple[int, list[Any], Collection[bytes]]
 
 
 def _plain(envelopes: Sequence[Envelope]) -> _Packing | None:
-    """Four values a job, if no job of the batch has more to say and none is there twice."""
+    """Four values per job, if no job of the batch has other options and no job id occurs twice; else None."""
     jobs: list[Any] = []
     for envelope in envelopes:
         if (
@@ -142,7 +142,7 @@ def _plain(envelopes: Sequence[Envelope]) -> _Packing | None:
 
 
 def _full(keys: QueueKeys, envelopes: Sequence[Envelope]) -> _Packing:
-    """Ten values a job, and the names of idempotency keys."""
+    """Ten values per job, and the names of idempotency keys."""
     jobs: list[Any] = []
     key_indexes: dict[bytes, int] = {}
     for envelope in envelopes:
@@ -174,12 +174,12 @@ def _due(envelope: Envelope) -> str:
     return due.strip()
 
 
-#: Adopted in one step; foreign messages are rare and their arguments many.
+#: Messages adopted in one step; each needs many arguments.
 _ADOPT_BATCH: Final = 100
 
 
 class PendingMessage(msgspec.Struct, frozen=True, gc=False):
-    """A message in this worker's hands: in which line, how often delivered, taken from whom (empty: nobody)."""
+    """A pending message of this worker: its stream, delivery count, and previous owner (empty if not reclaimed)."""
 
     stream_index: int
     entry: Any
@@ -188,13 +188,13 @@ class PendingMessage(msgspec.Struct, frozen=True, gc=False):
 
 
 class Adopter:
-    """Takes in what other programs submitted."""
+    """Turns foreign messages into jobs or dead letters."""
 
     def __init__(self, store: RedisStore) -> None:
         self._store = store
 
     async def adopt(self, worker: str, queue: str, messages: Sequence[PendingMessage], now_ms: int) -> list[Claim]:
-        """Those that become jobs, as claims; duplicates are dropped, malformed ones are dead letters."""
+        """Adopt messages and return the claims. Duplicates are dropped, malformed messages are dead-lettered."""
         claims: list[Claim] = []
         await self._store.register_queue(queue)
         for start in range(0, len(messages), _ADOPT_BATCH):
@@ -229,37 +229,37 @@ class Adopter:
                 key_index = key_indexes.setdefault(name, len(adoptions) + len(key_indexes) + 1)
             arguments += adoption.arguments(key_index)
         lanes = {message.stream_index // STREAMS_PER_LANE for message in messages} - {0}
-        words = await store.run_with_lanes(Purpose.CLAIM, "adopt", queue, [*names, *key_indexes], arguments, lanes)
+        statuses = await store.run_with_lanes(Purpose.CLAIM, "adopt", queue, [*names, *key_indexes], arguments, lanes)
         claims: list[Claim] = []
         clashes: list[PendingMessage] = []
-        for adoption, message, word in zip(adoptions, messages, words, strict=True):
-            if word == b"adopted" and adoption.claim is not None:
+        for adoption, message, status in zip(adoptions, messages, statuses, strict=True):
+            if status == b"adopted" and adoption.claim is not None:
                 store.counts.adopted += 1
                 claims.append(msgspec.structs.replace(adoption.claim, claimed_at_ms=now_ms))
-            elif word == b"clash":
+            elif status == b"clash":
                 clashes.append(message)
-            elif word == b"dead":
+            elif status == b"dead":
                 store.counts.malformed += 1
-            elif word == b"duplicate":
+            elif status == b"duplicate":
                 store.counts.skipped += 1
-            elif word == b"waits":
+            elif status == b"waits":
                 store.counts.not_due += 1
         if clashes:
-            # A malformed message under a known job's id is a dead letter under an id of its own.
+            # A malformed message with the id of a known job becomes a dead letter with a new id.
             await self._adopt(worker, queue, clashes, now_ms, keep_ids=False)
         return claims
 
 
 class _Adoption:
-    """One foreign message on its way to become a job or a dead letter."""
+    """One foreign message, decoded as a job or as a dead letter."""
 
     def __init__(self, message: PendingMessage, queue: str, worker: str, keep_id: bool, payload_limit: int) -> None:
-        self.line, self._entry = message.stream_index, message.entry
+        self._stream_index, self._entry = message.stream_index, message.entry
         self._deliveries, self._owner = message.deliveries, message.owner
         self.claim: Claim | None = None
         self._fault, self._dead_letter, self._data = b"", b"", b""
         try:
-            self.claim = wire.parse_foreign(self._entry, self.line, queue, worker, self._deliveries)
+            self.claim = wire.parse_foreign(self._entry, self._stream_index, queue, worker, self._deliveries)
             wire.check_size(self.claim.payload, payload_limit)
             self.job_id = self.claim.job_id
             self.body = wire.record_from_claim(self.claim, self.claim.meta, 0)
@@ -271,7 +271,7 @@ class _Adoption:
             failure = wire.malformed_failure(str(reason))
             self.job_id = (wire.usable_id(fields.get(b"task_id")) if keep_id else None) or wire.generated_id()
             dlq_id = wire.generated_id()
-            self.body = wire.malformed_record(fields, self._entry[0], self.line, failure, dlq_id)
+            self.body = wire.malformed_record(fields, self._entry[0], self._stream_index, failure, dlq_id)
             self.explicit_key = ""
             self._fault = wire.encode_failure(failure).encode()
             self._dead_letter = wire.pack(wire.dead_letter_fields(self.job_id, self.body, failure, dlq_id))
@@ -280,7 +280,7 @@ class _Adoption:
     def arguments(self, key_index: int) -> tuple[Any, ...]:
         body = self.body
         return (
-            self.line,
+            self._stream_index,
             self._entry[0],
             self._deliveries,
             self.job_id,

@@ -20,17 +20,17 @@ from typing import Any, Final
 from holdfast.core.job import Priority
 from holdfast.core.text import queue_prefix
 
-#: Consumer under which retries rest that wait in the pending list.
+#: Consumer that owns the retries in the pending list.
 RETRY_CONSUMER: Final = "~waiting"
-#: The second group on every stream, through which idle workers wait.
+#: Second group on every stream, with which idle workers wait.
 WAKE_GROUP: Final = "wake"
-#: Lines a lane: one a priority, and one for jobs that are taken out of their turn.
+#: One stream per priority, and one for jobs claimed by id.
 STREAMS_PER_LANE: Final = len(Priority) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class KeyNames:
-    """Every name can be set (requirement Q1)."""
+    """Configurable names of keys (requirement Q1)."""
 
     namespace: str = ""
     stream_task: str = "stream:task"
@@ -42,21 +42,21 @@ class KeyNames:
     cluster: bool = False
 
     def prefix(self, queue: str) -> str:
-        """What goes before each of a queue's names."""
+        """The prefix of all keys of a queue."""
         return queue_prefix(self.namespace, queue, tagged=self.cluster)
 
     @property
     def queues(self) -> str:
-        """The set of all queues of the namespace; the only name outside of a queue."""
+        """The set of all queues of the namespace; the only key that does not belong to a queue."""
         return f"{self.namespace}:queues" if self.namespace else "queues"
 
 
 class QueueKeys:
     """The keys of one queue, as bytes ready to send.
 
-    A *line* is one stream, a *lane* the lines of one tenant: one for each priority, and one for jobs that are taken
-    out of their turn. A line's index is its place in the lane, plus `WIDTH` for each lane before it. Lane 0 is the
-    default tenant's, and that of every program that submits by `XADD`.
+    A *lane* has the streams of one tenant: one per priority, and one for jobs claimed by id. The index of a stream is
+    its offset in the lane plus `STREAMS_PER_LANE` for each lane before it. Lane 0 belongs to the default tenant and to
+    programs that submit with `XADD`.
     """
 
     def __init__(self, queue: str, names: KeyNames) -> None:
@@ -66,7 +66,7 @@ class QueueKeys:
         self._lanes: dict[int, tuple[bytes, ...]] = {}
         #: Lane 0.
         self.streams: tuple[bytes, ...] = self.lane(0)
-        #: Those on which idle workers wait: lane 0's by priority.
+        #: Streams on which idle workers wait: those of lane 0, by priority.
         self.wake_streams = self.streams[: len(Priority)]
         self.result = self._key(names.stream_result)
         self.dlq = self._key(names.stream_dlq or "stream:dlq")
@@ -83,28 +83,28 @@ class QueueKeys:
         streams = self._lanes.get(number)
         if streams is None:
             task = f"{self._task}:lane:{number}" if number else self._task
-            lines = {Priority.HIGH: f"{task}:high", Priority.NORMAL: task, Priority.LOW: f"{task}:low"}
-            names = [*(lines[priority] for priority in Priority), f"{task}:direct"]
+            by_priority = {Priority.HIGH: f"{task}:high", Priority.NORMAL: task, Priority.LOW: f"{task}:low"}
+            names = [*(by_priority[priority] for priority in Priority), f"{task}:direct"]
             streams = self._lanes[number] = tuple(self._key(name) for name in names)
         return streams
 
-    def stream(self, line: int) -> bytes:
-        """The stream of one line."""
-        return self.lane(line // STREAMS_PER_LANE)[line % STREAMS_PER_LANE]
+    def stream(self, index: int) -> bytes:
+        """The stream with this index."""
+        return self.lane(index // STREAMS_PER_LANE)[index % STREAMS_PER_LANE]
 
     @cached_property
     def feed(self) -> bytes:
-        """Every move of this queue, one entry per atomic step."""
+        """All moves of this queue, one entry per atomic step."""
         return self._key("stream:feed")
 
     @cached_property
     def wake(self) -> bytes:
-        """Nudges for idle workers."""
+        """Entries that wake idle workers."""
         return self._key("stream:wake")
 
     @cached_property
     def notices(self) -> bytes:
-        """What `listen` reads."""
+        """Notices, read by `listen`."""
         return self._key("stream:notices")
 
     @cached_property
@@ -124,27 +124,27 @@ class QueueKeys:
 
     @cached_property
     def dlq_pending(self) -> bytes:
-        """Jobs whose dead letter is not recorded, or not acknowledged, yet."""
+        """Jobs whose dead letter is not yet recorded or not yet acknowledged."""
         return self._key("queue:dead")
 
     @cached_property
     def control(self) -> bytes:
-        """An operator's hand on the queue."""
+        """The queue's controls, and values that scripts keep with them."""
         return self._key("queue:control")
 
     @cached_property
     def lanes(self) -> bytes:
-        """Tenant → the number of its lane."""
+        """Tenant → number of its lane."""
         return self._key("queue:lanes")
 
     @cached_property
     def workers(self) -> bytes:
-        """Workers that claim from this queue, by when they last did."""
+        """Workers that claim from this queue, ordered by their last claim."""
         return self._key("queue:workers")
 
     @cached_property
     def waiters(self) -> bytes:
-        """Job id → channel of whoever waits for its end."""
+        """Job id → channel on which its end is published."""
         return self._key("queue:waiters")
 
     def job(self, job_id: str) -> bytes:
@@ -152,20 +152,20 @@ class QueueKeys:
         return self._job + job_id.encode()
 
     def idempotency(self, tenant_id: str, key: str) -> bytes:
-        """Who was first with this key. The tenant's length keeps `a` + `b:c` and `a:b` + `c` apart."""
+        """The first job with this idempotency key. The tenant's length distinguishes `a` + `b:c` from `a:b` + `c`."""
         return self._idempotency + f"{len(tenant_id)}:{tenant_id}:{key}".encode()
 
 
-#: So many lanes more than are in use may be declared; knowing them saves asking again for tenants that come and go.
+#: Unused lanes that stay in the cache. Declaring them saves a second call when a tenant returns.
 _SPARE: Final = 8
-#: Tenants that are remembered; far more than have a lane at a time.
+#: Tenants in the cache; far more than have a lane at a time.
 _MAX_TENANTS: Final = 1_000
-#: A script that had to see more than the lanes of its tenants is given all of them for so long.
+#: After a submission needed more than the lanes of its tenants, all lanes are declared for this long.
 _ALL_S: Final = 60.0
 
 
 class LaneCache:
-    """One queue's lanes, as far as they were heard of."""
+    """The known lanes of one queue."""
 
     def __init__(self) -> None:
         self._in_use: set[int] = set()
@@ -173,25 +173,25 @@ class LaneCache:
         self._all_until = 0.0
 
     def all(self) -> tuple[int, ...]:
-        """Every lane that may have jobs."""
+        """All lanes that may have jobs."""
         return tuple(self._in_use)
 
     def of_tenants(self, tenants: Iterable[str]) -> set[int]:
-        """Where the next jobs of these tenants may go."""
+        """The known lanes of these tenants."""
         known = self._by_tenant
         return {known[tenant] for tenant in tenants if tenant in known} if known else set()
 
     def for_submission(self, tenants: Iterable[str]) -> Collection[int]:
-        """Those of the tenants; all of them while the queue's whole backlog has to be looked at."""
+        """The lanes of these tenants; all lanes while submissions need the backlog of the whole queue."""
         return self._in_use if self._all_until > time.monotonic() else self.of_tenants(tenants)
 
     def set_in_use(self, in_use: bytes) -> None:
-        """These, and no others, are in use."""
+        """Record the lanes in use; the cache is reduced to them when it has more than `_SPARE` others."""
         lanes = {int(lane) for lane in in_use.split()}
         self._in_use = lanes if len(self._in_use) > len(lanes) + _SPARE else self._in_use | lanes
 
     def add(self, missing: Sequence[Any]) -> set[int]:
-        """From a script's answer, `tenant, lane, …`: the lanes that it needs beside those that were declared."""
+        """Add the lanes that a script reported as undeclared, as `tenant, lane, …`; return their numbers."""
         needed: set[int] = set()
         for tenant, lane in zip(missing[::2], missing[1::2], strict=True):
             needed.add(int(lane))
@@ -205,8 +205,8 @@ class LaneCache:
         return needed
 
 
-def lanes_of(places: Iterable[str]) -> set[int]:
-    """The lanes of leases, without lane 0, which need not be declared."""
-    lanes = {int(line) // STREAMS_PER_LANE for line in {place.partition(":")[0] for place in places}}
+def lanes_of(positions: Iterable[str]) -> set[int]:
+    """The lanes of leases, without lane 0, which is always declared."""
+    lanes = {int(index) // STREAMS_PER_LANE for index in {position.partition(":")[0] for position in positions}}
     lanes.discard(0)
     return lanes

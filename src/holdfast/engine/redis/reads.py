@@ -31,31 +31,32 @@ from holdfast.engine.redis.store import RedisStore
 from holdfast.engine.redis.wire import decode_control
 from holdfast.errors import EngineUnavailable
 
-#: An idle consumer is dead after so many visibility timeouts without a sign of life.
+#: A consumer that was idle for this many visibility timeouts is dead.
 _DEAD_AFTER_TIMEOUTS: Final = 2
 _TRIM_BATCH: Final = 1_000
-#: A feed's tail up to this long is cut at every call.
+#: A feed tail up to this length is trimmed on every call.
 _SMALL_TAIL: Final = 100
-#: A node that has not told the list of queues is not waited for again so soon.
+#: How long the last list of queues is used after its node did not answer.
 _LIST_S: Final = 30.0
 #: An idle worker claims at least this often.
 _IDLE_CLAIM_MS: Final = 10_000
 
 
 class Reads:
-    """The reading side of one Redis."""
+    """Reads of one Redis."""
 
     def __init__(self, store: RedisStore) -> None:
         self._store = store
-        self._heard: dict[str, bytes] = {}
-        #: All queues, when they were last asked for, and when to ask again if there was no answer.
-        self._listed: list[str] = []
+        #: Queue → id of its last notice.
+        self._last_notices: dict[str, bytes] = {}
+        #: The last list of all queues; not read again before `_list_at` if its node did not answer.
+        self._queues: list[str] = []
         self._list_at = 0.0
-        #: How long each feed was when it was last cut.
+        #: Length of each feed after it was last trimmed.
         self._kept: dict[str, int] = {}
 
     async def get(self, queue: str, job_ids: Sequence[str], *, register: bool = False) -> list[JobInfo | None]:
-        """`register`: those that have not ended will be published when they do, on a channel each (`answers`)."""
+        """Return jobs. `register`: the end of each open job will be published on its channel."""
         if not job_ids:
             return []
         keys = self._store.keys(queue)
@@ -96,7 +97,7 @@ class Reads:
         elif state in (State.QUEUED, State.RUNNING, State.RETRYING):
             streams = [stream for _, stream in await self._store.streams_in_use(queue, Purpose.OTHER)]
         for stream in streams:
-            # Twice the limit: the newest entries of a line may all be in another state.
+            # Twice the limit: the newest entries of a stream may all be in another state.
             for entry in await call(Purpose.OTHER, b"XREVRANGE", stream, b"+", b"-", b"COUNT", 2 * limit):
                 found.append(wire.as_dict(entry[1]).get(b"task_id", b""))
         return [wire.printable(job_id) for job_id in found if job_id]
@@ -121,16 +122,16 @@ class Reads:
         arguments = [self._store.names.group, RETRY_CONSUMER, live_ms]
         lanes = self._store.lanes(queue).all()
         reply = await self._store.run_with_lanes(Purpose.OTHER, "stats", queue, names, arguments, lanes)
-        in_line, pending, parked, retry, suspended, held, dead, delayed, *others = reply
-        entries, letters, workers, control, size, seats, backlogs = others
+        in_streams, pending, parked, retry, suspended, waiting_approval, dead, delayed, *others = reply
+        entries, dead_letters, workers, control, size, lanes_by_tenant, backlogs = others
         return QueueStats(
             queue=queue,
             states={
-                State.QUEUED: max(0, in_line - pending) + delayed,
+                State.QUEUED: max(0, in_streams - pending) + delayed,
                 State.RUNNING: pending - parked,
                 State.RETRYING: retry + parked,
                 State.SUSPENDED: suspended,
-                State.WAITING_APPROVAL: held,
+                State.WAITING_APPROVAL: waiting_approval,
                 State.DLQ_PENDING: dead,
             },
             delayed=delayed,
@@ -138,10 +139,10 @@ class Reads:
             workers=workers,
             feed_entries=entries,
             feed_share=size / self._store.options.feed_max_bytes,
-            dead_letters=letters,
-            backlog=in_line - parked,
+            dead_letters=dead_letters,
+            backlog=in_streams - parked,
             pending=pending,
-            tenants=_by_tenant(seats, backlogs),
+            tenants=_by_tenant(lanes_by_tenant, backlogs),
         )
 
     async def workers(self, queues: Sequence[str]) -> list[WorkerInfo]:
@@ -159,47 +160,47 @@ class Reads:
         ]
 
     async def queues(self) -> list[str]:
-        if self._listed and time.monotonic() < self._list_at:
-            return list(self._listed)
+        if self._queues and time.monotonic() < self._list_at:
+            return list(self._queues)
         try:
             names = await self._store.client.call(Purpose.OTHER, b"SMEMBERS", self._store.names.queues)
         except EngineUnavailable as exc:
             if not self._store.names.cluster:
                 raise
-            # On a Cluster the list is on a node of its own; without it, those that are known go on.
+            # On a Cluster the list may be on another node than the queues; without that node, use the last list.
             self._list_at = time.monotonic() + _LIST_S
-            if not self._listed:
+            if not self._queues:
                 raise EngineUnavailable(
-                    "the list of queues is on a node of the Redis Cluster that does not answer; name those that you "
-                    f"mean, or bring it back: {exc}"
+                    "the list of queues is on a node of the Redis Cluster that does not answer; name the queues, or "
+                    f"restore that node: {exc}"
                 ) from exc
         else:
-            self._listed = sorted(name.decode() for name in names)
-        return list(self._listed)
+            self._queues = sorted(name.decode() for name in names)
+        return list(self._queues)
 
     # listen ----------------------------------------------------------------------------------------
 
     async def listen(self, queues: Sequence[str], wait_ms: int) -> list[Notice]:
         client = self._store.client
         by_stream = {self._store.keys(queue).notices: queue for queue in queues}
-        if new := [queue for queue in queues if queue not in self._heard]:
-            await self._store.outages.for_each(new, self._begin_to_listen)
-        heard = [queue for queue in queues if queue in self._heard]
-        there = {queue for queue in heard if not self._store.outages.is_skipped(queue)} or set(heard)
-        positions = {stream: self._heard[queue] for stream, queue in by_stream.items() if queue in there}
+        if new := [queue for queue in queues if queue not in self._last_notices]:
+            await self._store.outages.for_each(new, self._start_listening)
+        started = [queue for queue in queues if queue in self._last_notices]
+        reachable = {queue for queue in started if not self._store.outages.is_skipped(queue)} or set(started)
+        positions = {stream: self._last_notices[queue] for stream, queue in by_stream.items() if queue in reachable}
         # BLOCK 0 would block for ever.
         head = (b"XREAD", b"BLOCK", max(1, wait_ms))
         notices: list[Notice] = []
         for stream, entries in await client.read(Purpose.LISTEN, head, positions, wait_ms / 1000):
             queue = by_stream[stream]
-            self._heard[queue] = entries[-1][0]
+            self._last_notices[queue] = entries[-1][0]
             notices += [_notice(queue, wire.as_dict(entry[1])) for entry in entries]
         return notices
 
-    async def _begin_to_listen(self, queue: str) -> bool:
+    async def _start_listening(self, queue: str) -> bool:
         command = (b"XREVRANGE", self._store.keys(queue).notices, b"+", b"-", b"COUNT", 1)
         newest = await self._store.client.call(Purpose.LISTEN, *command)
-        self._heard[queue] = newest[0][0] if newest else b"0-0"
+        self._last_notices[queue] = newest[0][0] if newest else b"0-0"
         return True
 
     # The feed --------------------------------------------------------------------------------------
@@ -222,25 +223,27 @@ class Reads:
     async def incarnation(self, queue: str) -> str:
         return (await self._store.client.epoch(Purpose.OTHER, self._store.keys(queue).control)).decode()
 
-    async def register_reader(self, queue: str, incarnation: str, *, reminded: bool) -> None:
+    async def register_reader(self, queue: str, epoch: str, *, keys_restored: bool) -> None:
         keys = self._store.keys(queue)
-        # After a wipe, too: `again`.
+        # `again`: a wipe may have removed the queue from the list.
         await self._store.register_queue(queue, again=True)
-        names = [keys.control, keys.feed] if reminded else [keys.control]
-        arguments = [incarnation or await self.incarnation(queue), self._store.nonce()]
-        await self._store.run(Purpose.OTHER, "register", queue, names, arguments)
+        names = [keys.control, keys.feed] if keys_restored else [keys.control]
+        arguments = [epoch or await self.incarnation(queue), self._store.nonce()]
+        await self._store.run(Purpose.OTHER, "attach_reader", queue, names, arguments)
 
     async def forget(self, queue: str, position: str) -> None:
         keys, tail = self._store.keys(queue), self._store.options.feed_tail
         kept = self._kept.get(queue)
         if kept is not None and tail > _SMALL_TAIL:
-            # To find where a long tail begins costs as much as to read it: only when it may have grown by a tenth. What
-            # had not been read the last time counts as grown, or it would be kept, and fill the feed, for ever.
+            # Finding the start of a long tail costs as much as reading it, so trim only after a tenth of growth. `kept`
+            # leaves out entries unread at the last trim, so that they count as growth and cannot fill the feed.
             length = await self._store.client.call(Purpose.OTHER, b"XLEN", keys.feed)
             if kept <= length < kept + tail // 10:
                 return
         arguments = [position, tail, int(self._store.has_autoclaim)]
-        self._kept[queue] = await self._store.run(Purpose.OTHER, "forget", queue, [keys.feed, keys.control], arguments)
+        self._kept[queue] = await self._store.run(
+            Purpose.OTHER, "trim_feed", queue, [keys.feed, keys.control], arguments
+        )
 
     # prune -----------------------------------------------------------------------------------------
 
@@ -254,16 +257,16 @@ class Reads:
         oldest_entry = f"{max(0, now_ms - store.options.finished_ttl_ms)}-0"
         count = await self._trim(keys.result, f"{oldest_result}-0")
         if store.options.ledger:
-            # The ledger has the letter: an entry was added once it was there.
+            # The ledger has these dead letters: an entry is added only after the ledger has recorded it.
             count += await self._trim(keys.dlq, f"{max(0, now_ms - store.options.dlq_ttl_ms)}-0")
         else:
             arguments = [oldest_entry, int(store.has_autoclaim)]
-            count += await store.run(Purpose.OTHER, "sweep", queue, [keys.control, keys.feed], arguments)
-        enough = _DEAD_AFTER_TIMEOUTS * store.options.visibility_timeout_ms
-        return count + await remove_consumers(store, queue, "", enough)
+            count += await store.run(Purpose.OTHER, "trim_detached_feed", queue, [keys.control, keys.feed], arguments)
+        max_idle_ms = _DEAD_AFTER_TIMEOUTS * store.options.visibility_timeout_ms
+        return count + await remove_consumers(store, queue, "", max_idle_ms)
 
     async def _trim(self, stream: bytes, position: str) -> int:
-        """Drop what lies before a position."""
+        """Delete the entries before a position; return how many."""
         call = self._store.client.call
         if self._store.has_autoclaim:
             return int(await call(Purpose.OTHER, b"XTRIM", stream, b"MINID", position))
@@ -276,38 +279,38 @@ class Reads:
             count += await call(Purpose.OTHER, b"XDEL", stream, *old)
 
 
-def _by_tenant(seats: Sequence[bytes], backlogs: Sequence[int]) -> dict[str, int]:
-    """Backlogs by tenant. A lane that several share is counted for the one whose own it is."""
+def _by_tenant(lanes: Sequence[bytes], backlogs: Sequence[int]) -> dict[str, int]:
+    """Backlogs by tenant. A shared lane counts for the tenant that owns it."""
     owners = {0: DEFAULT_TENANT}
-    for tenant, seat in zip(seats[::2], seats[1::2], strict=True):
-        if seat.isdigit():
-            owners[int(seat)] = wire.printable(tenant)
+    for tenant, lane in zip(lanes[::2], lanes[1::2], strict=True):
+        if lane.isdigit():
+            owners[int(lane)] = wire.printable(tenant)
     tenants: dict[str, int] = {}
-    for lane, backlog in zip(backlogs[::2], backlogs[1::2], strict=True):
+    for number, backlog in zip(backlogs[::2], backlogs[1::2], strict=True):
         if backlog:
-            owner = owners.get(lane, DEFAULT_TENANT)
+            owner = owners.get(number, DEFAULT_TENANT)
             tenants[owner] = tenants.get(owner, 0) + backlog
     return tenants
 
 
 def info_from_reply(queue: str, job_id: str, reply: list[Any]) -> JobInfo:
-    """A job from what `get` found of it."""
+    """Decode the script `get`'s reply for one job."""
     header, _, packed = reply[0].partition(b"\n")
     state = State(header.split(b" ")[1].decode())
     if len(reply) < 5:
         due = int(float(reply[2])) if len(reply) == 3 and reply[2] else 0
         return wire.info_from_record(queue, job_id, state, wire.decode_record(packed), due)
-    return _view_in_line(queue, job_id, state, reply)
+    return _info_from_message(queue, job_id, state, reply)
 
 
-def _view_in_line(queue: str, job_id: str, state: State, reply: list[Any]) -> JobInfo:
+def _info_from_message(queue: str, job_id: str, state: State, reply: list[Any]) -> JobInfo:
     record, fields, owner, deliveries, due = reply
     if not fields:
-        return _view_without_message(queue, job_id, state, owner.decode())
-    line, _, message_id = record.split(b" ", 1)[0].partition(b":")
+        return _info_without_message(queue, job_id, state, owner.decode())
+    index, _, message_id = record.split(b" ", 1)[0].partition(b":")
     entry = (message_id, fields)
     parse = wire.parse_entry if wire.is_native(fields) else wire.parse_adopted
-    claim = merge_record(parse(entry, int(line), queue, owner.decode(), deliveries, 0), record)
+    claim = merge_record(parse(entry, int(index), queue, owner.decode(), deliveries, 0), record)
     waits = not owner or owner == RETRY_CONSUMER.encode()
     if not waits:
         state = State.RUNNING
@@ -332,9 +335,9 @@ def _view_in_line(queue: str, job_id: str, state: State, reply: list[Any]) -> Jo
     )
 
 
-def _view_without_message(queue: str, job_id: str, state: State, owner: str) -> JobInfo:
-    """Somebody deleted the message (XDEL, XTRIM, DEL on a task stream); its id and state are all that is left."""
-    failure = Failure(MESSAGE_GONE, "its message was deleted from the stream, by another program than holdfast")
+def _info_without_message(queue: str, job_id: str, state: State, owner: str) -> JobInfo:
+    """A job whose message another program deleted (XDEL, XTRIM, DEL); only its id and state are left."""
+    failure = Failure(MESSAGE_GONE, "its message was deleted from the stream by another program")
     return JobInfo(
         job_id=job_id,
         task="",
@@ -362,19 +365,19 @@ def _notice(queue: str, fields: dict[bytes, bytes]) -> Notice:
 
 _log: Final = logging.getLogger("holdfast.engine.redis")
 
-#: Messages can be lost with a connection: the job is read again this often.
+#: Interval of reads while waiting: a published message can be lost with its connection.
 _READ_AGAIN_S: Final = 2.0
 
 
 class _Channel(msgspec.Struct):
-    """An awaited job: Redis's answer to the subscription, and the waiters. A subscription is shared by them."""
+    """The channel of an awaited job: the reply to its subscription, and the waiters that share it."""
 
     subscribed: asyncio.Future[Any]
     waiters: set[asyncio.Event]
 
 
 class CompletionWaiter:
-    """Tells callers when the job they wait for has ended."""
+    """Wakes callers when the job that they wait for has ended."""
 
     def __init__(self, store: RedisStore, readers: Reads) -> None:
         self._store = store
@@ -393,7 +396,7 @@ class CompletionWaiter:
             subscribing = await self._subscribe(channel, ended)
             view = await self._get(queue, job_id)
             while view is not None and view.state not in FINAL:
-                await _confirmed(subscribing)
+                await _wait_subscribed(subscribing)
                 ended.clear()
                 view = await self._register(queue, job_id)
                 left = deadline - asyncio.get_running_loop().time()
@@ -408,10 +411,10 @@ class CompletionWaiter:
                     view = await self._get(queue, job_id)
             return view
         finally:
-            self._leave(channel, ended)
+            self._unsubscribe(channel, ended)
 
     def close(self) -> None:
-        """Stop listening."""
+        """Close the subscription."""
         if self._subscription is not None:
             self._subscription.close()
 
@@ -419,16 +422,16 @@ class CompletionWaiter:
         return (await self._readers.get(queue, [job_id]))[0]
 
     async def _register(self, queue: str, job_id: str) -> JobInfo | None:
-        """The job; unless it has ended, its end will be published from now on."""
+        """Read the job; if it is open, its end will be published from now on."""
         try:
             return (await self._readers.get(queue, [job_id], register=True))[0]
         except EngineUnavailable as exc:
-            # Full, or read-only: nothing will be published, so the job is read now and then.
+            # Redis is full or read-only, so the end will not be published; wait by polling.
             _log.debug("waiting for job %s by polling: %s", job_id, exc)
             return await self._get(queue, job_id)
 
     async def _subscribe(self, channel: bytes, ended: asyncio.Event) -> asyncio.Future[Any]:
-        """Subscribe, if no other waiter has; Redis's answer to that."""
+        """Subscribe unless another waiter already has; return the future reply of Redis."""
         subscription = await self._connected()
         awaited = self._channels.get(channel)
         if awaited is None:
@@ -436,7 +439,7 @@ class CompletionWaiter:
         awaited.waiters.add(ended)
         return awaited.subscribed
 
-    def _leave(self, channel: bytes, ended: asyncio.Event) -> None:
+    def _unsubscribe(self, channel: bytes, ended: asyncio.Event) -> None:
         awaited = self._channels.get(channel)
         if awaited is None:
             return
@@ -462,14 +465,14 @@ class CompletionWaiter:
 
 def _call(subscription: PubSubConnection, channel: bytes) -> asyncio.Future[Any]:
     subscribing = subscription.call(b"SUBSCRIBE", channel)
-    # A job that has ended already is not waited for, and an error is then of no interest.
+    # The reply is not awaited if the job has already ended; its error is then ignored.
     subscribing.add_done_callback(lambda done: done.cancelled() or done.exception())
     return subscribing
 
 
-async def _confirmed(subscribing: asyncio.Future[Any]) -> None:
+async def _wait_subscribed(subscribing: asyncio.Future[Any]) -> None:
     try:
-        # It is shared: a waiter that is cancelled leaves it to the others.
+        # Shielded because waiters share it: cancelling one waiter must not cancel the others.
         await asyncio.shield(subscribing)
     except (OSError, hiredis.ReplyError) as exc:
         raise translate(exc) from exc

@@ -1,4 +1,4 @@
-"""settle: attempts end, fenced by their leases."""
+"""Settlement on Redis: end attempts with a verdict, fenced by their leases."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from holdfast.engine.redis.store import RedisStore
 from holdfast.errors import EngineRefused, EngineUnavailable
 from holdfast.observe.counters import count_settlements
 
-_ANSWERS: Final = {b"already": SettleResult.ALREADY, b"stale": SettleResult.STALE}
+_RESULTS: Final = {b"already": SettleResult.ALREADY, b"stale": SettleResult.STALE}
 
 
 class Settlements:
@@ -44,27 +44,27 @@ class Settlements:
             lease = settlement.claim.lease
             groups.setdefault((lease.queue, lease.worker), []).append(index)
         if self._store.outages.apart:
-            return await self._settle_there(settlements, groups)
-        answers: dict[int, SettleResult] = {}
+            return await self._settle_reachable(settlements, groups)
+        results: dict[int, SettleResult] = {}
         for (queue, worker), indexes in groups.items():
             for start in range(0, len(indexes), MAX_BATCH):
                 part = indexes[start : start + MAX_BATCH]
-                words = await self._settle(queue, worker, [settlements[index] for index in part])
-                answers.update(zip(part, words, strict=True))
-        return [answers[index] for index in range(len(settlements))]
+                batch = await self._settle(queue, worker, [settlements[index] for index in part])
+                results.update(zip(part, batch, strict=True))
+        return [results[index] for index in range(len(settlements))]
 
-    async def _settle_there(
+    async def _settle_reachable(
         self, settlements: Sequence[Settlement], groups: Mapping[tuple[str, str], Sequence[int]]
     ) -> list[SettleResult]:
-        """On a Cluster: those of the queues whose node answers. Raises `PartlyDone` for the others."""
-        answers: dict[int, SettleResult] = {}
+        """On a Cluster, settle in the queues whose node answers. Raises `PartialFailure` if one does not."""
+        results: dict[int, SettleResult] = {}
 
         async def step(queue: str) -> bool:
             for (name, worker), indexes in groups.items():
                 for start in range(0, len(indexes) if name == queue else 0, MAX_BATCH):
                     part = indexes[start : start + MAX_BATCH]
-                    words = await self._settle(queue, worker, [settlements[index] for index in part])
-                    answers.update(zip(part, words, strict=True))
+                    batch = await self._settle(queue, worker, [settlements[index] for index in part])
+                    results.update(zip(part, batch, strict=True))
             return True
 
         queues = dict.fromkeys(queue for queue, _ in groups)
@@ -73,27 +73,27 @@ class Settlements:
         except EngineRefused:
             raise
         except EngineUnavailable as exc:
-            raise PartialFailure(exc, [answers.get(index) for index in range(len(settlements))]) from exc
+            raise PartialFailure(exc, [results.get(index) for index in range(len(settlements))]) from exc
         if len(done) < len(queues):
-            why = self._store.outages.first_error(queue for queue in queues if queue not in done)
-            raise PartialFailure(why, [answers.get(index) for index in range(len(settlements))])
-        return [answers[index] for index in range(len(settlements))]
+            error = self._store.outages.first_error(queue for queue in queues if queue not in done)
+            raise PartialFailure(error, [results.get(index) for index in range(len(settlements))])
+        return [results[index] for index in range(len(settlements))]
 
     async def _settle(self, queue: str, worker: str, settlements: Sequence[Settlement]) -> list[SettleResult]:
         names, arguments = self._arguments(self._store.keys(queue), queue, worker, settlements)
         lanes = self._lanes(queue, settlements)
         refused = await self._store.run_with_lanes(Purpose.SETTLE, "settle", queue, names, arguments, lanes)
-        answers = [SettleResult.APPLIED] * len(settlements)
-        for position, word in zip(refused[::2], refused[1::2], strict=True):
-            answers[position - 1] = _ANSWERS[word]
-        count_settlements(self._store.counts, settlements, answers)
-        return answers
+        results = [SettleResult.APPLIED] * len(settlements)
+        for position, status in zip(refused[::2], refused[1::2], strict=True):
+            results[position - 1] = _RESULTS[status]
+        count_settlements(self._store.counts, settlements, results)
+        return results
 
     def _lanes(self, queue: str, settlements: Sequence[Settlement]) -> set[int]:
-        """Those that the leases are in, and those in which jobs go that are given back."""
+        """The lanes of the leases, and the lanes that released jobs go to."""
         lanes = lanes_of(settlement.claim.lease.position for settlement in settlements)
-        back = {each.claim.tenant_id for each in settlements if type(each.verdict) is Release}
-        return lanes | self._store.lanes(queue).of_tenants(back) if back else lanes
+        released = {each.claim.tenant_id for each in settlements if type(each.verdict) is Release}
+        return lanes | self._store.lanes(queue).of_tenants(released) if released else lanes
 
     def _arguments(
         self, keys: QueueKeys, queue: str, worker: str, settlements: Sequence[Settlement]
@@ -108,12 +108,12 @@ class Settlements:
         for settlement in settlements:
             claim = settlement.claim
             lease = claim.lease
-            place, _, message_id = lease.position.partition(":")
-            line = int(place)
-            of_line = ids.get(line)
-            if of_line is None:
-                of_line = ids[line] = []
-            of_line.append(message_id)
+            stream, _, message_id = lease.position.partition(":")
+            index = int(stream)
+            in_stream = ids.get(index)
+            if in_stream is None:
+                in_stream = ids[index] = []
+            in_stream.append(message_id)
             records.append(keys.job(lease.job_id))
             key_index, keep_ms = 0, 0
             if claim.idempotency_key != lease.job_id:
@@ -127,12 +127,12 @@ class Settlements:
                 target, body, data, retries = _success(claim, settlement.verdict.result, settlement.finished_at_ms)
                 more: Any = (0, key_index, keep_ms, 0, tenant) if key_index or tenant else 0
             else:
-                target, body, data, retries, delay_ms, letter = _other_verdict(settlement, options.ledger)
+                target, body, data, retries, delay_ms, dead_letter = _other_verdict(settlement, options.ledger)
                 if parking and target == State.RETRYING:
                     delay_ms = max(delay_ms, options.pending_idle_ms)
-                more = (delay_ms, key_index, keep_ms, letter, tenant)
+                more = (delay_ms, key_index, keep_ms, dead_letter, tenant)
             bodies.append(body)
-            jobs += (line, message_id, lease.deliveries, lease.token, lease.job_id, target, data)
+            jobs += (index, message_id, lease.deliveries, lease.token, lease.job_id, target, data)
             jobs += (claim.attempt, retries, more)
         arguments = [
             store.names.group,
@@ -145,7 +145,7 @@ class Settlements:
             int(options.ledger),
             int(bool(store.names.stream_dlq)),
             parking,
-            wire.pack([part for line, of_line in ids.items() for part in (line, *_span(of_line))]),
+            wire.pack([part for index, in_stream in ids.items() for part in (index, *_span(in_stream))]),
             wire.pack(jobs),
         ]
         return [*fixed_keys(keys), *records, *expiring], [*arguments, *bodies]
@@ -173,14 +173,16 @@ def fixed_keys(keys: QueueKeys) -> tuple[bytes, ...]:
 
 
 def _span(ids: Sequence[str]) -> tuple[int, str, str]:
-    """How many message ids, their lowest and highest instant. As numbers: other programs may choose ids by hand."""
+    """Count of message ids, their lowest and highest instant. Compared as numbers: other programs may choose ids."""
     instants = [int(message_id.partition("-")[0]) for message_id in ids]
     return len(ids), str(min(instants)), str(max(instants))
 
 
 def _success(claim: Claim, result: bytes, finished_at_ms: int) -> tuple[Any, ...]:
-    """Target, body, data, retry count. The hot path: the payload has done its duty, and the last
-    attempt is told by four fields instead of a history."""
+    """Target, body, data, retry count.
+
+    The hot path: the payload is dropped, and four fields describe the last attempt instead of a history.
+    """
     meta, text = claim.meta, result.decode()
     retries = str(meta.retry_count)
     body = wire.JobBody(
@@ -206,10 +208,10 @@ def _success(claim: Claim, result: bytes, finished_at_ms: int) -> tuple[Any, ...
 
 
 def _other_verdict(settlement: Settlement, ledger: bool) -> tuple[Any, ...]:
-    """Target, body, data, retry count, delay, fields of a dead letter (with a ledger, only what the feed needs)."""
+    """Target, body, data, retry count, delay, dead letter fields (with a ledger, only those that the feed needs)."""
     claim, verdict = settlement.claim, settlement.verdict
     meta = advance(claim, verdict, settlement.finished_at_ms)
-    attempts, delay_ms, failure, data, letter = claim.attempt, 0, "", "", []
+    attempts, delay_ms, failure, data, dead_letter = claim.attempt, 0, "", "", []
     match verdict:
         case RetryLater():
             failure = wire.encode_failure(verdict.failure)
@@ -218,7 +220,7 @@ def _other_verdict(settlement: Settlement, ledger: bool) -> tuple[Any, ...]:
             data = failure = wire.encode_failure(verdict.failure)
         case Hold():
             data = wire.encode_json(
-                {"message": verdict.message} | ({"ask": verdict.request} if verdict.request else {})
+                {"message": verdict.message} | ({"approval_request": verdict.request} if verdict.request else {})
             ).decode()
         case Release():
             data = wire.encode_json({"message": verdict.message, "started": verdict.started}).decode()
@@ -237,10 +239,10 @@ def _other_verdict(settlement: Settlement, ledger: bool) -> tuple[Any, ...]:
         deliveries=claim.lease.deliveries,
     )
     if isinstance(verdict, DeadLetter):
-        letter = (
+        dead_letter = (
             ["dlq_id", meta.dlq_id, "history", wire.encode_history(meta)]
             if ledger
             else wire.dead_letter_fields(claim.job_id, body, verdict.failure, meta.dlq_id)
         )
     target = TARGETS[type(verdict)].value
-    return target, wire.encode_record(body), data, str(meta.retry_count), delay_ms, letter
+    return target, wire.encode_record(body), data, str(meta.retry_count), delay_ms, dead_letter

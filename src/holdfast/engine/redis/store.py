@@ -1,4 +1,4 @@
-"""What all verbs share: the client, the keys, the scripts, the groups."""
+"""`RedisStore`: client, keys, scripts and consumer groups, shared by all modules of the engine."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from holdfast.errors import EngineUnavailable
 from holdfast.observe.counters import Counters
 
 _AUTOCLAIM_SINCE = (6, 2)
-#: How long a queue counts as introduced.
+#: How long a queue counts as registered in the list of queues.
 _KNOWN_S: Final = 60.0
 _UNBOUNDED: Final = 10**15
-#: A script whose lanes change under our eyes this often in a row has more tenants than it can follow.
+#: Calls of a script that needs other lanes each time, before it fails.
 _TRIES: Final = 10
 
 
@@ -29,7 +29,7 @@ def _script(name: str) -> Script:
 
 
 class RedisStore:
-    """One Redis, as the engine's verbs use it."""
+    """One Redis with its keys, lanes and outages."""
 
     def __init__(self, client: RedisClient, names: KeyNames, options: EngineOptions, counts: Counters) -> None:
         self.client = client
@@ -52,21 +52,21 @@ class RedisStore:
         return self.version >= _AUTOCLAIM_SINCE
 
     def keys(self, queue: str) -> QueueKeys:
-        """The queue's keys."""
+        """Return the keys of a queue."""
         keys = self._keys.get(queue)
         if keys is None:
             keys = self._keys[queue] = QueueKeys(queue, self.names)
         return keys
 
     def lanes(self, queue: str) -> LaneCache:
-        """What is known of the queue's lanes."""
+        """Return the known lanes of a queue."""
         lanes = self._lanes.get(queue)
         if lanes is None:
             lanes = self._lanes[queue] = LaneCache()
         return lanes
 
     async def streams_in_use(self, queue: str, purpose: Purpose) -> list[tuple[int, bytes]]:
-        """Index and stream of every line that may have messages."""
+        """Return index and key of every stream that may have messages."""
         keys = self.keys(queue)
         in_use: bytes = await self.client.call(purpose, b"HGET", keys.control, b"lanes") or b""
         lanes = [0, *sorted(int(lane) for lane in in_use.split())]
@@ -78,19 +78,19 @@ class RedisStore:
 
     @property
     def feed_limit(self) -> int:
-        """Entries kept while no reader is registered. A ledger wants all: after a wipe, work goes on before one is."""
+        """Entries kept without a reader. All with a ledger: after a wipe, jobs move before a reader is attached."""
         return _UNBOUNDED if self.options.ledger else self.options.feed_limit
 
     def retry_consumer(self, queue: str) -> str:
-        """The consumer that holds the queue's waiting retries; empty if they wait in a set."""
+        """The consumer that owns the queue's waiting retries; empty if they wait in a set."""
         return RETRY_CONSUMER if self.options.retry_via.get(queue) is RetryVia.PENDING else ""
 
     def nonce(self) -> str:
-        """Tells this feed entry from any other at the same position."""
+        """Return a random value that distinguishes a feed entry from any other at the same position."""
         return os.urandom(6).hex()
 
     async def detect_version(self) -> None:
-        """Learn the server's version; of several, the oldest of those that answer."""
+        """Read the server's version; of several servers, the oldest among those that answer."""
         versions: list[tuple[int, ...]] = []
         failure: EngineUnavailable | None = None
         for node in await self.client.masters():
@@ -103,18 +103,19 @@ class RedisStore:
         self.version = min(versions)
 
     async def now_ms(self, queue: str | None = None) -> int:
-        """Redis's clock; on a Cluster, that of the node which has the queue."""
+        """Return the time of Redis; on a Cluster, that of the queue's node."""
         return await self.client.time_ms(None if queue is None else self.keys(queue).control)
 
     async def register_queue(self, queue: str, *, again: bool = False) -> None:
-        """Make the queue known to `queues`; now and then again, since a store that was wiped has forgotten it."""
+        """Add the queue to the list of queues. Repeated every `_KNOWN_S`, because a wipe may have removed it."""
         now = time.monotonic()
         if again or self._known.get(queue, 0.0) < now:
             try:
-                await self.client.run(Purpose.OTHER, _script("introduce"), [self.names.queues.encode()], [queue])
+                await self.client.run(Purpose.OTHER, _script("register_queue"), [self.names.queues.encode()], [queue])
             except EngineUnavailable:
-                # On a Cluster the list is on a node of its own; without it, queues that are on it already go on. So is
-                # one that is introduced again, unless that node was wiped: then a later submission puts it there.
+                # On a Cluster the list may be on another node than the queue. Without that node, queues that are in
+                # the list continue. With `again` the queue is in it unless the node was wiped; then a later submission
+                # adds it.
                 if not self.names.cluster or (queue not in self._known and not again):
                     raise
                 if queue not in self._known:
@@ -122,23 +123,23 @@ class RedisStore:
             self._known[queue] = now + _KNOWN_S
 
     async def create_groups(self, queue: str) -> None:
-        """Groups on all lines, from the beginning: never `$`, which would skip what waits already."""
+        """Create the groups on all streams, from id 0: `$` would skip messages that are already there."""
         keys = self.keys(queue)
         if queue in self._known:
-            # Introduce it again, if the list can be reached.
+            # Makes the next call register it again, if the list is reachable.
             self._known[queue] = 0.0
         names, arguments = self._declare(
             queue, [*keys.streams, keys.wake], [self.names.group, WAKE_GROUP], self.lanes(queue).all()
         )
-        waiting = await self.client.run(Purpose.OTHER, _script("groups"), names, arguments)
+        waiting = await self.client.run(Purpose.OTHER, _script("create_groups"), names, arguments)
         if waiting:
-            # The store was wiped, and jobs have come since.
+            # The store was wiped, and jobs were submitted since.
             await self.register_queue(queue)
 
     async def run(
         self, purpose: Purpose, name: str, queue: str, keys: Sequence[bytes], arguments: Sequence[Any]
     ) -> Any:
-        """A script on one queue. Groups that are gone (the store was wiped) are made again, once."""
+        """Run a script on one queue. If a group is missing (after a wipe), create the groups and run it again, once."""
         try:
             return await self.client.run(purpose, _script(name), keys, arguments)
         except ScriptError as exc:
@@ -156,15 +157,13 @@ class RedisStore:
         arguments: Sequence[Any],
         lanes: Collection[int],
     ) -> Any:
-        """A script that touches lines: with these lanes declared beside lane 0, and more if it needs them."""
+        """Run a script with lane 0 and these lanes declared, and again with further lanes if it needs them."""
         for _ in range(_TRIES):
             reply = await self.run(purpose, name, queue, *self._declare(queue, keys, arguments, lanes))
             if type(reply) is not list or not reply or reply[0] != b"lanes":
                 return reply
             lanes = {*lanes, *self.lanes(queue).add(reply[1:])}
-        raise EngineUnavailable(
-            f"the tenants of queue {queue!r} come and go faster than they can be followed; try again"
-        )
+        raise EngineUnavailable(f"the lanes of queue {queue!r} changed too often during the call; retry")
 
     async def run_after_read(
         self,
@@ -176,11 +175,11 @@ class RedisStore:
         arguments: Sequence[Any],
         lanes: Collection[int],
     ) -> Any:
-        """`run_on_lines` behind a read that blocks, see the client; None if it did not run and has to be called."""
-        names, given = self._declare(queue, keys, arguments, lanes)
-        waited, reply = await self.client.run_after_read(Purpose.WAIT, read, blocks_s, _script(name), names, given)
+        """Pipeline a script with lanes behind a blocking read. None: it did not run; call `run_with_lanes`."""
+        names, values = self._declare(queue, keys, arguments, lanes)
+        waited, reply = await self.client.run_after_read(Purpose.WAIT, read, blocks_s, _script(name), names, values)
         if not waited:
-            # NOGROUP or UNBLOCKED: the store is new, or was wiped. Nobody could wait for anything else.
+            # NOGROUP or UNBLOCKED: the store is new, or was wiped. Without groups, no wait can succeed.
             await self.create_groups(queue)
         if reply is not None and reply[0] == b"lanes":
             self.lanes(queue).add(reply[1:])
@@ -192,8 +191,8 @@ class RedisStore:
     ) -> tuple[Sequence[bytes], Sequence[Any]]:
         if not lanes:
             return keys, [*arguments, b""]
-        of_queue = self.keys(queue)
-        streams = [stream for lane in lanes for stream in of_queue.lane(lane)]
+        queue_keys = self.keys(queue)
+        streams = [stream for lane in lanes for stream in queue_keys.lane(lane)]
         return [*keys, *streams], [*arguments, " ".join(map(str, lanes))]
 
 

@@ -1,4 +1,4 @@
-"""survey, restore, remember_keys: what the engine has lost comes back from the ledger (requirement L3)."""
+"""Recovery on Redis: snapshot, and restore of lost jobs and idempotency keys from the ledger (requirement L3)."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ from holdfast.errors import InvalidOption
 
 
 class EngineRecovery:
-    """The reconciler's hands on one Redis."""
+    """Restores what one Redis has lost."""
 
     def __init__(self, store: RedisStore) -> None:
         self._store = store
 
     async def survey(self, queue: str, job_ids: Sequence[str]) -> EngineSnapshot:
         if len(job_ids) > MAX_BATCH:
-            raise InvalidOption(f"a survey asks about at most {MAX_BATCH} jobs, got {len(job_ids)}")
+            raise InvalidOption(f"a snapshot takes at most {MAX_BATCH} jobs, got {len(job_ids)}")
         keys = self._store.keys(queue)
         names = [keys.feed, *(keys.job(job_id) for job_id in job_ids)]
-        at_ms, position, nonce, *unknown = await self._store.run(Purpose.OTHER, "survey", queue, names, [])
+        at_ms, position, nonce, *unknown = await self._store.run(Purpose.OTHER, "snapshot", queue, names, [])
         return EngineSnapshot([job_ids[index - 1] for index in unknown], position.decode(), nonce.decode(), int(at_ms))
 
-    async def restore(self, queue: str, cut: EngineSnapshot, jobs: Sequence[JobInfo]) -> list[bool]:
+    async def restore(self, queue: str, snapshot: EngineSnapshot, jobs: Sequence[JobInfo]) -> list[bool]:
         ended = [job.job_id for job in jobs if job.state in FINAL]
         if ended:
             raise InvalidOption(f"job {ended[0]} has ended; only open jobs can be restored")
         await self._store.register_queue(queue, again=True)
         restored: list[bool] = []
-        position, nonce = cut.position, cut.nonce
+        position, nonce = snapshot.position, snapshot.nonce
         for start in range(0, len(jobs), MAX_BATCH):
             part = jobs[start : start + MAX_BATCH]
-            our_nonce = self._store.nonce()
+            new_nonce = self._store.nonce()
             names, arguments = self._arguments(self._store.keys(queue), part)
-            arguments = [our_nonce, self._store.feed_limit, position, nonce, *arguments, self._store.names.group]
+            arguments = [new_nonce, self._store.feed_limit, position, nonce, *arguments, self._store.names.group]
             lanes = self._store.lanes(queue).all()
-            word, *rest = await self._store.run_with_lanes(Purpose.OTHER, "restore", queue, names, arguments, lanes)
-            back: set[int] = set()
-            if word == b"ok":
+            status, *rest = await self._store.run_with_lanes(Purpose.OTHER, "restore", queue, names, arguments, lanes)
+            applied: set[int] = set()
+            if status == b"ok":
                 feed_id, *indexes = rest
-                back.update(indexes)
+                applied.update(indexes)
                 if feed_id:
-                    # The next part goes on from here: a feed that was empty no longer is.
-                    position, nonce = feed_id.decode(), our_nonce
-            restored += [index in back for index in range(1, len(part) + 1)]
+                    # The next part compares with this entry: a feed that was empty has one now.
+                    position, nonce = feed_id.decode(), new_nonce
+            restored += [index in applied for index in range(1, len(part) + 1)]
         return restored
 
     def _arguments(self, keys: QueueKeys, jobs: Sequence[JobInfo]) -> tuple[list[bytes], list[Any]]:
@@ -77,17 +77,17 @@ class EngineRecovery:
             bodies.append(wire.encode_record(wire.record_from_info(job, job.meta, failure=failure)))
         return [*names, *key_indexes], [len(jobs), wire.pack(values), *bodies]
 
-    async def remember_keys(self, queue: str, known: Sequence[SubmissionKey]) -> None:
+    async def remember_keys(self, queue: str, restored: Sequence[SubmissionKey]) -> None:
         keys = self._store.keys(queue)
-        for start in range(0, len(known), MAX_BATCH):
-            part = known[start : start + MAX_BATCH]
+        for start in range(0, len(restored), MAX_BATCH):
+            part = restored[start : start + MAX_BATCH]
             names = [keys.idempotency(each.tenant_id, each.key) for each in part]
             arguments = [value for each in part for value in (each.job_id, each.expires_at_ms)]
-            await self._store.run(Purpose.OTHER, "remember", queue, names, arguments)
+            await self._store.run(Purpose.OTHER, "restore_keys", queue, names, arguments)
 
 
 def _due(job: JobInfo) -> int:
-    """When it may run; 0 is at once."""
+    """When the job is due; 0: now."""
     if job.state is State.QUEUED:
         return job.next_attempt_at_ms or job.meta.run_at_ms
     return job.next_attempt_at_ms if job.state is State.RETRYING else 0

@@ -24,6 +24,7 @@ from holdfast.core.job import (
     Meta,
     Priority,
     append_attempt,
+    decode_meta,
     new_job_ids,
 )
 from holdfast.core.states import FINAL, State
@@ -33,7 +34,7 @@ from holdfast.engine.redis.keys import STREAMS_PER_LANE
 
 PROTOCOL_VERSION: Final = 1
 MARKER: Final = b"holdfast"
-#: Names and values of a message of ours: one that has nothing to say beside its payload, and any other.
+#: Names and values in a native message: short if the job has only a payload, else long.
 _SHORT: Final = 8
 _NAMES: Final = [MARKER, b"task_id", b"type", b"payload"]
 _LONG: Final = 16
@@ -44,14 +45,15 @@ _MAX_COUNT: Final = 10**9
 _match_head: Final = re.compile(rb"1 (?:queued|retrying) (\d{1,9}) \d{1,9} (\d{1,15})\Z").match
 
 encode_json: Final = msgspec.json.Encoder().encode
-_decode_meta: Final = msgspec.json.Decoder(Meta).decode
 _decode_failure: Final = msgspec.json.Decoder(Failure).decode
 _decode_any: Final = msgspec.json.Decoder().decode
 
 
 class JobBody(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A job that no message carries. Lua knows the positions up to `run_at`, and wants text there; its packer
-    knows no bytes and no gaps."""
+    """The record of a job without a message.
+
+    Lua scripts use the fields up to `run_at` by position and need text in them. Their packer cannot write bytes or nil.
+    """
 
     task: str
     payload: str
@@ -63,15 +65,15 @@ class JobBody(msgspec.Struct, array_like=True, frozen=True, gc=False):
     retries: str
     created_at: str
     stream_index: str
-    #: Not before this instant, when it goes in line; "0" is at once.
+    #: When the job is due once it is queued; "0": immediately.
     run_at: str = "0"
     result: str = ""
     failure: str = ""
     finished_at_ms: int = 0
-    #: Who ended it and since when; `succeeded` jobs make their last attempt from these.
+    #: Worker and start of the last attempt; the history of a `succeeded` job is completed from these.
     worker: str = ""
     claimed_at_ms: int = 0
-    #: Deliveries of the message so far; in the pending list, those that earlier attempts used up.
+    #: Delivery count of the message; for a retry in the pending list, deliveries that earlier attempts used up.
     deliveries: int = 0
 
 
@@ -80,26 +82,23 @@ decode_record: Final = msgspec.msgpack.Decoder(JobBody).decode
 
 
 class MalformedMessage(Exception):
-    """A foreign message that cannot become a job; says why."""
+    """A foreign message that cannot become a job, with the reason."""
 
 
 def encode_meta(meta: Meta) -> str:
-    """A job's `Meta` as it travels; empty for most jobs."""
+    """Encode a job's `Meta` as JSON; empty for most jobs."""
     return "" if meta is EMPTY_META or meta == EMPTY_META else encode_json(meta).decode()
 
 
-def decode_meta(text: bytes | str) -> Meta:
-    """The other way."""
-    return _decode_meta(text) if text else EMPTY_META
-
-
-def parse_entry(entry: Sequence[Any], line: int, queue: str, worker: str, deliveries: int, now_ms: int) -> Claim:
-    """A message of ours as a claim. Raises `Malformed` for one that only pretends to be."""
+def parse_entry(
+    entry: Sequence[Any], stream_index: int, queue: str, worker: str, deliveries: int, now_ms: int
+) -> Claim:
+    """Decode a native message as a claim. Raises `MalformedMessage` for a forged one."""
     fields = entry[1]
     try:
         attempts, created_at = _match_head(fields[1]).groups()  # type: ignore[union-attr]
         job_id = fields[3].decode()
-        lease = Lease(queue, job_id, f"{line}:{entry[0].decode()}", deliveries, worker)
+        lease = Lease(queue, job_id, f"{stream_index}:{entry[0].decode()}", deliveries, worker)
         tenant_id, key, trace_id, meta = DEFAULT_TENANT, job_id, "", EMPTY_META
         if len(fields) == _LONG:
             tenant_id, key, trace_id = fields[9].decode(), fields[11].decode(), fields[13].decode()
@@ -117,20 +116,20 @@ def parse_entry(entry: Sequence[Any], line: int, queue: str, worker: str, delive
             meta,
         )
     except (ValueError, AttributeError, msgspec.MsgspecError) as exc:
-        raise MalformedMessage(f"the message has holdfast's marker, but not its fields: {exc}") from exc
+        raise MalformedMessage(f"the message has holdfast's marker but invalid fields: {exc}") from exc
 
 
 def is_native(fields: Sequence[Any]) -> bool:
-    """Whether holdfast wrote this message: its own fields in its own order."""
+    """Whether holdfast wrote this message: it has holdfast's fields in their fixed order."""
     return len(fields) in (_SHORT, _LONG) and fields[0:8:2] == _NAMES
 
 
-def parse_foreign(entry: Sequence[Any], line: int, queue: str, worker: str, deliveries: int) -> Claim:
-    """A message by another program as a claim. Raises `Malformed`."""
+def parse_foreign(entry: Sequence[Any], stream_index: int, queue: str, worker: str, deliveries: int) -> Claim:
+    """Decode a foreign message as a claim. Raises `MalformedMessage`."""
     fields = as_dict(entry[1])
     if MARKER in fields:
-        raise MalformedMessage("the message has holdfast's marker, but not its fields")
-    place = f"{line}:{entry[0].decode()}"
+        raise MalformedMessage("the message has holdfast's marker but not its fields")
+    position = f"{stream_index}:{entry[0].decode()}"
     job_id = usable_id(fields.get(b"task_id"))
     if job_id is None:
         raise MalformedMessage("the message has no usable task_id (1 to 200 printable characters without spaces)")
@@ -140,13 +139,13 @@ def parse_foreign(entry: Sequence[Any], line: int, queue: str, worker: str, deli
     try:
         value = _decode_any(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-        raise MalformedMessage(f"the payload is no JSON: {exc}") from exc
+        raise MalformedMessage(f"the payload is not JSON: {exc}") from exc
     if not isinstance(value, dict | list):
         raise MalformedMessage(
             "the payload is neither a JSON object of keyword arguments nor an array of positional ones"
         )
     return Claim(
-        Lease(queue, job_id, place, deliveries, worker),
+        Lease(queue, job_id, position, deliveries, worker),
         task,
         payload,
         _text(fields, b"tenant_id") or DEFAULT_TENANT,
@@ -155,51 +154,53 @@ def parse_foreign(entry: Sequence[Any], line: int, queue: str, worker: str, deli
         deliveries,
         int(entry[0].split(b"-")[0]),
         0,
-        _foreign_meta(fields, line),
+        _foreign_meta(fields, stream_index),
     )
 
 
 def check_size(payload: bytes, limit: int) -> None:
-    """Raises `Malformed` for a payload that no caller could have submitted."""
+    """Raise `MalformedMessage` for a payload above the limit of submissions."""
     if len(payload) > limit:
         raise MalformedMessage(f"the payload has {len(payload):,} bytes, the limit is {limit:,}")
 
 
-def parse_adopted(entry: Sequence[Any], line: int, queue: str, worker: str, deliveries: int, now_ms: int) -> Claim:
-    """An adopted foreign message, delivered again."""
-    return msgspec.structs.replace(parse_foreign(entry, line, queue, worker, deliveries), claimed_at_ms=now_ms)
+def parse_adopted(
+    entry: Sequence[Any], stream_index: int, queue: str, worker: str, deliveries: int, now_ms: int
+) -> Claim:
+    """Decode a foreign message that was adopted before and is delivered again."""
+    return msgspec.structs.replace(parse_foreign(entry, stream_index, queue, worker, deliveries), claimed_at_ms=now_ms)
 
 
-def _foreign_meta(fields: Mapping[bytes, bytes], line: int) -> Meta:
+def _foreign_meta(fields: Mapping[bytes, bytes], stream_index: int) -> Meta:
     max_retries, context = fields.get(b"max_retries"), fields.get(b"context")
     try:
         retries = int(max_retries) if max_retries else None
         if retries is not None and not 0 <= retries <= _MAX_COUNT:
             raise ValueError(f"it is not between 0 and {_MAX_COUNT:,}")
     except ValueError as exc:
-        raise MalformedMessage(f"max_retries is no count: {exc}") from exc
+        raise MalformedMessage(f"max_retries is not a valid count: {exc}") from exc
     values = None
     if context:
         try:
             values = msgspec.json.decode(context, type=dict[str, Any])
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-            raise MalformedMessage(f"context is no JSON object: {exc}") from exc
-    priority = priority_of(line)
+            raise MalformedMessage(f"context is not a JSON object: {exc}") from exc
+    priority = priority_of(stream_index)
     if retries is None and values is None and priority is Priority.NORMAL:
         return EMPTY_META
     return Meta(priority=priority, max_retries=retries, context=values)
 
 
-def priority_of(line: int) -> Priority:
-    """What the line says of a message that says nothing itself; of one that was taken from its line, nothing."""
-    place = line % STREAMS_PER_LANE
-    return Priority(place) if place < len(Priority) else Priority.NORMAL
+def priority_of(stream_index: int) -> Priority:
+    """The priority of a foreign message, given by its stream. The stream of jobs claimed by id gives normal."""
+    offset = stream_index % STREAMS_PER_LANE
+    return Priority(offset) if offset < len(Priority) else Priority.NORMAL
 
 
 def malformed_record(
-    fields: Mapping[bytes, bytes], entry_id: bytes, line: int, failure: Failure, dlq_id: str
+    fields: Mapping[bytes, bytes], entry_id: bytes, stream_index: int, failure: Failure, dlq_id: str
 ) -> JobBody:
-    """The record of a foreign message that cannot become a job: all of its raw fields, as text."""
+    """The record of a malformed message, with all its raw fields as text."""
     raw = {printable(name): printable(value) for name, value in fields.items()}
     return JobBody(
         task=printable(fields.get(b"type", b""))[:_MAX_ID] or "unknown",
@@ -211,7 +212,7 @@ def malformed_record(
         attempts="0",
         retries="0",
         created_at=entry_id.split(b"-")[0].decode(),
-        stream_index=str(int(priority_of(line))),
+        stream_index=str(int(priority_of(stream_index))),
         failure=encode_failure(failure),
         finished_at_ms=int(entry_id.split(b"-")[0]),
     )
@@ -221,28 +222,28 @@ pack: Final = msgspec.msgpack.Encoder().encode
 
 
 def encode_failure(failure: Failure) -> str:
-    """A failure as it travels."""
+    """Encode a failure as JSON."""
     return encode_json(failure).decode()
 
 
 def failure_fields(failure: Failure) -> dict[str, Any]:
-    """A failure among the data of an event."""
+    """A failure as data of an event."""
     fields: dict[str, Any] = msgspec.to_builtins(failure)
     return fields
 
 
 def encode_history(meta: Meta) -> str:
-    """The attempts so far, as a dead letter tells them."""
+    """Encode the attempts so far as JSON, for a dead letter."""
     return encode_json(meta.history).decode()
 
 
 def malformed_failure(reason: str) -> Failure:
-    """The failure that such a message ends with."""
+    """The failure of a malformed message."""
     return Failure(MESSAGE_MALFORMED, reason)
 
 
 def usable_id(value: bytes | None) -> str | None:
-    """A foreign task id that can name a job."""
+    """Return a foreign task id if it is a valid job id, else None."""
     if value is None:
         return None
     text = printable(value)
@@ -252,17 +253,17 @@ def usable_id(value: bytes | None) -> str | None:
 
 
 def generated_id() -> str:
-    """An id for a message that brings none."""
+    """Return an id for a message without a usable one."""
     return new_job_ids(1)[0]
 
 
 def as_dict(fields: Sequence[bytes]) -> dict[bytes, bytes]:
-    """Field names and values of a stream entry."""
+    """Return the fields of a stream entry by name."""
     return dict(zip(fields[::2], fields[1::2], strict=True))
 
 
 def printable(value: bytes) -> str:
-    """Bytes of unknown origin as text."""
+    """Decode bytes that may not be UTF-8."""
     return value.decode("utf-8", "replace")
 
 
@@ -273,11 +274,11 @@ def _text(fields: Mapping[bytes, bytes], name: bytes) -> str:
     try:
         return value.decode()
     except UnicodeDecodeError as exc:
-        raise MalformedMessage(f"{name.decode()} is no UTF-8: {exc}") from exc
+        raise MalformedMessage(f"{name.decode()} is not UTF-8: {exc}") from exc
 
 
 def dead_letter_fields(job_id: str, body: JobBody, failure: Failure, dlq_id: str) -> list[str]:
-    """What `stream:dlq` says of a job (requirement D2); the script adds `failed_at`."""
+    """The fields of a dead letter in `stream:dlq` (requirement D2); the script adds `failed_at`."""
     meta = decode_meta(body.meta)
     fields = {
         "task_id": job_id,
@@ -298,7 +299,7 @@ def dead_letter_fields(job_id: str, body: JobBody, failure: Failure, dlq_id: str
 
 
 def record_from_claim(claim: Claim, meta: Meta, attempts: int, **more: Any) -> JobBody:
-    """A claimed job as a body, for when it leaves the line."""
+    """The record of a claimed job, for when its message is removed."""
     return JobBody(
         task=claim.task,
         payload=printable(claim.payload),
@@ -315,7 +316,7 @@ def record_from_claim(claim: Claim, meta: Meta, attempts: int, **more: Any) -> J
 
 
 def info_from_record(queue: str, job_id: str, state: State, body: JobBody, due_ms: int) -> JobInfo:
-    """A job that no message carries, as a reader sees it."""
+    """Decode the record of a job without a message."""
     meta = decode_meta(body.meta)
     if body.run_at != "0":
         meta = msgspec.structs.replace(meta, run_at_ms=int(body.run_at))
@@ -343,7 +344,7 @@ def info_from_record(queue: str, job_id: str, state: State, body: JobBody, due_m
 
 
 def record_from_info(view: JobInfo, meta: Meta, **more: Any) -> JobBody:
-    """The other way, for an operator's move. A job that had a time keeps it."""
+    """The record of a job, for an operator's move or a restore. A due time is kept."""
     run_at_ms = view.next_attempt_at_ms if view.state is State.QUEUED else meta.run_at_ms
     meta = msgspec.structs.replace(meta, run_at_ms=0)
     return JobBody(
@@ -366,7 +367,7 @@ _decode_tenants: Final = msgspec.json.Decoder(dict[str, TenantControl]).decode
 
 
 def decode_control(fields: Sequence[bytes]) -> QueueControl:
-    """A queue's controls as Redis keeps them."""
+    """Decode a queue's controls from their hash in Redis."""
     values = as_dict(fields)
 
     def count(name: bytes) -> int | None:

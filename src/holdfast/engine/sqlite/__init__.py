@@ -1,1 +1,1 @@
-"""The embedded engine: one SQLite file, the same semantics as on Redis, and no server at all."""
+"""The embedded engine: one SQLite file, the same semantics as on Redis, and no server."""

@@ -1,4 +1,4 @@
-"""Whether this file can be trusted with jobs, for `holdfast doctor`."""
+"""Checks of a SQLite file, for `holdfast doctor`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CHECK_S: Final = 5.0
 _MIN_FREE_BYTES: Final = 100 * 1024 * 1024
 _LOW_FREE_BYTES: Final = 1024 * 1024 * 1024
 _LARGE_LOG_BYTES: Final = 512 * 1024 * 1024
-#: Instructions of SQLite's machine between two looks at the clock.
+#: Instructions of SQLite's virtual machine between two checks of the clock.
 _STEPS: Final = 10_000
 
 
@@ -45,12 +45,12 @@ def _journal(connection: sqlite3.Connection) -> Finding:
 
 def _synchronous(durable: bool) -> Finding:
     if durable:
-        return Finding("durability", True, "synchronous is FULL: what was accepted survives a power cut")
+        return Finding("durability", True, "synchronous is FULL: accepted jobs survive a power cut")
     return Finding(
         "durability",
         False,
-        "this is a temporary database, gone with its process",
-        "give a path (sqlite:///jobs.db) for anything but tests",
+        "this is a temporary database, deleted when its process ends",
+        "use a path (sqlite:///jobs.db) for anything but tests",
         warning=True,
     )
 
@@ -63,26 +63,26 @@ def _integrity(connection: sqlite3.Connection) -> Finding:
     except sqlite3.OperationalError as exc:
         if exc.sqlite_errorname != "SQLITE_INTERRUPT":
             raise
-        return Finding("integrity", True, f"nothing wrong in the first {_CHECK_S:g} s of looking; there is more")
+        return Finding("integrity", True, f"no fault found in {_CHECK_S:g} s; the rest was not checked")
     finally:
         connection.set_progress_handler(None, 0)
     good = verdict == "ok"
     advice = "" if good else "stop all workers, keep a copy, and recover the file with `sqlite3 FILE .recover`"
-    return Finding("integrity", good, f"quick_check says {verdict}", advice)
+    return Finding("integrity", good, f"quick_check reports {verdict}", advice)
 
 
 def _writable(path: Path) -> Finding:
     good = os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)
     advice = "" if good else "give this user write access to the file and its directory"
-    return Finding("writable", good, f"{path} {'can' if good else 'cannot'} be written", advice)
+    return Finding("writable", good, f"{path} is {'' if good else 'not '}writable", advice)
 
 
 def _disk(path: Path) -> Finding:
     free = shutil.disk_usage(path.parent).free
-    message = f"{free / 1024**3:.1f} GiB are free on the disk of {path}"
+    message = f"{free / 1024**3:.1f} GiB free on the disk of {path}"
     if free >= _LOW_FREE_BYTES:
         return Finding("disk", True, message)
-    return Finding("disk", False, message, "make room before intake stops", warning=free >= _MIN_FREE_BYTES)
+    return Finding("disk", False, message, "free some space before intake stops", warning=free >= _MIN_FREE_BYTES)
 
 
 def _log(path: Path) -> Iterator[Finding]:
@@ -93,6 +93,6 @@ def _log(path: Path) -> Iterator[Finding]:
             "write-ahead log",
             False,
             f"{log} has grown to {size / 1024**2:.0f} MiB",
-            "some program keeps a read transaction open; find it and end it",
+            "a program keeps a read transaction open; find it and end it",
             warning=True,
         )

@@ -1,8 +1,8 @@
-"""The embedded engine's face: the port's methods on one side, the writer and reader threads on the other.
+"""`SqliteEngine`: the engine port on one SQLite file.
 
-What is asked for is cut into steps (one queue, at most `MAX_BATCH` jobs), each a function of this package that runs in
-the writer's transaction; the answer comes back to this event loop after the commit. Waiting costs nothing: the
-writer rings a bell here when a commit brings work, in this process or in another.
+Each call is split into steps (one queue, at most `MAX_BATCH` jobs). A step is a function of this package that runs in
+the writer's transaction; its result returns to this event loop after the commit. Waiting calls do not poll: the writer
+wakes them after a commit with new work, in this process or in another.
 """
 
 from __future__ import annotations
@@ -32,64 +32,64 @@ from holdfast.sqlite.transaction import Transaction, json_list
 
 T = TypeVar("T")
 
-#: How often to look at the engine's clock while a job is known to fall due: it may be a test's.
+#: How often to read the engine's clock while a job is about to fall due: it may be a test's clock.
 _TICK_S: Final = 0.05
 
 
 class SqliteEngine(SqliteReads, Engine):
-    """Decides, in one SQLite file. `":memory:"` is a temporary file of its own, gone with the engine."""
+    """The engine on one SQLite file. `":memory:"` is a temporary file, deleted with the engine."""
 
     def __init__(
         self, path: str | PathLike[str], options: EngineOptions, clock: Clock | None = None, stream_dlq: bool = True
     ) -> None:
         self._set_up(DatabaseFile(fspath(path)), EngineContext(options, clock or SystemClock(), stream_dlq))
 
-    def _set_up(self, place: DatabaseFile, policy: EngineContext) -> None:
+    def _set_up(self, file: DatabaseFile, policy: EngineContext) -> None:
         self.options = policy.options
         self.counts = Counters()
         self._policy = policy
-        self._store = SqliteEngineStore(place)
-        self._turn = 0
-        #: When a worker was last entered as reading from a queue.
-        self._entered: dict[tuple[str, str], int] = {}
-        self._heard = {}
-        self._heard_first = 0
+        self._store = SqliteEngineStore(file)
+        self._claim_count = 0
+        #: When a worker was last registered in a queue.
+        self._registered_at: dict[tuple[str, str], int] = {}
+        self._last_notices = {}
+        self._first_notice = 0
 
-    # Life ------------------------------------------------------------------------------------------
+    # Opening and closing ---------------------------------------------------------------------------
 
     async def open(self) -> None:
         if self._store.is_open:
             return
         await self._store.open()
         (last,) = await self._store.reader.rows("last_notice", INSTANT)
-        self._heard_first = last or 0
+        self._first_notice = last or 0
 
     async def close(self) -> None:
         await self._store.close()
 
     def clone(self) -> SqliteEngine:
         twin = SqliteEngine.__new__(SqliteEngine)
-        twin._set_up(self._store.place, self._policy)
-        # What happens in a process is counted in one place.
+        twin._set_up(self._store.file, self._policy)
+        # Counters are per process.
         twin.counts = self.counts
         return twin
 
     @property
     def file(self) -> DatabaseFile:
-        """Where the database is; who holds this keeps a temporary one alive."""
-        return self._store.place
+        """The database file; a temporary one exists as long as this object is referenced."""
+        return self._store.file
 
     async def write(self, work: Callable[[Transaction], T], *, lazy: bool = False) -> T:
-        """Run somebody else's SQL in the writer's transaction; its result, once that is committed."""
+        """Run the caller's SQL in the writer's transaction; returns its result after the commit."""
         return await self._store.write(work, lazy=lazy)
 
-    # A job's life ----------------------------------------------------------------------------------
+    # Jobs ------------------------------------------------------------------------------------------
 
     async def submit(self, envelopes: Sequence[Envelope]) -> list[Receipt]:
         for envelope in envelopes:
             intake.check_envelope(envelope)
         steps = split_batches([envelope.queue for envelope in envelopes])
-        receipts = gather_all(self._submit_step(queue, [envelopes[at] for at in places]) for queue, places in steps)
+        receipts = gather_all(self._submit_step(queue, [envelopes[at] for at in indexes]) for queue, indexes in steps)
         return restore_order(steps, await receipts)
 
     async def _submit_step(self, queue: str, envelopes: Sequence[Envelope]) -> list[Receipt]:
@@ -109,60 +109,60 @@ class SqliteEngine(SqliteReads, Engine):
         queues: Sequence[str],
         limit: int,
         wait_ms: int,
-        held: Callable[[], Collection[Lease]] | None = None,
+        in_flight: Callable[[], Collection[Lease]] | None = None,
     ) -> list[Claim]:
         limit = min(limit, MAX_BATCH)
         if limit <= 0 or not queues:
             return []
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_ms / 1000
-        with self._store.waiters.for_work(queues) as bell:
+        with self._store.waiters.for_work(queues) as wake:
             while True:
-                bell.clear()
-                # Also while it looks: a place may become free between the look and the wait.
-                bell.wants_places = True
+                wake.clear()
+                # Set during the claim, too: a lease may end between the claim and the wait.
+                wake.on_freed = True
                 found = await self._claim_now(worker, queues, limit)
-                bell.wants_places = found.capped
+                wake.on_freed = found.capped
                 if found.claims or loop.time() >= deadline:
                     return found.claims
-                while not bell.is_set and loop.time() < deadline and not self._is_due(found.next_due_at_ms):
+                while not wake.is_set and loop.time() < deadline and not self._is_due(found.next_due_at_ms):
                     left_s = deadline - loop.time()
-                    await bell.wait(min(left_s, _TICK_S) if found.next_due_at_ms else left_s)
+                    await wake.wait(min(left_s, _TICK_S) if found.next_due_at_ms else left_s)
 
     async def _claim_now(self, worker: str, queues: Sequence[str], limit: int) -> claims.ClaimBatch:
-        self._turn += 1
-        # Every queue is first at times, so that a busy one does not starve the others.
-        start = self._turn % len(queues)
+        self._claim_count += 1
+        # The first queue rotates, so that a busy one does not starve the others.
+        start = self._claim_count % len(queues)
         order = [*queues[start:], *queues[:start]]
         unseen = self._unseen(worker, queues)
         found = await self._store.write(
-            claims.claim, self._policy, worker, order, limit, self._turn - 1, unseen, lazy=True
+            claims.claim, self._policy, worker, order, limit, self._claim_count - 1, unseen, lazy=True
         )
         now_ms = self._policy.clock.now_ms()
-        self._entered |= {(worker, queue): now_ms for queue in unseen}
+        self._registered_at |= {(worker, queue): now_ms for queue in unseen}
         self.counts.claimed += len(found.claims)
         self.counts.promoted += found.promoted
         return found
 
     def _unseen(self, worker: str, queues: Sequence[str]) -> list[str]:
-        """Queues in which this worker should be entered (again)."""
+        """Queues in which this worker is to be registered (again)."""
         since = self._policy.clock.now_ms() - self.options.visibility_timeout_ms
-        return [queue for queue in queues if self._entered.get((worker, queue), since) <= since]
+        return [queue for queue in queues if self._registered_at.get((worker, queue), since) <= since]
 
     def _is_due(self, at_ms: int) -> bool:
         return 0 < at_ms <= self._policy.clock.now_ms()
 
-    async def recover_claims(self, worker: str, queues: Sequence[str], held: Collection[Lease]) -> list[Claim]:
+    async def recover_claims(self, worker: str, queues: Sequence[str], in_flight: Collection[Lease]) -> list[Claim]:
         # Through the writer: a claim whose caller gave up may still be under way, and is seen here once it is over.
-        return await self._store.write(claims.recover_claims, worker, list(queues), held, lazy=True)
+        return await self._store.write(claims.recover_claims, worker, list(queues), in_flight, lazy=True)
 
     async def settle(self, settlements: Sequence[Settlement]) -> list[SettleResult]:
         steps = split_batches([settlement.claim.queue for settlement in settlements])
         answers = restore_order(
             steps,
             await gather_all(
-                self._store.write(settling.settle, self._policy, queue, [settlements[at] for at in places])
-                for queue, places in steps
+                self._store.write(settling.settle, self._policy, queue, [settlements[at] for at in indexes])
+                for queue, indexes in steps
             ),
         )
         count_settlements(self.counts, settlements, answers)
@@ -183,19 +183,19 @@ class SqliteEngine(SqliteReads, Engine):
         return promotion
 
     async def reclaim(self, worker: str, queues: Sequence[str], limit: int) -> list[Claim]:
-        taken = await self._store.write(
+        batch = await self._store.write(
             upkeep.reclaim, self._policy, worker, list(queues), min(limit, MAX_BATCH), lazy=True
         )
-        self.counts.reclaimed += taken.reclaimed
-        self.counts.claimed += len(taken.claims) - taken.reclaimed
-        self.counts.poisoned += taken.poisoned
-        self.counts.dead += taken.poisoned
-        return taken.claims
+        self.counts.reclaimed += batch.reclaimed
+        self.counts.claimed += len(batch.claims) - batch.reclaimed
+        self.counts.poisoned += batch.poisoned
+        self.counts.dead += batch.poisoned
+        return batch.claims
 
     async def deregister_worker(self, worker: str, queues: Sequence[str]) -> None:
         await self._store.write(claims.deregister_worker, worker, list(queues))
         for queue in queues:
-            self._entered.pop((worker, queue), None)
+            self._registered_at.pop((worker, queue), None)
 
     # Operators -------------------------------------------------------------------------------------
 
@@ -209,20 +209,20 @@ class SqliteEngine(SqliteReads, Engine):
         reason: str,
         expected: State | None = None,
         event: str = "",
-        consent: Approval | None = None,
+        approval: Approval | None = None,
         approval_id: str = "",
         audit: str = "",
     ) -> State:
-        order = operators.OperatorCommand(
+        command = operators.OperatorCommand(
             actor=actor,
             reason=reason,
             expected=expected,
             event=event,
-            approval=consent,
+            approval=approval,
             approval_id=approval_id,
             audit=audit,
         )
-        before = await self._operate(operators.move, queue, job_id, to, order)
+        before = await self._operate(operators.move, queue, job_id, to, command)
         self.counts.moved_to_dlq += to is State.DLQ_PENDING
         return before
 
@@ -237,12 +237,12 @@ class SqliteEngine(SqliteReads, Engine):
         audit: str = "",
     ) -> None:
         check_control(control)
-        order = operators.OperatorCommand(actor=actor, reason=reason, audit=audit)
-        await self._store.write(operators.set_control, self._policy, queue, control, expected, order)
+        command = operators.OperatorCommand(actor=actor, reason=reason, audit=audit)
+        await self._store.write(operators.set_control, self._policy, queue, control, expected, command)
 
     async def expedite(self, queue: str, job_id: str, *, actor: str, reason: str, audit: str = "") -> None:
-        order = operators.OperatorCommand(actor=actor, reason=reason, audit=audit)
-        await self._operate(operators.expedite, queue, job_id, order)
+        command = operators.OperatorCommand(actor=actor, reason=reason, audit=audit)
+        await self._operate(operators.expedite, queue, job_id, command)
 
     async def claim_job(self, worker: str, queue: str, job_id: str) -> Claim:
         claim = await self._operate(operators.claim_job, worker, queue, job_id)
@@ -256,31 +256,31 @@ class SqliteEngine(SqliteReads, Engine):
             self.counts.illegal_moves += 1
             raise
 
-    # The ledger's end ------------------------------------------------------------------------------
+    # Feed and recovery -----------------------------------------------------------------------------
 
     async def epoch(self, queue: str) -> str:
-        # A file has no replicas, and forgets nothing that it has answered.
+        # A file has no replicas and loses no committed data.
         return ""
 
-    async def attach_reader(self, queue: str, incarnation: str = "", *, reminded: bool = False) -> None:
+    async def attach_reader(self, queue: str, epoch: str = "", *, keys_restored: bool = False) -> None:
         await self._store.write(feed.attach_reader, self._policy, queue)
 
     async def read_feed(self, queue: str, start: str, limit: int) -> list[FeedEntry]:
         position = feed.parse_position(start)
-        rows = await self._store.reader.rows("feed", EVENT_ROWS, queue=queue, start=position, limit=max(0, limit))
+        rows = await self._store.reader.rows("read_feed", EVENT_ROWS, queue=queue, start=position, limit=max(0, limit))
         return group_entries(rows)
 
     async def wait_feed(self, positions: Mapping[str, str], wait_ms: int) -> list[str]:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_ms / 1000
-        asked = json_list([(queue, feed.parse_position(position)) for queue, position in positions.items()])
-        with self._store.waiters.for_feeds(list(positions)) as bell:
+        pairs = json_list([(queue, feed.parse_position(position)) for queue, position in positions.items()])
+        with self._store.waiters.for_feeds(list(positions)) as wake:
             while True:
-                bell.clear()
-                queues = await self._store.reader.rows("fed", NAMES, positions=asked)
+                wake.clear()
+                queues = await self._store.reader.rows("feeds_after", NAMES, positions=pairs)
                 if queues or loop.time() >= deadline:
                     return queues
-                await bell.wait(deadline - loop.time())
+                await wake.wait(deadline - loop.time())
 
     async def trim_feed(self, queue: str, position: str) -> None:
         await self._store.write(feed.trim_feed, self._policy, queue, position)
@@ -288,9 +288,9 @@ class SqliteEngine(SqliteReads, Engine):
     async def snapshot(self, queue: str, job_ids: Sequence[str]) -> EngineSnapshot:
         return await upkeep.snapshot(self._store.reader, self._policy, queue, job_ids)
 
-    async def restore(self, queue: str, cut: EngineSnapshot, jobs: Sequence[JobInfo]) -> list[bool]:
+    async def restore(self, queue: str, snapshot: EngineSnapshot, jobs: Sequence[JobInfo]) -> list[bool]:
         upkeep.check_jobs(jobs)
-        return await self._store.write(upkeep.restore, self._policy, queue, cut, jobs)
+        return await self._store.write(upkeep.restore, self._policy, queue, snapshot, jobs)
 
     async def restore_keys(self, queue: str, keys: Sequence[SubmissionKey]) -> None:
         for start in range(0, len(keys), MAX_BATCH):
@@ -316,7 +316,7 @@ class SqliteEngine(SqliteReads, Engine):
         return count
 
     async def _prune_all(self, step: Callable[..., int], *arguments: str) -> int:
-        """In small transactions, between which others get their turn."""
+        """Repeat a step in small transactions, between which other operations run."""
         count = 0
         while gone := await self._store.write(step, self._policy, *arguments, lazy=True):
             count += gone

@@ -1,7 +1,7 @@
 """Feed entries, notices and published events on SQLite; feed readers and trimming.
 
 `FeedWriter` packs the events of one step of one queue into one feed entry. Where the engine's file is also the ledger,
-it writes the published events to the outbox in the same transaction. Notices only save waiting; old ones are dropped.
+it writes the published events to the outbox in the same transaction. Notices only shorten waits; old ones are dropped.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from holdfast.engine.sqlite.store import EngineContext
 from holdfast.errors import InvalidOption
 from holdfast.sqlite.transaction import Transaction, json_list
 
-#: What an event counts towards the limit of an unread feed, beside its payload.
+#: What an event counts towards the limit of an unread feed, besides its payload.
 EVENT_BYTES: Final = 200
-#: Listeners that are further behind than this have missed something; notices only ever save waiting.
+#: Listeners further behind than this miss notices, which only shorten waits.
 _NOTICES_KEPT: Final = 10_000
 _TRIM_SHARE: Final = 8
 
 
 class FeedWriter:
-    """The events of one step, which are consecutive; `close` makes them one entry of the feed."""
+    """Collects the events of one step, which are consecutive; `close` makes them one feed entry."""
 
-    def __init__(self, transaction: Transaction, queue: str, options: EngineOptions, *, hurry: bool = False) -> None:
+    def __init__(self, transaction: Transaction, queue: str, options: EngineOptions, *, urgent: bool = False) -> None:
         self._transaction = transaction
-        self._hurry = hurry
+        self._urgent = urgent
         self._queue = queue
         self._feed_limit = options.feed_limit
         self._publishing = options.publishing
@@ -40,23 +40,23 @@ class FeedWriter:
         self._bytes = 0
 
     def add_events(self, last: int, count: int, extra_bytes: int = 0) -> None:
-        """So many more events, up to this id."""
+        """Add `count` events that were inserted, the last one with this id."""
         self._last = last
         self._count += count
         self._bytes += count * EVENT_BYTES + extra_bytes
 
     def close(self) -> None:
-        """The step is over. One that changed nothing leaves no entry."""
+        """Write the entry, unless the step changed nothing."""
         if not self._count:
             return
         self._transaction.run(
-            "feed_entry",
+            "insert_feed_entry",
             queue=self._queue,
             first=self._last - self._count + 1,
             last=self._last,
             nonce=os.urandom(6).hex(),
             bytes=self._bytes,
-            hurry=int(self._hurry),
+            urgent=int(self._urgent),
         )
         self._transaction.effects.feeds.add(self._queue)
         if self._publishing is not None:
@@ -64,30 +64,29 @@ class FeedWriter:
         self._trim()
 
     def _publish(self, publishing: EventPublishing) -> None:
-
         publish(self._transaction, publishing, self._queue, self._last - self._count + 1, self._last)
 
     def _trim(self) -> None:
-        # Now and then: counting the entries costs more than writing one.
+        # Only sometimes: counting the entries costs more than writing one.
         untrimmed = self._transaction.untrimmed.get(self._queue, 0) + 1
         if untrimmed * _TRIM_SHARE >= self._feed_limit:
-            self._transaction.run("feed_trim", queue=self._queue, limit=self._feed_limit)
+            self._transaction.run("trim_detached_feed", queue=self._queue, limit=self._feed_limit)
             untrimmed = 0
         self._transaction.untrimmed[self._queue] = untrimmed
 
 
 def notify(transaction: Transaction, queue: str, kind: str, job_id: str = "") -> None:
-    """Tell whoever listens to this queue, here and in other processes."""
-    transaction.run("notify", queue=queue, kind=kind, job_id=job_id, at=0)
+    """Notify listeners of this queue, in this and other processes."""
+    transaction.run("insert_notice", queue=queue, kind=kind, job_id=job_id, at=0)
     transaction.run("prune_notices", keep=_NOTICES_KEPT)
     transaction.effects.notices.add(queue)
 
 
 def notify_due(transaction: Transaction, queue: str, at_ms: int) -> None:
-    """Tell them of a waiting job, if it is due before all others. Call it once the job waits."""
-    if transaction.run("notify_due", queue=queue, at=at_ms):
+    """Notify listeners of a delayed job, if it is due before all others. Call it after the job was written."""
+    if transaction.run("insert_due_notice", queue=queue, at=at_ms):
         transaction.effects.notices.add(queue)
-    # Whoever waits to claim must not sleep past it.
+    # A waiting claim must not sleep past it.
     transaction.effects.ready.add(queue)
 
 
@@ -95,18 +94,18 @@ _decoder: Final = msgspec.json.Decoder(list[tuple[Any, ...]])
 
 
 def publish(transaction: Transaction, publishing: EventPublishing, queue: str, first: int, last: int) -> None:
-    """Those of the events with these ids that are wanted."""
+    """Write the events with these ids to the outbox, if they are to be published."""
     rows = [
-        publishing.row(queue, seq, _event(*told), _as_it_is)
-        for seq, *told in transaction.rows("told", _decoder, first=first, last=last)
-        if publishing.includes(told[0])
+        publishing.row(queue, seq, _event(*fields), _identity)
+        for seq, *fields in transaction.rows("events_by_id", _decoder, first=first, last=last)
+        if publishing.includes(fields[0])
     ]
     if rows:
-        transaction.run("publish", rows=json_list(rows))
+        transaction.run("insert_outbox_events", rows=json_list(rows))
         transaction.effects.recorded.add(OUTBOX_CHANGED)
 
 
-def _as_it_is(ms: int) -> int:
+def _identity(ms: int) -> int:
     return ms
 
 
@@ -128,20 +127,20 @@ def _event(kind: str, job_id: str, tenant_id: str, at_ms: int, *rest: Any) -> Ev
 
 
 def attach_reader(transaction: Transaction, policy: EngineContext, queue: str) -> None:
-    transaction.run("register_reader", queue=queue, now=policy.clock.now_ms())
+    transaction.run("attach_reader", queue=queue, now=policy.clock.now_ms())
 
 
 def trim_feed(transaction: Transaction, policy: EngineContext, queue: str, position: str) -> None:
-    """The reader has everything before this position; a tail of it is kept for those who look over its shoulder."""
+    """Drop entries before the reader's position, keeping a tail for event streams."""
     at = parse_position(position)
-    transaction.run("forget", queue=queue, position=at, tail=policy.options.feed_tail)
-    transaction.run("read_to", queue=queue, position=at)
+    transaction.run("trim_feed", queue=queue, position=at, tail=policy.options.feed_tail)
+    transaction.run("save_reader_position", queue=queue, position=at)
 
 
 def parse_position(position: str) -> int:
-    """A position in the feed; empty is before the first."""
+    """Parse a position in the feed; empty is before the first entry."""
     if not position:
         return 0
     if not position.isdecimal():
-        raise InvalidOption(f"{position!r} is no position in this feed")
+        raise InvalidOption(f"{position!r} is not a position in this feed")
     return int(position)

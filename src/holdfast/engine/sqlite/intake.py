@@ -1,4 +1,4 @@
-"""submit: new jobs of one queue, in one step."""
+"""submit on SQLite: new jobs of one queue, in one step."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ _BACKLOG: Final = msgspec.json.Decoder(tuple[int, list[tuple[str, int]]])
 
 
 def submit(transaction: Transaction, policy: EngineContext, queue: str, envelopes: Sequence[Envelope]) -> list[Receipt]:
-    """One receipt each; raises `IntakeRefused` and keeps nothing if the queue takes no jobs, or not so many."""
+    """One receipt per envelope. Raises `IntakeRefused` and writes nothing if the queue refuses any of the jobs."""
     now_ms = policy.clock.now_ms()
-    known = _look_up(transaction, policy, queue, envelopes, now_ms)
+    known = _read_intake(transaction, policy, queue, envelopes, now_ms)
     _check_intake(known, policy, queue)
-    receipts, accepted = _sort_out(known, envelopes)
+    receipts, accepted = _find_duplicates(known, envelopes)
     if accepted:
         _check_limits(transaction, known.control or IntakeControlRow(), queue, accepted)
         _write(transaction, policy, queue, accepted, now_ms)
@@ -66,27 +66,27 @@ def submit(transaction: Transaction, policy: EngineContext, queue: str, envelope
 
 
 def text_of(payload: bytes) -> str:
-    """A payload as it is stored: JSON is text."""
+    """A payload as stored: JSON is text. Raises `InvalidPayload`."""
     try:
         return payload.decode()
     except UnicodeDecodeError as exc:
-        raise InvalidPayload(f"the payload is no JSON: it is not UTF-8 ({exc.reason} at byte {exc.start})") from exc
+        raise InvalidPayload(f"the payload is not JSON: it is not UTF-8 ({exc.reason} at byte {exc.start})") from exc
 
 
 def check_envelope(envelope: Envelope) -> None:
-    """What the store could not keep, or would never hand out, is refused before anything is written."""
+    """Refuse what could not be stored or would never be claimed, before anything is written."""
     if envelope.meta.priority not in _PRIORITIES:
-        raise InvalidOption(f"priority {envelope.meta.priority!r} is none of {sorted(_PRIORITIES)}")
+        raise InvalidOption(f"priority {envelope.meta.priority!r} is not one of {sorted(_PRIORITIES)}")
     text_of(envelope.payload)
 
 
-def _look_up(
+def _read_intake(
     transaction: Transaction, policy: EngineContext, queue: str, envelopes: Sequence[Envelope], now_ms: int
 ) -> IntakeState:
     names = [envelope.job_id for envelope in envelopes]
     names += [envelope.idempotency_key for envelope in envelopes if envelope.idempotency_key]
     return transaction.rows(
-        "known",
+        "intake_state",
         _KNOWN,
         queue=queue,
         now=now_ms,
@@ -109,17 +109,19 @@ def _check_intake(known: IntakeState, policy: EngineContext, queue: str) -> None
 def _check_limits(
     transaction: Transaction, control: IntakeControlRow, queue: str, envelopes: Sequence[Envelope]
 ) -> None:
-    """Raise `IntakeLimited` if the queue, or a tenant's part of it, would grow over its limit."""
+    """Raise `IntakeLimited` if the backlog of the queue, or of a tenant in it, would exceed its limit."""
     coming = Counter(envelope.tenant_id for envelope in envelopes)
-    hands = tenant_controls(control.tenants)
+    controls = tenant_controls(control.tenants)
     limits = {
-        tenant: limit for tenant in coming if tenant in hands and (limit := hands[tenant].intake_limit) is not None
+        tenant: limit
+        for tenant in coming
+        if tenant in controls and (limit := controls[tenant].intake_limit) is not None
     }
     limit = control.intake_limit
     if limit is None and not limits:
         return
     count, tenants = transaction.rows(
-        "backlog",
+        "count_backlog",
         _BACKLOG,
         queue=queue,
         most=0 if limit is None else limit + 1,
@@ -133,8 +135,8 @@ def _check_limits(
             raise IntakeLimited(queue, f"{INTAKE_FULL} (the limit of tenant {tenant!r} is {limits[tenant]})")
 
 
-def _sort_out(known: IntakeState, envelopes: Sequence[Envelope]) -> tuple[list[Receipt], list[Envelope]]:
-    """Which are new, which are there already under their id (a resend) or their key (a duplicate)."""
+def _find_duplicates(known: IntakeState, envelopes: Sequence[Envelope]) -> tuple[list[Receipt], list[Envelope]]:
+    """Receipts, and the new envelopes: those not known by their id (a resend) or their key (a duplicate)."""
     ids = {job.job_id for job in known.jobs}
     firsts = {(job.tenant_id, job.job_id): job.job_id for job in known.jobs if job.keyless and not job.expired}
     firsts |= {(key.tenant_id, key.key): key.job_id for key in known.keys if not key.expired}
@@ -158,7 +160,7 @@ def _write(
     transaction: Transaction, policy: EngineContext, queue: str, envelopes: Sequence[Envelope], now_ms: int
 ) -> None:
     rows = [_job_row(envelope, now_ms) for envelope in envelopes]
-    last, count = transaction.bulk("submit", rows, before=(now_ms, now_ms, queue))
+    last, count = transaction.bulk("insert_jobs", rows, before=(now_ms, now_ms, queue))
     require_rows(count, len(rows), "submit")
     window_ms = policy.options.idempotency_window_ms
     keys = [
@@ -167,21 +169,21 @@ def _write(
         if each.idempotency_key
     ]
     if keys:
-        transaction.bulk("submit_keys", keys, before=(queue,))
-    transaction.run("use_queue", queue=queue)
-    hurry = any(envelope.durable for envelope in envelopes)
-    journal = FeedWriter(transaction, queue, policy.options, hurry=hurry)
+        transaction.bulk("insert_submission_keys", keys, before=(queue,))
+    transaction.run("mark_queue_used", queue=queue)
+    urgent = any(envelope.durable for envelope in envelopes)
+    journal = FeedWriter(transaction, queue, policy.options, urgent=urgent)
     size = sum(len(envelope.payload) for envelope in envelopes)
-    journal.add_events(*transaction.add("submit_events", first=last - count + 1, last=last), size)
+    journal.add_events(*transaction.add("insert_created_events", first=last - count + 1, last=last), size)
     journal.close()
-    questions = [
-        ApprovalRequestRow(each.tenant_id, each.job_id, each.task, each.meta.ask)
+    requests = [
+        ApprovalRequestRow(each.tenant_id, each.job_id, each.task, each.meta.approval_request)
         for each in envelopes
-        if each.hold and each.meta.ask is not None
+        if each.hold and each.meta.approval_request is not None
     ]
-    insert_approval_requests(transaction, policy, queue, questions)
+    insert_approval_requests(transaction, policy, queue, requests)
     transaction.effects.ready.add(queue)
-    # In place 10 of a row: when a delayed job is due.
+    # Element 10 of a row: when a delayed job is due.
     dues = [row[10] for row in rows if row[10] is not None]
     if dues:
         notify_due(transaction, queue, min(int(due) for due in dues))
@@ -190,7 +192,7 @@ def _write(
 def _job_row(envelope: Envelope, now_ms: int) -> tuple[Value, ...]:
     due_at_ms = max(envelope.run_at_ms, now_ms + envelope.delay_ms if envelope.delay_ms > 0 else 0)
     run_at = due_at_ms if due_at_ms > now_ms else None
-    in_line = not envelope.hold and run_at is None
+    ready = not envelope.hold and run_at is None
     meta = envelope.meta
     return (
         envelope.job_id,
@@ -202,7 +204,7 @@ def _job_row(envelope: Envelope, now_ms: int) -> tuple[Value, ...]:
         envelope.trace_id,
         meta.dlq_id or None,
         run_at,
-        now_ms if in_line else None,
+        now_ms if ready else None,
         None if envelope.hold else run_at,
         encode_meta(meta),
         envelope.payload.decode(),

@@ -1,5 +1,7 @@
-"""The ledger's tables and indexes in an engine's file, and upgrades of older files. Loads SQLAlchemy:
-imported only when a file is created or migrated."""
+"""The ledger's tables and indexes in an engine's file, and upgrades of older files.
+
+Loads SQLAlchemy, so it is imported only when a file is created or migrated.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,13 @@ from holdfast.sqlite.connection import connect, exclusive_lock, translate
 
 #: The engine has these itself, under the ledger's names: `job_events` as a view, `feed_entries` as its own feed.
 _OWN: Final = frozenset({"jobs", "job_events", "dlq_items", "feed_entries"})
-#: The ledger's would follow every job through the line and its lease, at 7 % of the engine's speed, and hold every job
-#: without a key; so there are smaller ones in `sql/schema.sql`.
+#: The ledger's versions would be updated at every claim and settle, which costs 7 % of the engine's throughput, and
+#: would contain every job without a key; `sql/schema.sql` has smaller ones.
 _SMALLER: Final = frozenset({"jobs_by_state", "jobs_by_key"})
 
 
 def statements() -> list[str]:
-    """All of it, in an order in which it can be made."""
+    """The CREATE statements, in an order in which they can be run."""
     dialect = sqlite.dialect()
     tables = [table for table in columns.metadata.sorted_tables if table.name not in _OWN]
     indexes = [index for table in (schema.jobs, *tables) for index in table.indexes if index.name not in _SMALLER]
@@ -38,15 +40,15 @@ def statements() -> list[str]:
     ]
 
 
-#: What a column is filled with in files of this version and those before it, where that is not the column of the same
-#: name. `old` is the old row.
+#: What fills a column when a file of this version or an older one is upgraded, if not the old column of the same name.
+#: `old` is the old row.
 _FILLED: Final[dict[tuple[str, str], tuple[int, str]]] = {
     ("jobs", "dlq_id"): (
         1,
         """iif(old.state IN ('dlq_pending', 'dlq_recorded', 'failed'),
             coalesce(old.dlq_id, lower(hex(randomblob(16)))), old.dlq_id)""",
     ),
-    # What was submitted, as far as it can still be told.
+    # The submitted values, as far as they can still be derived.
     ("events", "data"): (
         1,
         """iif(old.from_state IS NOT NULL OR old.to_state IS NULL, old.data, (
@@ -66,19 +68,36 @@ _FILLED: Final[dict[tuple[str, str], tuple[int, str]]] = {
     ("approvals", "policies"): (2, "iif(old.policy IS NULL, '[]', json_array(old.policy))"),
     ("approvals", "reason"): (2, "coalesce(old.reason, '')"),
 }
-#: Jobs that waited for a ledger had no dead letter's id; now they do, and know it.
-_TELL_DLQ_ID: Final = """
+#: Copies the dead letter's id into `meta` of jobs that had none because they waited for a ledger.
+_SET_DLQ_ID: Final = """
 UPDATE jobs SET meta = json_set(coalesce(meta, '{}'), '$.dlq_id', dlq_id)
  WHERE dlq_id IS NOT NULL AND coalesce(json_extract(meta, '$.dlq_id'), '') = ''
 """
 #: In files of the first version.
 _RENAMED: Final = {"job_events": "events"}
+#: Table and column, and what the column was called in files up to the third version.
+_RENAMED_COLUMNS: Final = {
+    ("jobs", "ready_seq"): "line",
+    ("jobs", "claim_seq"): "place",
+    ("jobs", "previous_state"): "came_from",
+    ("jobs", "lease_expires_at"): "lease_until",
+    ("jobs", "notified_at"): "told_at",
+    ("events", "job_row"): "job",
+    ("feed_entries", "urgent"): "hurry",
+    ("queues", "has_jobs"): "used",
+    ("queues", "fair_share"): "turns",
+    ("approvals", "notified_status"): "told",
+    ("approval_votes", "voter"): "person",
+    ("operator_events", "notified_at"): "told_at",
+    ("outbox_lanes", "lease_expires_at"): "until",
+    ("feed_positions", "lease_expires_at"): "until",
+}
 
 
 def upgrade(path: Path) -> bool:
-    """Bring the file to this release's schema; False if it was there already. Blocks until nobody else writes.
+    """Bring the file to this release's schema; False if it already had it. Blocks until no other process writes.
 
-    Close every engine of this process on the file first; other processes may go on, and are told to start again.
+    Close every engine of this process on the file first. Other processes may keep running; restart them afterwards.
     """
     try:
         with exclusive_lock(path), closing(connect(path)) as connection:
@@ -98,13 +117,13 @@ def upgrade(path: Path) -> bool:
     except sqlite3.Error as exc:
         raise translate(exc, path) from exc
     except OSError as exc:
-        raise EngineUnavailable(f"the database {path} cannot be opened: {exc.strerror}") from exc
+        raise EngineUnavailable(f"the database {path} cannot be opened: {exc.strerror}; check its directory") from exc
     return changed
 
 
 def _rebuild(connection: sqlite3.Connection, version: int) -> None:
     connection.create_function("fingerprint", 4, _fingerprint, deterministic=True)
-    # AUTOINCREMENT promises that no id comes twice, also of rows that are gone.
+    # AUTOINCREMENT guarantees that no id is used twice, even those of deleted rows.
     sequences = dict(connection.execute("SELECT name, seq FROM sqlite_sequence").fetchall())
     tables = [
         name
@@ -119,29 +138,34 @@ def _rebuild(connection: sqlite3.Connection, version: int) -> None:
     create_schema(connection)
     # Jobs first: events are filled from them.
     for table in sorted(tables, key=lambda table: table != "jobs"):
-        _carry_over(connection, version, table, _RENAMED.get(table, table))
+        _copy_rows(connection, version, table, _RENAMED.get(table, table))
         connection.execute(f"DROP TABLE old_{table}")
-    connection.execute(_TELL_DLQ_ID)
+    connection.execute(_SET_DLQ_ID)
     for table, sequence in sequences.items():
         name = _RENAMED.get(table, table)
         connection.execute("DELETE FROM sqlite_sequence WHERE name = ?", (name,))
         connection.execute("INSERT INTO sqlite_sequence (name, seq) VALUES (?, ?)", (name, sequence))
 
 
-def _carry_over(connection: sqlite3.Connection, version: int, old: str, new: str) -> None:
-    filled = {place: value for place, (last, value) in _FILLED.items() if version <= last}
-    # table_info leaves generated columns out.
+def _copy_rows(connection: sqlite3.Connection, version: int, old: str, new: str) -> None:
+    filled = {column: value for column, (last, value) in _FILLED.items() if version <= last}
+    # table_info omits generated columns.
     before = {row[1] for row in connection.execute(f"PRAGMA table_info(old_{old})")}
-    columns = [row[1] for row in connection.execute(f"PRAGMA table_info({new})")]
-    columns = [column for column in columns if column in before or (new, column) in filled]
-    values = [filled.get((new, column), f"old.{column}") for column in columns]
+    values: dict[str, str] = {}
+    for row in connection.execute(f"PRAGMA table_info({new})").fetchall():
+        column = row[1]
+        source = column if column in before else _RENAMED_COLUMNS.get((new, column), "")
+        if (new, column) in filled:
+            values[column] = filled[new, column]
+        elif source in before:
+            values[column] = f"old.{source}"
     # All names are those of our own tables and columns.
-    copy = f"INSERT INTO {new} ({', '.join(columns)}) SELECT {', '.join(values)} FROM old_{old} AS old"  # noqa: S608
+    copy = f"INSERT INTO {new} ({', '.join(values)}) SELECT {', '.join(values.values())} FROM old_{old} AS old"  # noqa: S608
     connection.execute(copy)
 
 
 def _fingerprint(task: str, code: str, message: str, history: str) -> str:
-    """Of a dead letter that was written before there were any."""
+    """The fingerprint of a dead letter that was written before fingerprints existed."""
     attempts = msgspec.json.decode(history, type=tuple[Attempt, ...])
     last = attempts[-1].failure if attempts else None
     known = last if last is not None and last.code == code else Failure(code, message)

@@ -24,14 +24,14 @@ from holdfast.engine.sqlite.rows import encode_meta
 from holdfast.engine.sqlite.store import EngineContext
 from holdfast.sqlite.transaction import Transaction, Value, json_list, require_rows
 
-#: Why a question to people is withdrawn, if nobody says.
+#: The default reason for a withdrawn approval request.
 SUPERSEDED: Final = "the job went on without an answer"
 
 _encoder: Final = msgspec.json.Encoder()
 
 
 class ApprovalRequestRow(msgspec.Struct, frozen=True):
-    """A job that waits for people."""
+    """An approval request with its job."""
 
     tenant_id: str
     job_id: str
@@ -40,49 +40,51 @@ class ApprovalRequestRow(msgspec.Struct, frozen=True):
 
 
 def insert_audit_entry(
-    transaction: Transaction, policy: EngineContext, journal: FeedWriter, queue: str, deed: AuditEntry
+    transaction: Transaction, policy: EngineContext, journal: FeedWriter, queue: str, entry: AuditEntry
 ) -> None:
-    """One line of the operators' log, in the same step as what it is about."""
-    if not deed.type:
+    """Write an audit entry in the same step as the action. An entry without a type is not written."""
+    if not entry.type:
         return
     now_ms = policy.clock.now_ms()
-    data = {name: value for name, value in msgspec.structs.asdict(deed).items() if name != "type"} | {"queue": queue}
-    last, count = transaction.add("audit", type=deed.type, message=deed.reason, data=_encode(data), now=now_ms)
+    data = {name: value for name, value in msgspec.structs.asdict(entry).items() if name != "type"} | {"queue": queue}
+    last, count = transaction.add(
+        "insert_audit_event", type=entry.type, message=entry.reason, data=_encode(data), now=now_ms
+    )
     journal.add_events(last, count)
     if policy.options.ledger:
         return
     transaction.run(
-        "log",
-        tenant=deed.tenant_id,
+        "insert_audit_entry",
+        tenant=entry.tenant_id,
         id=new_job_ids(1)[0],
-        type=deed.type,
-        actor=deed.actor,
-        target=deed.target,
-        target_id=deed.target_id,
+        type=entry.type,
+        actor=entry.actor,
+        target=entry.target,
+        target_id=entry.target_id,
         queue=queue,
-        reason=deed.reason,
-        before=_encode(deed.before),
-        after=_encode(deed.after),
+        reason=entry.reason,
+        before=_encode(entry.before),
+        after=_encode(entry.after),
         now=now_ms,
     )
 
 
 def insert_approval_requests(
-    transaction: Transaction, policy: EngineContext, queue: str, questions: Sequence[ApprovalRequestRow]
+    transaction: Transaction, policy: EngineContext, queue: str, requests: Sequence[ApprovalRequestRow]
 ) -> None:
-    """Write down what people are asked."""
-    if questions and not policy.options.ledger:
-        rows = [_approval_values(each) for each in questions]
-        transaction.bulk("ask", rows, before=(policy.clock.now_ms(), queue))
+    """Write approval requests, if this file is the ledger too."""
+    if requests and not policy.options.ledger:
+        rows = [_approval_values(each) for each in requests]
+        transaction.bulk("insert_approval_requests", rows, before=(policy.clock.now_ms(), queue))
 
 
 def withdraw_approvals(
     transaction: Transaction, policy: EngineContext, queue: str, tenant_id: str, job_id: str, actor: str, reason: str
 ) -> None:
-    """A job does not wait any more: nobody has to decide about it, unless somebody has."""
+    """Withdraw the undecided approval requests of a job that no longer waits."""
     if not policy.options.ledger:
         transaction.run(
-            "withdraw",
+            "withdraw_approvals",
             tenant=tenant_id,
             job_id=job_id,
             queue=queue,
@@ -92,21 +94,21 @@ def withdraw_approvals(
         )
 
 
-def _approval_values(question: ApprovalRequestRow) -> tuple[Value, ...]:
-    asked = question.request
+def _approval_values(row: ApprovalRequestRow) -> tuple[Value, ...]:
+    request = row.request
     return (
-        question.tenant_id,
-        asked.approval_id,
-        question.job_id,
-        question.job_type,
-        asked.name,
-        asked.payload_hash,
-        _encode(asked.policies),
-        asked.reason,
-        None if asked.details is None else _encode(asked.details),
-        asked.quorum,
-        asked.deadline_at_ms or None,
-        asked.requested_by,
+        row.tenant_id,
+        request.approval_id,
+        row.job_id,
+        row.job_type,
+        request.name,
+        request.payload_hash,
+        _encode(request.policies),
+        request.reason,
+        None if request.details is None else _encode(request.details),
+        request.quorum,
+        request.deadline_at_ms or None,
+        request.requested_by,
     )
 
 
@@ -114,17 +116,17 @@ def _encode(value: Any) -> str:
     return _encoder.encode(value).decode()
 
 
-#: `last_error` is for looking at; the history and the dead letter have the whole.
+#: `last_error` is for display; the history and the dead letter have the full text.
 LAST_ERROR_LIMIT: Final = 2_000
-#: What the steps behind `dlq_pending` are, when nobody else makes them.
-_TO_THE_END: Final = (State.DLQ_RECORDED, State.FAILED)
+#: The moves after `dlq_pending`, which this engine makes itself when there is no separate ledger.
+_AFTER_DLQ_PENDING: Final = (State.DLQ_RECORDED, State.FAILED)
 
 #: A job in one of these has a dead letter.
-_BURIED: Final = frozenset({State.DLQ_PENDING, *_TO_THE_END})
+_DEAD_LETTERED: Final = frozenset({State.DLQ_PENDING, *_AFTER_DLQ_PENDING})
 
 
 class MovableJob(Protocol):
-    """A job that is to be moved, as it was read in this transaction."""
+    """A job to be moved, as it was read in this transaction."""
 
     @property
     def id(self) -> int: ...
@@ -149,26 +151,26 @@ class MovableJob(Protocol):
 
 
 class JobMove(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a job goes, and what is to be remembered of it."""
+    """One move of a job, with the values to store."""
 
     job: MovableJob
     to: State
     meta: Meta
-    #: The attempt that the job counts from now on …
+    #: The job's attempt number after the move …
     attempt: int
-    #: … and the one that the event is about, if that is another.
+    #: … and the event's, if it differs.
     event_attempt: int | None = None
     worker: str = ""
-    #: What the move means, where it can mean several things.
+    #: The move's event, where it can have several.
     event: str = ""
     message: str = ""
     data: dict[str, Any] | None = None
     failure: Failure | None = None
-    #: Goes in line at once …
+    #: Ready at once …
     ready: bool = False
-    #: … or waits for this instant, …
+    #: … or due at this instant, …
     due_at_ms: int | None = None
-    #: … in the pending list.
+    #: … waiting in the pending list.
     pending: bool = False
     token: str | None = None
 
@@ -188,16 +190,16 @@ class MoveBatch:
         self._dead_ids: list[int] = []
 
     def add(self, move: JobMove) -> None:
-        """Raises `TransitionInvalid` if the table does not know it, `InvalidOption` if it cannot mean its event."""
+        """Add a move. Raises `TransitionInvalid` if it is illegal, `InvalidOption` if it cannot have its event."""
         check_move(move.job.job_id, move.job.state, move.to)
         event = resolve_event(move.job.state, move.to, move.event)
         self._moves.append(move)
         dead = move.to is State.DLQ_PENDING and not self._policy.options.ledger
-        steps = (move.to, *_TO_THE_END) if dead else (move.to,)
+        steps = (move.to, *_AFTER_DLQ_PENDING) if dead else (move.to,)
         meta = move.meta
         if move.to is State.DLQ_PENDING:
             meta = msgspec.structs.replace(meta, dlq_id=new_job_ids(1)[0])
-        dlq_id = meta.dlq_id if move.to in _BURIED else ""
+        dlq_id = meta.dlq_id if move.to in _DEAD_LETTERED else ""
         self._add_events(move, event, meta, steps, dlq_id)
         self._changes.append(self._change(move, meta, len(steps), dlq_id))
         if dead:
@@ -205,31 +207,31 @@ class MoveBatch:
             self._dead.append(_dead_letter(move, meta, dlq_id))
 
     def write(self, journal: FeedWriter) -> None:
-        """All of it, the item before the state that says it is recorded (requirement D1)."""
+        """Write all moves; a dead letter before the state that says it is recorded (requirement D1)."""
         if not self._moves:
             return
         count = len(self._moves)
-        journal.add_events(*self._transaction.bulk("events", self._events, before=(self._now_ms,)))
+        journal.add_events(*self._transaction.bulk("insert_events", self._events, before=(self._now_ms,)))
         _, changed = self._transaction.bulk("move", self._changes, before=(self._now_ms,))
         require_rows(changed, count, "move")
         if self._dead:
-            self._bury()
+            self._write_dead_letters()
         insert_approval_requests(
             self._transaction,
             self._policy,
             self._queue,
             [each for move in self._moves if (each := _new_approval(move))],
         )
-        self._tell()
+        self._notify()
 
-    def _bury(self) -> None:
+    def _write_dead_letters(self) -> None:
         if self._policy.stream_dlq:
-            self._transaction.bulk("dead_letters", self._dead, before=(self._now_ms, self._now_ms, self._queue))
+            self._transaction.bulk("insert_dead_letters", self._dead, before=(self._now_ms, self._now_ms, self._queue))
         ids = json_list(self._dead_ids)
-        for step in ("record", "fail"):
+        for step in ("mark_dlq_recorded", "mark_failed"):
             require_rows(self._transaction.run(step, ids=ids, now=self._now_ms), len(self._dead_ids), step)
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         effects = self._transaction.effects
         dues = []
         for move in self._moves:
@@ -262,7 +264,7 @@ class MoveBatch:
                     data,
                 )
             )
-            # What is behind the first step is told once.
+            # Only the first event carries the details.
             from_state, event, message, data = to_state, "", "", _encode({"dlq_id": dlq_id})
 
     def _change(self, move: JobMove, meta: Meta, events: int, dlq_id: str) -> tuple[Value, ...]:
@@ -296,7 +298,7 @@ def error_columns(failure: Failure | None) -> tuple[str | None, str | None, str 
 
 def _details(move: JobMove, meta: Meta, dlq_id: str) -> str | None:
     data: dict[str, Any] = dict(move.data or {})
-    # An operator's move tells the operator's reasons, not what the job failed with before.
+    # An operator's move carries the operator's reason, not the job's earlier failure.
     if move.failure is not None and (move.to is State.DLQ_PENDING or "actor" not in data):
         data |= {name: text for name, text in msgspec.structs.asdict(move.failure).items() if text}
     if move.due_at_ms is not None:
@@ -327,10 +329,10 @@ def _dead_letter(move: JobMove, meta: Meta, dlq_id: str) -> tuple[Value, ...]:
 
 
 def _new_approval(move: JobMove) -> ApprovalRequestRow | None:
-    asked = move.meta.ask
-    if move.to is not State.WAITING_APPROVAL or asked is None:
+    request = move.meta.approval_request
+    if move.to is not State.WAITING_APPROVAL or request is None:
         return None
-    return ApprovalRequestRow(move.job.tenant_id, move.job.job_id, move.job.job_type, asked)
+    return ApprovalRequestRow(move.job.tenant_id, move.job.job_id, move.job.job_type, request)
 
 
 def _last_error(failure: Failure) -> str:

@@ -1,4 +1,4 @@
-"""The embedded engine's face for readers: live state, statistics, waiting for an end, notices."""
+"""Reads of the embedded engine: live state, statistics, waiting for a job's end, notices."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ _WORKERS: Final = msgspec.json.Decoder(list[tuple[str, str, int, int]])
 
 
 class SqliteReads:
-    """The part of the engine that only looks; `SqliteEngine` sets it up."""
+    """The reading part of the engine; `SqliteEngine` initialises it."""
 
     options: EngineOptions
     _policy: EngineContext
     _store: SqliteEngineStore
-    #: The last notice heard, of each queue and at the beginning.
-    _heard: dict[str, int]
-    _heard_first: int
+    #: The number of the last notice read, by queue; for other queues the last one when the engine was opened.
+    _last_notices: dict[str, int]
+    _first_notice: int
 
     async def get_control(self, queue: str) -> QueueControl:
-        return (await self._store.reader.rows("control", CONTROL, queue=queue)).as_control()
+        return (await self._store.reader.rows("get_control", CONTROL, queue=queue)).as_control()
 
     async def get(self, queue: str, job_ids: Sequence[str]) -> list[JobInfo | None]:
         rows = await self._store.reader.rows(
@@ -71,13 +71,13 @@ class SqliteReads:
     async def wait_final(self, queue: str, job_id: str, wait_ms: int) -> JobInfo | None:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_ms / 1000
-        with self._store.waiters.for_final(queue, job_id) as bell:
+        with self._store.waiters.for_final(queue, job_id) as wake:
             while True:
-                bell.clear()
+                wake.clear()
                 (view,) = await self.get(queue, [job_id])
                 if view is None or view.state in FINAL or loop.time() >= deadline:
                     return view
-                await bell.wait(deadline - loop.time())
+                await wake.wait(deadline - loop.time())
 
     async def stats(self, queue: str) -> QueueStats:
         now_ms = self._policy.clock.now_ms()
@@ -114,29 +114,29 @@ class SqliteReads:
     async def listen(self, queues: Sequence[str], wait_ms: int) -> list[Notice]:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_ms / 1000
-        with self._store.waiters.for_notices(queues) as bell:
+        with self._store.waiters.for_notices(queues) as wake:
             while True:
-                bell.clear()
-                notices = await self._hear(queues)
+                wake.clear()
+                notices = await self._read_notices(queues)
                 if notices or loop.time() >= deadline:
                     return notices
-                await bell.wait(deadline - loop.time())
+                await wake.wait(deadline - loop.time())
 
-    async def _hear(self, queues: Sequence[str]) -> list[Notice]:
-        heard = {queue: self._heard.get(queue, self._heard_first) for queue in queues}
-        after = min(heard.values(), default=0)
+    async def _read_notices(self, queues: Sequence[str]) -> list[Notice]:
+        last = {queue: self._last_notices.get(queue, self._first_notice) for queue in queues}
+        after = min(last.values(), default=0)
         rows = await self._store.reader.rows("notices", _NOTICES, queues=json_list(list(queues)), after=after)
-        news = [row for row in rows if row[0] > heard[row[1]]]
-        self._heard |= {queue: number for number, queue, *_ in news}
-        return [_notice(queue, kind, job_id, at_ms) for _, queue, kind, job_id, at_ms in news]
+        new = [row for row in rows if row[0] > last[row[1]]]
+        self._last_notices |= {queue: number for number, queue, *_ in new}
+        return [_notice(queue, kind, job_id, at_ms) for _, queue, kind, job_id, at_ms in new]
 
     async def now_ms(self) -> int:
         return self._policy.clock.now_ms()
 
     async def diagnose(self, queues: Sequence[str]) -> list[Finding]:
-        place = self._store.place
+        file = self._store.file
         findings = await self._store.reader.run(
-            lambda connection: diagnose(connection, place.path, durable=not place.temporary)
+            lambda connection: diagnose(connection, file.path, durable=not file.temporary)
         )
         return findings + [feed_finding(await self.stats(queue)) for queue in queues]
 

@@ -1,6 +1,6 @@
-"""What comes out of the statements, typed, and how it becomes claims, views and events.
+"""Typed rows of the statements, and their conversion to claims, job infos and events.
 
-The rows are JSON arrays; the order of their fields is that of the SELECT which gives them.
+The rows are JSON arrays; the order of their fields is that of the SELECT.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from holdfast.core.job import EMPTY_META, Claim, Event, Failure, JobInfo, Lease, Meta
+from holdfast.core.job import EMPTY_META, Claim, Event, Failure, JobInfo, Lease, Meta, decode_meta
 from holdfast.core.states import State
 from holdfast.core.verdict import SettleResult
 from holdfast.engine.port.feed import FeedEntry
@@ -20,7 +20,7 @@ from holdfast.engine.port.operators import QueueControl, TenantControl
 
 
 class WorkRow(msgspec.Struct, array_like=True, frozen=True):
-    """A job with everything that a worker or a move needs."""
+    """A job with all fields that a claim or a move needs."""
 
     id: int
     job_id: str
@@ -41,18 +41,18 @@ class WorkRow(msgspec.Struct, array_like=True, frozen=True):
     meta: str | None
 
     def to_claim(self, queue: str) -> Claim:
-        """As it is leased now."""
+        """The claim of the current lease."""
         lease = Lease(queue, self.job_id, f"{self.id}.{self.claim_seq}", self.deliveries, self.worker or "")
         return self._claim(lease, self.attempt, self.claimed_at or 0)
 
     def to_started_claim(self, queue: str, worker: str, now_ms: int) -> Claim:
-        """As `start.sql` leases it."""
+        """The claim that `lease_jobs` makes."""
         return self._claim(
             Lease(queue, self.job_id, f"{self.id}.{self.claim_seq + 1}", 1, worker), self.attempt + 1, now_ms
         )
 
     def to_reclaimed_claim(self, queue: str, worker: str, now_ms: int) -> Claim:
-        """As `reclaim.sql` leases it."""
+        """The claim that `reclaim` makes."""
         lease = Lease(queue, self.job_id, f"{self.id}.{self.claim_seq}", self.deliveries + 1, worker)
         return self._claim(lease, self.attempt + 1, now_ms)
 
@@ -72,7 +72,7 @@ class WorkRow(msgspec.Struct, array_like=True, frozen=True):
 
 
 class LeaseRow(msgspec.Struct, array_like=True, frozen=True):
-    """A job as a settle or renew sees it."""
+    """A job as settle and renew read it."""
 
     id: int
     queue: str
@@ -87,10 +87,10 @@ class LeaseRow(msgspec.Struct, array_like=True, frozen=True):
     run_at: int | None
 
     def fence(self, lease: Lease, token: str) -> SettleResult:
-        """Whether this lease still owns the job. The count of deliveries tells a worker's attempts apart."""
+        """Whether this lease still holds. The delivery count distinguishes attempts of one worker."""
         if self.token == token:
             return SettleResult.ALREADY
-        held = (
+        holds = (
             self.state is State.RUNNING
             and self.deliveries == lease.deliveries
             and self.worker == lease.worker
@@ -98,11 +98,11 @@ class LeaseRow(msgspec.Struct, array_like=True, frozen=True):
             and self.queue == lease.queue
             and f"{self.id}.{self.claim_seq}" == lease.position
         )
-        return SettleResult.APPLIED if held else SettleResult.STALE
+        return SettleResult.APPLIED if holds else SettleResult.STALE
 
 
 class JobInfoRow(msgspec.Struct, array_like=True, frozen=True):
-    """A job as a reader sees it."""
+    """A job as a reader gets it."""
 
     id: int
     job_id: str
@@ -146,7 +146,7 @@ class JobInfoRow(msgspec.Struct, array_like=True, frozen=True):
         )
 
     def _failure(self, meta: Meta) -> Failure | None:
-        """The last one in full if the history has it; an operator's dead letter has no attempt."""
+        """The last failure, in full if the history has it; an operator's dead letter has no attempt."""
         if self.error_code is None:
             return None
         last = meta.history[-1].failure if meta.history else None
@@ -211,7 +211,7 @@ class ControlRow(msgspec.Struct, array_like=True, frozen=True):
 
 @lru_cache(maxsize=256)
 def tenant_controls(text: str | None) -> Mapping[str, TenantControl]:
-    """The controls of single tenants, as a queue's row has them. Not to be changed."""
+    """Decode the tenants' controls in a queue's row. The result is cached: do not change it."""
     return msgspec.json.decode(text, type=dict[str, TenantControl]) if text else {}
 
 
@@ -224,12 +224,7 @@ NAMES: Final = msgspec.json.Decoder(list[str])
 IDS: Final = msgspec.json.Decoder(list[int])
 INSTANT: Final = msgspec.json.Decoder(tuple[int | None])
 
-_META: Final = msgspec.json.Decoder(Meta)
 _encoder: Final = msgspec.json.Encoder()
-
-
-def decode_meta(text: str | None) -> Meta:
-    return EMPTY_META if text is None else _META.decode(text)
 
 
 def encode_meta(meta: Meta) -> str | None:
@@ -237,14 +232,14 @@ def encode_meta(meta: Meta) -> str | None:
 
 
 def row_id_of(lease: Lease) -> int:
-    """The row that a lease points at; one that was never ours points at none."""
+    """The row of a lease; 0 for a lease that is not from this engine."""
     row = lease.position.partition(".")[0]
     return int(row) if row.isdecimal() else 0
 
 
 def group_entries(rows: Iterable[FeedEventRow]) -> list[FeedEntry]:
-    """Events back in the steps that they were written in."""
+    """Group events into the feed entries in which they were written."""
     return [
-        FeedEntry(str(position), nonce, [row.as_event() for row in step if row.id is not None], urgent=bool(hurry))
-        for (position, nonce, hurry), step in groupby(rows, key=lambda row: (row.position, row.nonce, row.urgent))
+        FeedEntry(str(position), nonce, [row.as_event() for row in step if row.id is not None], urgent=bool(urgent))
+        for (position, nonce, urgent), step in groupby(rows, key=lambda row: (row.position, row.nonce, row.urgent))
     ]

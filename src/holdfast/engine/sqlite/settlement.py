@@ -1,4 +1,4 @@
-"""settle: lease holders end their attempts, in one step for one queue."""
+"""settle on SQLite: end attempts of one queue, in one step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SUCCEEDED: Final = event_for(State.RUNNING, State.SUCCEEDED)
 
 
 class LeasedJob(msgspec.Struct, frozen=True):
-    """A leased job that is about to move: its row, and what its claim already knows."""
+    """A leased job to be moved: its row and its claim."""
 
     row: LeaseRow
     claim: Claim
@@ -81,9 +81,9 @@ class LeasedJob(msgspec.Struct, frozen=True):
 def settle(
     transaction: Transaction, policy: EngineContext, queue: str, settlements: Sequence[Settlement]
 ) -> list[SettleResult]:
-    """One answer each; only what was applied is written."""
+    """One result per settlement; only applied ones are written."""
     ids = [row_id_of(settlement.claim.lease) for settlement in settlements]
-    rows = {row.id: row for row in transaction.rows("leases", LEASE_ROWS, ids=json_list(ids))}
+    rows = {row.id: row for row in transaction.rows("leases_by_id", LEASE_ROWS, ids=json_list(ids))}
     answers: list[SettleResult] = []
     settled: set[str] = set()
     done: list[tuple[Value, ...]] = []
@@ -125,7 +125,7 @@ def _succeed(
     now_ms = policy.clock.now_ms()
     ids = json_list([row[0] for row in done])
     size = sum(len(str(row[4])) for row in done)
-    journal.add_events(*transaction.add("succeed_events", ids=ids, type=_SUCCEEDED, now=now_ms), size)
+    journal.add_events(*transaction.add("insert_succeeded_events", ids=ids, type=_SUCCEEDED, now=now_ms), size)
     _, changed = transaction.bulk("succeed", done, before=(now_ms, now_ms))
     require_rows(changed, len(done), "settle")
 
@@ -148,11 +148,11 @@ def _move(row: LeaseRow, token: str, settlement: Settlement, policy: EngineConte
             return JobMove(**common, failure=failure, due_at_ms=due_at_ms, pending=pending, data={"counted": counts})
         case DeadLetter(failure=failure) | Suspend(failure=failure):
             return JobMove(**common, failure=failure)
-        case Hold(message=message, request=ask):
-            asked = {} if ask is None else {"ask": ask}
-            return JobMove(**common, message=message, data={"message": message, **asked})
+        case Hold(message=message, request=request):
+            details = {} if request is None else {"approval_request": request}
+            return JobMove(**common, message=message, data={"message": message, **details})
         case Release(message=message, delay_ms=delay_ms, started=started):
-            # An attempt that never started is numbered again.
+            # The number of an attempt that never started is used again.
             common["attempt"] = row.attempt if started else row.attempt - 1
             later_ms = now_ms + delay_ms if delay_ms > 0 else None
             return JobMove(
@@ -164,6 +164,6 @@ def _move(row: LeaseRow, token: str, settlement: Settlement, policy: EngineConte
                 due_at_ms=later_ms,
             )
         case Succeed():
-            raise AssertionError("successes are written apart")
+            raise AssertionError("successes are written separately")
         case _:
             assert_never(verdict)

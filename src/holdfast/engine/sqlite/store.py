@@ -1,8 +1,8 @@
 """One engine's access to a SQLite file: the shared writer, its own reader, its waiters and batch helpers.
 
-`EngineWaiters` holds the waiters for work, notices, feed entries and final states. All of it runs on the engine's event
-loop. A waiter registers first and reads afterwards, so that it misses no commit made in between. `EngineContext` has
-the options and clock that an operation uses in any writer. `split_batches` and `restore_order` split large batches into
+`EngineWaiters` holds the waiters for work, notices, feed entries and final states. It runs on the engine's event loop.
+A waiter registers first and reads afterwards, so that it misses no commit made in between. `EngineContext` has the
+options and clock that an operation uses in any writer. `split_batches` and `restore_order` split large batches into
 steps and put the results back in order.
 """
 
@@ -25,128 +25,130 @@ from holdfast.sqlite.writer import CommitSubscriber, Writer, acquire_writer, rel
 
 
 class WakeEvent:
-    """Rung by a commit; may be rung before anyone waits."""
+    """Set by a commit, possibly before its waiter waits."""
 
     def __init__(self) -> None:
-        self._rung = asyncio.Event()
-        #: Whoever waits for work has seen some that only a tenant's own limit holds back.
-        self.wants_places = False
+        self._event = asyncio.Event()
+        #: Also wake when leases end: the waiter's last claim skipped jobs of a tenant at its own limit.
+        self.on_freed = False
 
     @property
     def is_set(self) -> bool:
-        return self._rung.is_set()
+        return self._event.is_set()
 
     def set(self) -> None:
-        self._rung.set()
+        self._event.set()
 
     def clear(self) -> None:
-        self._rung.clear()
+        self._event.clear()
 
     async def wait(self, seconds: float) -> None:
-        """Until it rings, or the time is up."""
-        if seconds <= 0 or self._rung.is_set():
+        """Wait until it is set, or for this long."""
+        if seconds <= 0 or self._event.is_set():
             return
         try:
             async with asyncio.timeout(seconds):
-                await self._rung.wait()
+                await self._event.wait()
         except TimeoutError:
             return
 
 
 class EngineWaiters:
-    """The bells of one engine. `watch(+1 | -1)` is called as they come and go."""
+    """The waiters of one engine. `watch(+1 | -1)` is called when one is added or removed."""
 
     def __init__(self, watch: Callable[[int], None]) -> None:
         self._watch = watch
         self._for_work: dict[WakeEvent, frozenset[str]] = {}
         self._for_notices: dict[WakeEvent, frozenset[str]] = {}
         self._for_feeds: dict[WakeEvent, frozenset[str]] = {}
-        self._for_ends: dict[tuple[str, str], set[WakeEvent]] = {}
+        self._for_final: dict[tuple[str, str], set[WakeEvent]] = {}
 
     def notify(self, effects: CommitNotices) -> None:
-        """A commit has happened."""
-        for bells, queues in (
+        """Wake the waiters that a commit concerns."""
+        for waiters, queues in (
             (self._for_work, effects.ready),
             (self._for_notices, effects.notices),
             (self._for_feeds, effects.feeds),
         ):
-            for bell, wanted in bells.items():
-                if effects.external or not wanted.isdisjoint(queues):
-                    bell.set()
-        for bell, wanted in self._for_work.items() if effects.freed else ():
-            if bell.wants_places and not wanted.isdisjoint(effects.freed):
-                bell.set()
-        for job in effects.finished if self._for_ends else ():
-            for bell in self._for_ends.get(job, ()):
-                bell.set()
+            for wake, watched in waiters.items():
+                if effects.external or not watched.isdisjoint(queues):
+                    wake.set()
+        for wake, watched in self._for_work.items() if effects.freed else ():
+            if wake.on_freed and not watched.isdisjoint(effects.freed):
+                wake.set()
+        for job in effects.finished if self._for_final else ():
+            for wake in self._for_final.get(job, ()):
+                wake.set()
 
     def wake_all(self) -> None:
-        """The engine closes; each looks once more, and is told so."""
-        for bell in [
+        """Wake all waiters when the engine closes; their next read raises `EngineUnavailable`."""
+        for wake in [
             *self._for_work,
             *self._for_notices,
             *self._for_feeds,
-            *(bell for bells in self._for_ends.values() for bell in bells),
+            *(wake for waiters in self._for_final.values() for wake in waiters),
         ]:
-            bell.set()
+            wake.set()
 
     def jobs(self) -> list[tuple[str, str]]:
-        """Those whose end somebody waits for."""
-        return list(self._for_ends)
+        """Queue and id of the jobs whose end is awaited."""
+        return list(self._for_final)
 
     @contextmanager
     def for_work(self, queues: Sequence[str]) -> Iterator[WakeEvent]:
-        with self._among(self._for_work, queues) as bell:
-            yield bell
+        with self._register(self._for_work, queues) as wake:
+            yield wake
 
     @contextmanager
     def for_notices(self, queues: Sequence[str]) -> Iterator[WakeEvent]:
-        with self._among(self._for_notices, queues) as bell:
-            yield bell
+        with self._register(self._for_notices, queues) as wake:
+            yield wake
 
     @contextmanager
     def for_feeds(self, queues: Sequence[str]) -> Iterator[WakeEvent]:
-        with self._among(self._for_feeds, queues) as bell:
-            yield bell
+        with self._register(self._for_feeds, queues) as wake:
+            yield wake
 
     @contextmanager
     def for_final(self, queue: str, job_id: str) -> Iterator[WakeEvent]:
-        bell = WakeEvent()
-        bells = self._for_ends.setdefault((queue, job_id), set())
-        bells.add(bell)
+        wake = WakeEvent()
+        waiters = self._for_final.setdefault((queue, job_id), set())
+        waiters.add(wake)
         self._watch(1)
         try:
-            yield bell
+            yield wake
         finally:
             self._watch(-1)
-            bells.discard(bell)
-            if not bells:
-                self._for_ends.pop((queue, job_id), None)
+            waiters.discard(wake)
+            if not waiters:
+                self._for_final.pop((queue, job_id), None)
 
     @contextmanager
-    def _among(self, bells: dict[WakeEvent, frozenset[str]], queues: Sequence[str]) -> Iterator[WakeEvent]:
-        bell = WakeEvent()
-        bells[bell] = frozenset(queues)
+    def _register(self, waiters: dict[WakeEvent, frozenset[str]], queues: Sequence[str]) -> Iterator[WakeEvent]:
+        wake = WakeEvent()
+        waiters[wake] = frozenset(queues)
         self._watch(1)
         try:
-            yield bell
+            yield wake
         finally:
             self._watch(-1)
-            del bells[bell]
+            del waiters[wake]
 
 
 T = TypeVar("T")
 
 
 class SqliteEngineStore:
-    """Opened and used on one event loop."""
+    """One engine's writer, reader and waiters. Opened and used on one event loop."""
 
-    def __init__(self, place: DatabaseFile) -> None:
-        self.place = place
+    def __init__(self, file: DatabaseFile) -> None:
+        self.file = file
         self._writer: Writer | None = None
         self._reader: ReaderThread | None = None
         self._subscriber: CommitSubscriber | None = None
         self._checking: asyncio.Task[None] | None = None
+        #: Another process has written since the last check began.
+        self._unchecked = False
         self.waiters = EngineWaiters(self._watch)
 
     @property
@@ -154,26 +156,26 @@ class SqliteEngineStore:
         return self._writer is not None
 
     async def open(self) -> None:
-        """Raises `EngineUnavailable` if the file cannot be used, `InvalidOption` if it is not ours."""
+        """Raises `EngineUnavailable` if the file cannot be used, `InvalidOption` if it is not holdfast's."""
         if self.is_open:
             return
         writer = await asyncio.to_thread(
-            acquire_writer, self.place.path, durable=not self.place.temporary, prepare=prepare_schema
+            acquire_writer, self.file.path, durable=not self.file.temporary, prepare=prepare_schema
         )
-        await self._settle_in(writer)
+        await self._attach(writer)
 
-    async def _settle_in(self, writer: Writer) -> None:
+    async def _attach(self, writer: Writer) -> None:
         if self._writer is not None:
-            # Two tasks opened it at once.
+            # Two tasks opened it at the same time.
             await asyncio.to_thread(release_writer, writer)
             return
-        self._subscriber = CommitSubscriber(asyncio.get_running_loop(), self._tell)
+        self._subscriber = CommitSubscriber(asyncio.get_running_loop(), self._notify)
         writer.subscribe(self._subscriber)
-        self._reader = ReaderThread(self.place.path)
+        self._reader = ReaderThread(self.file.path)
         self._writer = writer
 
     async def close(self) -> None:
-        """Safe to call twice. Whoever still waits is told that it is closed."""
+        """Safe to call twice. Waiting calls raise `EngineUnavailable`."""
         writer, reader, subscriber = self._writer, self._reader, self._subscriber
         if writer is None or reader is None or subscriber is None:
             return
@@ -194,47 +196,51 @@ class SqliteEngineStore:
         return self._reader
 
     async def write(self, work: Callable[..., T], *arguments: Any, lazy: bool = False) -> T:
-        """Run a step in the writer's transaction; its result, once that is committed."""
+        """Run a step in the writer's transaction; returns its result after the commit."""
         if self._writer is None:
             raise _closed()
         return await self._writer.perform(work, *arguments, lazy=lazy)
 
-    # News ------------------------------------------------------------------------------------------
+    # Notices of commits ----------------------------------------------------------------------------
 
     def _watch(self, change: int) -> None:
         if self._writer is not None and self._subscriber is not None:
             self._writer.watch(self._subscriber, change)
 
-    def _tell(self, effects: CommitNotices) -> None:
+    def _notify(self, effects: CommitNotices) -> None:
         self.waiters.notify(effects)
-        if effects.external and self._checking is None and self.waiters.jobs():
-            self._checking = asyncio.get_running_loop().create_task(self._check_ends())
-            self._checking.add_done_callback(self._checked)
+        if not effects.external or not self.waiters.jobs():
+            return
+        self._unchecked = True
+        if self._checking is None:
+            self._checking = asyncio.get_running_loop().create_task(self._check_final())
+            self._checking.add_done_callback(self._on_checked)
 
-    async def _check_ends(self) -> None:
-        """Another process wrote: one question for all who wait for the end of a job, however many they are."""
-        jobs = self.waiters.jobs()
-        ended = await self.reader.rows("final", _PAIRS, pairs=json_list(jobs))
-        self.waiters.notify(CommitNotices(finished=ended))
+    async def _check_final(self) -> None:
+        """After another process's commit: find all awaited jobs that have ended, in one query."""
+        while self._unchecked:
+            self._unchecked = False
+            ended = await self.reader.rows("finished_among", _PAIRS, pairs=json_list(self.waiters.jobs()))
+            self.waiters.notify(CommitNotices(finished=ended))
 
-    def _checked(self, task: asyncio.Task[None]) -> None:
+    def _on_checked(self, task: asyncio.Task[None]) -> None:
         self._checking = None
         if not task.cancelled() and task.exception() is not None:
-            # They will look for themselves, and get the error themselves.
+            # Each waiter then reads for itself, and gets the error itself.
             self.waiters.notify(CommitNotices(finished=self.waiters.jobs()))
 
 
 def _closed() -> EngineUnavailable:
-    return EngineUnavailable("the engine is not open; await its open() first")
+    return EngineUnavailable("the engine is not open; call `await engine.open()` first")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineContext:
-    """One engine's way of doing things."""
+    """One engine's options and clock."""
 
     options: EngineOptions
     clock: Clock
-    #: Whether dead letters are written down here when there is no ledger.
+    #: Whether dead letters are stored in this file when there is no ledger.
     stream_dlq: bool
 
     def retries_in_pending(self, queue: str) -> bool:
@@ -242,19 +248,19 @@ class EngineContext:
 
 
 def split_batches(queues: Sequence[str]) -> list[tuple[str, list[int]]]:
-    """Which places of a batch go together: one queue, at most `MAX_BATCH`, in order."""
+    """Group the indexes of a batch into steps: one queue, at most `MAX_BATCH`, in order."""
     by_queue: dict[str, list[int]] = {}
     for at, queue in enumerate(queues):
         by_queue.setdefault(queue, []).append(at)
     return [
-        (queue, places[start : start + MAX_BATCH])
-        for queue, places in by_queue.items()
-        for start in range(0, len(places), MAX_BATCH)
+        (queue, indexes[start : start + MAX_BATCH])
+        for queue, indexes in by_queue.items()
+        for start in range(0, len(indexes), MAX_BATCH)
     ]
 
 
 async def gather_all(steps: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """All of them at once, so that they share a commit; the first error once all have ended."""
+    """Run all steps concurrently, so that they share a commit; raises the first error after all have ended."""
     results = await asyncio.gather(*steps, return_exceptions=True)
     good: list[T] = []
     for result in results:
@@ -265,8 +271,8 @@ async def gather_all(steps: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def restore_order(steps: Sequence[tuple[str, Sequence[int]]], answers: Sequence[Sequence[T]]) -> list[T]:
-    """The answers of the steps, each in its place."""
-    placed: dict[int, T] = {}
-    for (_, places), step in zip(steps, answers, strict=True):
-        placed.update(zip(places, step, strict=True))
-    return [placed[at] for at in range(len(placed))]
+    """The steps' answers, in the order of the original batch."""
+    by_index: dict[int, T] = {}
+    for (_, indexes), step in zip(steps, answers, strict=True):
+        by_index.update(zip(indexes, step, strict=True))
+    return [by_index[at] for at in range(len(by_index))]

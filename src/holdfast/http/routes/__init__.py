@@ -1,4 +1,4 @@
-"""The API's operations, a module for each part. Importing this registers all of them."""
+"""The API's operations, one module per resource. Importing this package registers them."""
 
 from __future__ import annotations
 

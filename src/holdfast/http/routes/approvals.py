@@ -1,4 +1,4 @@
-"""`/api/v1/approvals` and `/api/v1/operator-log`: people's questions, answers and deeds (requirements A2, A3, H6)."""
+"""`/api/v1/approvals` and `/api/v1/operator-log`: approval requests, votes and the audit log (A2, A3, H6)."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _FIRST: Final = {"approval_id": "$response.body#/approvals/0/approval_id"}
 
 
 class VoteResponse(msgspec.Struct, frozen=True, kw_only=True):
-    person: str
+    voter: str
     approve: bool
     reason: str
     at: datetime
 
 
 class ApprovalResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """A question to people, and what came of it."""
+    """An approval request and its decision."""
 
     approval_id: str
     job_id: str
@@ -38,14 +38,14 @@ class ApprovalResponse(msgspec.Struct, frozen=True, kw_only=True):
     queue: str
     tenant_id: str
     status: ApprovalStatus
-    #: Empty: a guard asks; else the name that the task gave its question.
+    #: Name that the task gave its request; empty if a guard made the request.
     name: str
-    #: Of what is shown: a yes is for this and nothing else.
+    #: Hash of what the approvers are shown; an approval holds for nothing else.
     payload_hash: str
     policies: list[str]
     reason: str
     details: Any
-    #: How many different people have to approve.
+    #: Number of different approvers required.
     quorum: int
     requested_by: str
     requested_at: datetime
@@ -57,7 +57,7 @@ class ApprovalResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ApprovalDetailResponse(ApprovalResponse, frozen=True, kw_only=True):
-    """With the job's arguments and its story."""
+    """An approval request with the job's arguments and events."""
 
     payload: Any
     events: list[JobEventResponse]
@@ -69,7 +69,7 @@ class ApprovalListResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ApprovalQuery(PageQuery, frozen=True, kw_only=True):
-    """Which approvals."""
+    """Filter for approval requests."""
 
     status: tuple[ApprovalStatus, ...] = ()
     task: Name | None = None
@@ -80,13 +80,13 @@ class ApprovalQuery(PageQuery, frozen=True, kw_only=True):
 
 
 class VoteRequest(RequestBase, frozen=True, kw_only=True):
-    """Why."""
+    """Reason for a vote."""
 
     reason: Annotated[str, Meta(max_length=2_000)] = ""
 
 
 class AuditEntryResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """What somebody did: who, when, why, before and after."""
+    """One audit entry: who did what, when and why, with the values before and after."""
 
     id: str
     type: str
@@ -102,12 +102,12 @@ class AuditEntryResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AuditLogResponse(msgspec.Struct, frozen=True, kw_only=True):
-    lines: list[AuditEntryResponse]
+    entries: list[AuditEntryResponse]
     cursor: str | None
 
 
 class AuditQuery(PageQuery, frozen=True, kw_only=True):
-    """Which lines."""
+    """Filter for audit entries."""
 
     type: tuple[Name, ...] = ()
     actor: Exactly | None = None
@@ -124,7 +124,7 @@ class AuditQuery(PageQuery, frozen=True, kw_only=True):
     "listApprovals",
     tag=_TAG,
     query=ApprovalQuery,
-    answers={
+    responses={
         200: ResponseSpec(
             "A page, newest first.",
             ApprovalListResponse,
@@ -138,9 +138,9 @@ class AuditQuery(PageQuery, frozen=True, kw_only=True):
     },
 )
 async def list_approvals(call: Call) -> Reply:
-    """List questions to people, newest first."""
+    """List approval requests, newest first."""
     query: ApprovalQuery = call.query
-    wanted = ApprovalFilter(
+    approval_filter = ApprovalFilter(
         statuses=frozenset(query.status),
         job_type=query.task,
         queues=frozenset(query.queue),
@@ -148,7 +148,7 @@ async def list_approvals(call: Call) -> Reply:
         since=query.since,
         until=query.until,
     )
-    page = await call.service.operations.approvals.list(call.principal, wanted, query.limit, query.cursor)
+    page = await call.service.operations.approvals.list(call.principal, approval_filter, query.limit, query.cursor)
     return Reply(
         ApprovalListResponse(approvals=[ApprovalResponse(**_fields(row)) for row in page.approvals], cursor=page.cursor)
     )
@@ -159,40 +159,48 @@ async def list_approvals(call: Call) -> Reply:
     _ONE,
     "getApproval",
     tag=_TAG,
-    answers={200: ResponseSpec("The question, what it is about, and the votes.", ApprovalDetailResponse)},
+    responses={
+        200: ResponseSpec("The request, the job's arguments and events, and the votes.", ApprovalDetailResponse)
+    },
     errors=(NotFound,),
 )
 async def show(call: Call) -> Reply:
-    """One question with all that is needed to decide."""
-    sheet = await call.service.operations.approvals.show(call.principal, call.path["approval_id"])
-    payload = None if sheet.job is None else plain(sheet.job.payload.text.encode())
-    events = [event_of_row(row) for row in sheet.events]
-    return Reply(ApprovalDetailResponse(**_fields(sheet.approval), payload=payload, events=events))
+    """Get an approval request with everything needed to decide."""
+    detail = await call.service.operations.approvals.show(call.principal, call.path["approval_id"])
+    payload = None if detail.job is None else plain(detail.job.payload.text.encode())
+    events = [event_of_row(row) for row in detail.events]
+    return Reply(ApprovalDetailResponse(**_fields(detail.approval), payload=payload, events=events))
 
 
-def _answer(verb: str) -> Decorator:
+def _vote_operation(verb: str) -> Decorator:
     return operation(
         "POST",
         f"{_ONE}/{verb}",
         verb,
         tag=_TAG,
-        right=Permission.APPROVE,
+        permission=Permission.APPROVE,
         body=VoteRequest,
-        body_example={"reason": "I have seen the invoice"},
-        answers={200: ResponseSpec("The approval after this vote.", ApprovalResponse)},
+        body_example={"reason": "checked the invoice"},
+        responses={200: ResponseSpec("The approval request after this vote.", ApprovalResponse)},
         errors=(NotFound, Conflict, ApprovalVoid, Forbidden),
     )
 
 
-@_answer("approve")
+@_vote_operation("approve")
 async def approve(call: Call) -> Reply:
-    """Say yes. Whoever asked cannot; once so many as needed have said it, the job goes on."""
+    """Approve a request.
+
+    The requester cannot approve it. The job continues as soon as the quorum is reached.
+    """
     return await _vote(call, approve=True)
 
 
-@_answer("reject")
+@_vote_operation("reject")
 async def reject(call: Call) -> Reply:
-    """Say no: the job is cancelled."""
+    """Reject a request.
+
+    The job is cancelled.
+    """
     return await _vote(call, approve=False)
 
 
@@ -202,7 +210,7 @@ async def reject(call: Call) -> Reply:
     "listOperatorLog",
     tag=_TAG,
     query=AuditQuery,
-    answers={
+    responses={
         200: ResponseSpec(
             "A page, newest first.",
             AuditLogResponse,
@@ -211,9 +219,12 @@ async def reject(call: Call) -> Reply:
     },
 )
 async def operator_log(call: Call) -> Reply:
-    """What people did, and alerts: who, when, why, before and after."""
+    """List audit entries: actions of operators, and alerts.
+
+    Each entry has the actor, time, reason, and the values before and after.
+    """
     query: AuditQuery = call.query
-    wanted = AuditFilter(
+    audit_filter = AuditFilter(
         tenants=visible_tenants(call.principal),
         types=frozenset(query.type),
         actor=query.actor,
@@ -223,8 +234,8 @@ async def operator_log(call: Call) -> Reply:
         since=query.since,
         until=query.until,
     )
-    page = await call.service.queries.audit_log(wanted, query.limit, query.cursor)
-    return Reply(AuditLogResponse(lines=[_line(row) for row in page.entries], cursor=page.cursor))
+    page = await call.service.queries.audit_log(audit_filter, query.limit, query.cursor)
+    return Reply(AuditLogResponse(entries=[_audit_entry(row) for row in page.entries], cursor=page.cursor))
 
 
 async def _vote(call: Call, *, approve: bool) -> Reply:
@@ -235,9 +246,7 @@ async def _vote(call: Call, *, approve: bool) -> Reply:
 
 
 def _fields(row: ApprovalRow) -> dict[str, Any]:
-    votes = [
-        VoteResponse(person=vote.person, approve=vote.approve, reason=vote.reason, at=vote.at) for vote in row.votes
-    ]
+    votes = [VoteResponse(voter=vote.voter, approve=vote.approve, reason=vote.reason, at=vote.at) for vote in row.votes]
     return {
         "approval_id": row.approval_id,
         "job_id": row.job_id,
@@ -261,7 +270,7 @@ def _fields(row: ApprovalRow) -> dict[str, Any]:
     }
 
 
-def _line(row: AuditRow) -> AuditEntryResponse:
+def _audit_entry(row: AuditRow) -> AuditEntryResponse:
     return AuditEntryResponse(
         id=row.id,
         type=row.type,

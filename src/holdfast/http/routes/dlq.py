@@ -1,4 +1,4 @@
-"""`/api/v1/dlq`: dead letters (requirements D3–D5)."""
+"""`/api/v1/dlq`: list, replay and discard dead letters (requirements D3–D5)."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from holdfast.operations.dead_letters import ReplayResult
 _TAG: Final = "dlq"
 _PATH: Final = "/api/v1/dlq"
 _ONE: Final = f"{_PATH}/{{dlq_id}}"
-#: What an HTTP request should wait for at most: so many letters, and so many seconds at the rate that is asked for.
-_AT_ONCE: Final = 1_000
-_AT_MOST_S: Final = 10.0
-_OF_LETTER: Final = {"dlq_id": "$response.body#/letters/0/dlq_id"}
+#: Limits of one bulk replay: number of dead letters, and duration at the requested rate.
+_MAX_DEAD_LETTERS: Final = 1_000
+_MAX_DURATION_S: Final = 10.0
+_FIRST: Final = {"dlq_id": "$response.body#/letters/0/dlq_id"}
 
 
 class DeadLetterResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """A job that was given up."""
+    """A job that failed for good."""
 
     dlq_id: str
     job_id: str
@@ -56,45 +56,45 @@ class DeadLetterResponse(msgspec.Struct, frozen=True, kw_only=True):
     retry_count: int
     failed_at: datetime
     status: DeadLetterStatus
-    #: Letters that died of the same kind of error have the same.
+    #: Equal for dead letters with the same kind of error.
     fingerprint: str
-    #: Who asked for it to be thrown away, and who agreed.
+    #: Who requested the discard, and who confirmed it.
     requested_by: str | None
     confirmed_by: str | None
     reason: str | None
-    #: The latest job made of it, and how many there were.
+    #: The job of the latest replay, and the number of replays.
     replayed_as: str | None
     replay_count: int
 
 
 class DeadLetterDetailResponse(DeadLetterResponse, frozen=True, kw_only=True):
-    """A dead letter with everything that is needed to decide about it."""
+    """A dead letter with stack, attempts and events."""
 
     stack: str
-    #: Every attempt.
+    #: All attempts.
     history: Any
     events: list[JobEventResponse]
 
 
 class DeadLetterListResponse(msgspec.Struct, frozen=True, kw_only=True):
-    letters: list[DeadLetterResponse]
+    dead_letters: list[DeadLetterResponse]
     cursor: str | None
 
 
 class DeadLetterGroupsResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """Letters by the kind of error, the most frequent first."""
+    """Dead letters by kind of error, most frequent first."""
 
     groups: list[DeadLetterGroup]
 
 
 class PayloadDiffResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """What an edited payload changes, by JSON pointer; without `before` what is new, without `after` what goes."""
+    """Changes of an edited payload, by JSON pointer. Added values have no `before`, removed ones no `after`."""
 
     changes: list[dict[str, Any]]
 
 
 class DeadLetterQuery(RequestBase, frozen=True, kw_only=True):
-    """Which letters. Everything given must hold."""
+    """Filter for dead letters. All given conditions must match."""
 
     status: tuple[DeadLetterStatus, ...] = ()
     task: Name | None = None
@@ -102,13 +102,13 @@ class DeadLetterQuery(RequestBase, frozen=True, kw_only=True):
     tenant_id: Name | None = None
     error_code: Exactly | None = None
     fingerprint: Exactly | None = None
-    error: Annotated[Text, Meta(description="Text in the error, in any case.")] | None = None
+    error: Annotated[Text, Meta(description="Text contained in the error; case is ignored.")] | None = None
     since: Annotated[datetime, Meta(tz=True)] | None = None
     until: Annotated[datetime, Meta(tz=True)] | None = None
 
 
 class DeadLetterListQuery(DeadLetterQuery, frozen=True, kw_only=True):
-    """A page of them."""
+    """Filter and page parameters."""
 
     limit: Limit = 50
     cursor: Cursor | None = None
@@ -119,13 +119,13 @@ class PayloadRequest(RequestBase, frozen=True, kw_only=True):
 
 
 class ReplayRequest(ReasonRequest, frozen=True, kw_only=True):
-    """Why; and the payload, if it is another one now."""
+    """Reason, and the edited payload if it was changed."""
 
     payload: Arguments | UnsetType = UNSET
 
 
 class BulkReplayRequest(ReasonRequest, frozen=True, kw_only=True):
-    """Every open letter that the filter fits. A dry run only counts."""
+    """Replays all open dead letters that match. A dry run only counts them."""
 
     task: Name | None = None
     queue: tuple[Name, ...] = ()
@@ -143,17 +143,17 @@ class BulkReplayRequest(ReasonRequest, frozen=True, kw_only=True):
     "listLetters",
     tag=_TAG,
     query=DeadLetterListQuery,
-    answers={
+    responses={
         200: ResponseSpec(
             "A page, newest first.",
             DeadLetterListResponse,
             links={
-                "letter": ("getLetter", _OF_LETTER),
-                "replay": ("replayLetter", _OF_LETTER),
-                "diff": ("diffLetter", _OF_LETTER),
-                "discard": ("discardLetter", _OF_LETTER),
-                "confirm": ("confirmDiscard", _OF_LETTER),
-                "keep": ("keepLetter", _OF_LETTER),
+                "letter": ("getLetter", _FIRST),
+                "replay": ("replayLetter", _FIRST),
+                "diff": ("diffLetter", _FIRST),
+                "discard": ("discardLetter", _FIRST),
+                "confirm": ("confirmDiscard", _FIRST),
+                "keep": ("keepLetter", _FIRST),
                 "next": ("listLetters", {"cursor": "$response.body#/cursor"}),
             },
         )
@@ -163,7 +163,9 @@ async def list_dead_letters(call: Call) -> Reply:
     """List dead letters, newest first."""
     query: DeadLetterListQuery = call.query
     found = await call.service.operations.dead_letters.list(call.principal, _filter(query), query.limit, query.cursor)
-    return Reply(DeadLetterListResponse(letters=[_letter(row) for row in found.dead_letters], cursor=found.cursor))
+    return Reply(
+        DeadLetterListResponse(dead_letters=[_dead_letter(row) for row in found.dead_letters], cursor=found.cursor)
+    )
 
 
 @operation(
@@ -172,10 +174,10 @@ async def list_dead_letters(call: Call) -> Reply:
     "listLetterGroups",
     tag=_TAG,
     query=DeadLetterQuery,
-    answers={200: ResponseSpec("Kinds of errors, the most frequent first.", DeadLetterGroupsResponse)},
+    responses={200: ResponseSpec("Kinds of errors, most frequent first.", DeadLetterGroupsResponse)},
 )
 async def groups(call: Call) -> Reply:
-    """Dead letters by the kind of error that they died of."""
+    """Group dead letters by kind of error."""
     return Reply(
         DeadLetterGroupsResponse(
             groups=list(await call.service.operations.dead_letters.groups(call.principal, _filter(call.query)))
@@ -188,32 +190,39 @@ async def groups(call: Call) -> Reply:
     f"{_PATH}/replay",
     "replayLetters",
     tag=_TAG,
-    right=Permission.OPERATE,
+    permission=Permission.OPERATE,
     body=BulkReplayRequest,
     body_example={"reason": "the mail server is back", "task": "send_mail", "dry_run": True},
-    answers={200: ResponseSpec("How many there are, or what became of each.", BulkResponse)},
+    responses={200: ResponseSpec("The number of matches, or a result for each.", BulkResponse)},
     errors=(Conflict, IntakeRefused),
 )
 async def replay_many(call: Call) -> Reply:
-    """Send every open letter of a filter back to work, as new jobs; by default only count them."""
-    wish: BulkReplayRequest = call.body
-    letters, wanted = call.service.operations.dead_letters, _filter(wish)
-    if not wish.dry_run:
-        count = await letters.count(
-            call.principal, msgspec.structs.replace(wanted, statuses=frozenset({DeadLetterStatus.OPEN}))
+    """Replay all open dead letters that match a filter, as new jobs.
+
+    The default is a dry run, which only counts them.
+    """
+    request: BulkReplayRequest = call.body
+    dead_letters, dead_letter_filter = call.service.operations.dead_letters, _filter(request)
+    if not request.dry_run:
+        count = await dead_letters.count(
+            call.principal, msgspec.structs.replace(dead_letter_filter, statuses=frozenset({DeadLetterStatus.OPEN}))
         )
-        if count > _AT_ONCE:
+        if count > _MAX_DEAD_LETTERS:
             raise Conflict(
-                f"{count:,} letters are too many for one request (the limit is {_AT_ONCE:,}); narrow the filter, or "
+                f"{count:,} dead letters exceed the limit of {_MAX_DEAD_LETTERS:,} per request; narrow the filter or "
                 "use `holdfast dlq replay`"
             )
-        if count > _AT_MOST_S * wish.rate_per_s:
+        if count > _MAX_DURATION_S * request.rate_per_s:
             raise Conflict(
-                f"{count:,} letters at {wish.rate_per_s:g} a second take longer than a request should (the limit is "
-                f"{_AT_MOST_S:g} s); narrow the filter, raise the rate, or use `holdfast dlq replay`"
+                f"{count:,} dead letters at {request.rate_per_s:g} per second exceed the limit of "
+                f"{_MAX_DURATION_S:g} s per request; narrow the filter, raise the rate or use `holdfast dlq replay`"
             )
-    report = await letters.replay_many(
-        call.principal, wanted, reason=wish.reason, rate_per_s=wish.rate_per_s, dry_run=wish.dry_run
+    report = await dead_letters.replay_many(
+        call.principal,
+        dead_letter_filter,
+        reason=request.reason,
+        rate_per_s=request.rate_per_s,
+        dry_run=request.dry_run,
     )
     return Reply(bulk_response(report))
 
@@ -223,12 +232,12 @@ async def replay_many(call: Call) -> Reply:
     _ONE,
     "getLetter",
     tag=_TAG,
-    answers={200: ResponseSpec("The letter with its full history.", DeadLetterDetailResponse)},
+    responses={200: ResponseSpec("The dead letter with its full history.", DeadLetterDetailResponse)},
     errors=(NotFound,),
 )
 async def show(call: Call) -> Reply:
-    """One dead letter with everything that is known of it."""
-    return Reply(_sheet(await call.service.operations.dead_letters.show(call.principal, call.path["dlq_id"])))
+    """Get a dead letter with stack, attempts and events."""
+    return Reply(_detail(await call.service.operations.dead_letters.show(call.principal, call.path["dlq_id"])))
 
 
 @operation(
@@ -238,15 +247,15 @@ async def show(call: Call) -> Reply:
     tag=_TAG,
     body=PayloadRequest,
     body_example={"payload": {"to": "ada@example.org"}},
-    answers={200: ResponseSpec("What an edited payload would change.", PayloadDiffResponse)},
+    responses={200: ResponseSpec("The changes.", PayloadDiffResponse)},
     errors=(NotFound, PayloadRejected),
 )
 async def diff(call: Call) -> Reply:
-    """What an edited payload changes."""
+    """Compare an edited payload with the original."""
     body: PayloadRequest = call.body
-    letters = call.service.operations.dead_letters
+    dead_letters = call.service.operations.dead_letters
     try:
-        changes = await letters.diff(call.principal, call.path["dlq_id"], raw_arguments(body.payload))
+        changes = await dead_letters.diff(call.principal, call.path["dlq_id"], raw_arguments(body.payload))
     except InvalidPayload as exc:
         raise PayloadRejected(str(exc)) from exc
     return Reply(PayloadDiffResponse(changes=[change.document for change in changes]))
@@ -257,78 +266,81 @@ async def diff(call: Call) -> Reply:
     f"{_ONE}/replay",
     "replayLetter",
     tag=_TAG,
-    right=Permission.OPERATE,
+    permission=Permission.OPERATE,
     body=ReplayRequest,
     body_example={"reason": "the address was wrong", "payload": {"to": "ada@example.org"}},
-    answers={
+    responses={
         200: ResponseSpec("The new job.", ReplayResult, links={"job": ("getJob", {"job_id": "$response.body#/job_id"})})
     },
     errors=(NotFound, Conflict, Denied, IntakeRefused, PayloadRejected),
 )
 async def replay(call: Call) -> Reply:
-    """Send a dead letter back to work as a new job, with its payload as it was or as edited."""
-    wish: ReplayRequest = call.body
-    payload = None if wish.payload is UNSET else raw_arguments(wish.payload)
+    """Replay a dead letter as a new job, with its original or an edited payload."""
+    request: ReplayRequest = call.body
+    payload = None if request.payload is UNSET else raw_arguments(request.payload)
     try:
         done = await call.service.operations.dead_letters.replay(
-            call.principal, call.path["dlq_id"], reason=wish.reason, payload=payload
+            call.principal, call.path["dlq_id"], reason=request.reason, payload=payload
         )
     except InvalidPayload as exc:
         raise PayloadRejected(str(exc)) from exc
     except UsageError as exc:
-        # A message that named no task, say.
+        # For example a message without a task.
         raise Conflict(str(exc)) from exc
     return Reply(done)
 
 
-def _deed(verb: str, operation_id: str, body: type[msgspec.Struct] | None) -> Decorator:
+def _dead_letter_operation(verb: str, operation_id: str, body: type[msgspec.Struct] | None) -> Decorator:
     return operation(
         "POST",
         f"{_ONE}/{verb}",
         operation_id,
         tag=_TAG,
-        right=Permission.OPERATE,
+        permission=Permission.OPERATE,
         query=NoQuery if body is None else None,
         body=body,
         body_example=None if body is None else {"reason": "it was a test"},
-        answers={200: ResponseSpec("The letter as it is now.", DeadLetterDetailResponse)},
+        responses={200: ResponseSpec("The dead letter after the change.", DeadLetterDetailResponse)},
         errors=(NotFound, Conflict),
     )
 
 
-@_deed("discard", "discardLetter", ReasonRequest)
+@_dead_letter_operation("discard", "discardLetter", ReasonRequest)
 async def discard(call: Call) -> Reply | None:
-    """Ask for a letter to be thrown away; somebody else has to confirm."""
+    """Request that a dead letter be discarded.
+
+    Another principal must confirm.
+    """
     await call.service.operations.dead_letters.discard(call.principal, call.path["dlq_id"], call.body.reason)
     return await show(call)
 
 
-@_deed("confirm", "confirmDiscard", None)
+@_dead_letter_operation("confirm", "confirmDiscard", None)
 async def confirm(call: Call) -> Reply | None:
-    """Throw a letter away, as another person has asked for."""
+    """Confirm the discard of a dead letter that another principal requested."""
     await call.service.operations.dead_letters.confirm(call.principal, call.path["dlq_id"])
     return await show(call)
 
 
-@_deed("keep", "keepLetter", ReasonRequest)
+@_dead_letter_operation("keep", "keepLetter", ReasonRequest)
 async def keep(call: Call) -> Reply | None:
-    """Keep a letter after all."""
+    """Withdraw the request to discard a dead letter."""
     await call.service.operations.dead_letters.keep(call.principal, call.path["dlq_id"], call.body.reason)
     return await show(call)
 
 
-def _filter(asked: DeadLetterQuery | BulkReplayRequest) -> DeadLetterFilter:
-    tenants = None if asked.tenant_id is None else (asked.tenant_id,)
+def _filter(request: DeadLetterQuery | BulkReplayRequest) -> DeadLetterFilter:
+    tenants = None if request.tenant_id is None else (request.tenant_id,)
     return DeadLetterFilter(
         tenants=tenants,
-        statuses=frozenset(asked.status) if isinstance(asked, DeadLetterQuery) else frozenset(),
-        job_type=asked.task,
-        queues=frozenset(asked.queue),
-        error_code=asked.error_code,
-        fingerprint=asked.fingerprint,
-        text=asked.error,
-        since=asked.since if isinstance(asked, DeadLetterQuery) else None,
-        until=asked.until if isinstance(asked, DeadLetterQuery) else None,
+        statuses=frozenset(request.status) if isinstance(request, DeadLetterQuery) else frozenset(),
+        job_type=request.task,
+        queues=frozenset(request.queue),
+        error_code=request.error_code,
+        fingerprint=request.fingerprint,
+        text=request.error,
+        since=request.since if isinstance(request, DeadLetterQuery) else None,
+        until=request.until if isinstance(request, DeadLetterQuery) else None,
     )
 
 
@@ -355,11 +367,11 @@ def _fields(row: DeadLetterRow) -> dict[str, Any]:
     }
 
 
-def _letter(row: DeadLetterRow) -> DeadLetterResponse:
+def _dead_letter(row: DeadLetterRow) -> DeadLetterResponse:
     return DeadLetterResponse(**_fields(row))
 
 
-def _sheet(row: DeadLetterDetail) -> DeadLetterDetailResponse:
+def _detail(row: DeadLetterDetail) -> DeadLetterDetailResponse:
     events = [event_of_row(event) for event in row.events]
     return DeadLetterDetailResponse(
         **_fields(row), stack=row.stack, history=plain(row.history.text.encode()), events=events

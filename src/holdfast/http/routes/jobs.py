@@ -1,4 +1,4 @@
-"""`/api/v1/jobs`: submit, look up, list, follow, cancel, retry now."""
+"""`/api/v1/jobs`: submit, get, list, wait for, cancel and expedite jobs."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ from holdfast.operations.access import visible_tenants
 _TAG: Final = "jobs"
 _PATH: Final = "/api/v1/jobs"
 _ONE: Final = f"{_PATH}/{{job_id}}"
-#: A wait is cut into pieces, so that a caller that hangs up is noticed between them.
+#: A wait is split into parts of this length, to notice a disconnected client in between.
 _WAIT_MS: Final = 5_000
 _OF_JOB: Final = {"job_id": "$response.body#/job_id"}
 _LINKS: Final = {
@@ -73,14 +73,14 @@ _LINKS: Final = {
 
 
 class WebhookRefused(HttpError):
-    """Webhooks are off, or must not go there."""
+    """Webhooks are disabled, or the address is not allowed."""
 
     status = 403
     code = "WEBHOOK_REFUSED"
 
 
-#: Why there cannot be such a job.
-_CANNOT_BE: Final = (UnknownTask, NotFound, InvalidPayload, InvalidOption, PayloadTooLarge, WebhookRefused)
+#: Errors of a submission that is invalid.
+_INVALID: Final = (UnknownTask, NotFound, InvalidPayload, InvalidOption, PayloadTooLarge, WebhookRefused)
 
 
 @operation(
@@ -88,22 +88,22 @@ _CANNOT_BE: Final = (UnknownTask, NotFound, InvalidPayload, InvalidOption, Paylo
     _PATH,
     "submitJob",
     tag=_TAG,
-    right=Permission.SUBMIT,
+    permission=Permission.SUBMIT,
     query=SubmitQuery,
     body=SubmitRequest,
     body_example={"task": "add", "payload": {"a": 1, "b": 2}},
-    headers={"Idempotency-Key": ("A second submission with it gets the first one's job.", KEY_PATTERN)},
-    answers={
-        200: ResponseSpec("It has ended in time: the result, or the error.", JobDetailResponse, links=_LINKS),
+    headers={"Idempotency-Key": ("A repeated submission with this key returns the first job.", KEY_PATTERN)},
+    responses={
+        200: ResponseSpec("The job ended in time: the result or the error.", JobDetailResponse, links=_LINKS),
         202: ResponseSpec(
-            "Accepted; it will not be lost.",
+            "Accepted; the job will not be lost.",
             SubmitResponse,
-            {"Location": "Where the job can be looked up."},
+            {"Location": "Path of the job."},
             links=_LINKS,
         ),
     },
     errors=(
-        *_CANNOT_BE,
+        *_INVALID,
         Denied,
         GuardFailed,
         IntakeRefused,
@@ -116,15 +116,15 @@ _CANNOT_BE: Final = (UnknownTask, NotFound, InvalidPayload, InvalidOption, Paylo
 async def submit(call: Call) -> Reply:
     """Submit a job.
 
-    With `wait` the answer comes when the job has ended, with its result, or after so many seconds; a job that has
-    failed by then is a 200 as well, with its state and error.
+    With `wait` the response is sent when the job has ended, with its result, or after that many seconds. A job that has
+    failed is a 200, too, with its state and error.
     """
     query: SubmitQuery = call.query
     key = call.header("idempotency-key")
     envelope = _envelope(call, call.body, key)
     receipt = await (await call.service.app.submitter()).submit(envelope)
     if query.wait:
-        view = await _ended(call.service, envelope.queue, receipt.job_id, query.wait, call.receive)
+        view = await _wait_ended(call.service, envelope.queue, receipt.job_id, query.wait, call.receive)
         if view is not None:
             return Reply(job_of_view(view))
     return _accepted(call, envelope, receipt)
@@ -135,35 +135,35 @@ async def submit(call: Call) -> Reply:
     f"{_PATH}/bulk",
     "submitJobs",
     tag=_TAG,
-    right=Permission.SUBMIT,
+    permission=Permission.SUBMIT,
     body=BulkSubmitRequest,
     body_example={"jobs": [{"task": "add", "payload": {"a": 1, "b": 2}, "idempotency_key": "sum-1"}]},
-    answers={200: ResponseSpec("What became of each, in the order of the request.", BulkSubmitResponse)},
-    errors=(*_CANNOT_BE, GuardFailed, FeedFull, FeedDetached, NotDurableYet),
+    responses={200: ResponseSpec("A result per job, in the order of the request.", BulkSubmitResponse)},
+    errors=(*_INVALID, GuardFailed, FeedFull, FeedDetached, NotDurableYet),
 )
 async def submit_many(call: Call) -> Reply:
     """Submit many jobs.
 
-    All are checked before the first is sent: one that cannot be refuses the request. After that each is accepted or
-    refused for itself. Give them idempotency keys, and the whole request can be repeated.
+    All jobs are checked before the first is submitted; one invalid job refuses the request. After that each job is
+    accepted or refused on its own. With idempotency keys the whole request can be repeated.
     """
-    wanted: BulkSubmitRequest = call.body
-    envelopes = [_checked(call, number, item) for number, item in enumerate(wanted.jobs)]
-    desk = await call.service.app.submitter()
+    request: BulkSubmitRequest = call.body
+    envelopes = [_check_item(call, number, item) for number, item in enumerate(request.jobs)]
+    submitter = await call.service.app.submitter()
 
     async def one(envelope: Envelope) -> BulkSubmitResult:
         try:
-            receipt = await desk.submit(envelope)
+            receipt = await submitter.submit(envelope)
         except (Denied, IntakeRefused) as exc:
             problem, _ = problem_of(exc, call.scope["path"])
             error = BulkSubmitError(code=problem.code, detail=problem.detail, status=problem.status)
             return BulkSubmitResult(error=error)
         return BulkSubmitResult(job_id=receipt.job_id, queue=envelope.queue, duplicate=receipt.duplicate)
 
-    # At the same moment, so that they share the engine's steps.
-    ended = await asyncio.gather(*map(one, envelopes), return_exceptions=True)
-    results = [result for result in ended if isinstance(result, BulkSubmitResult)]
-    if failure := next((each for each in ended if isinstance(each, BaseException)), None):
+    # Concurrently, so that they share calls to the engine.
+    outcomes = await asyncio.gather(*map(one, envelopes), return_exceptions=True)
+    results = [result for result in outcomes if isinstance(result, BulkSubmitResult)]
+    if failure := next((each for each in outcomes if isinstance(each, BaseException)), None):
         raise failure
     refused = sum(result.error is not None for result in results)
     return Reply(BulkSubmitResponse(accepted=len(results) - refused, refused=refused, results=results))
@@ -175,7 +175,7 @@ async def submit_many(call: Call) -> Reply:
     "listJobs",
     tag=_TAG,
     query=JobQuery,
-    answers={
+    responses={
         200: ResponseSpec(
             "A page, newest first.",
             JobListResponse,
@@ -186,10 +186,11 @@ async def submit_many(call: Call) -> Reply:
 async def list_jobs(call: Call) -> Reply:
     """List jobs, newest first.
 
-    From the ledger: a moment behind the engine. While there is a `cursor` there may be more, even after a short page.
+    Read from the ledger, which is slightly behind the engine. A `cursor` means that there may be more, even after a
+    short page.
     """
     query: JobQuery = call.query
-    wanted = JobFilter(
+    job_filter = JobFilter(
         states=frozenset(query.state),
         job_type=query.task,
         tenant_id=query.tenant_id,
@@ -201,7 +202,7 @@ async def list_jobs(call: Call) -> Reply:
         trace_id=query.trace_id,
         idempotency_key=query.idempotency_key,
     )
-    page = await call.service.queries.jobs(wanted, query.limit, query.cursor)
+    page = await call.service.queries.jobs(job_filter, query.limit, query.cursor)
     return Reply(JobListResponse(jobs=[job_of_row(row) for row in page.jobs], cursor=page.cursor))
 
 
@@ -211,12 +212,12 @@ async def list_jobs(call: Call) -> Reply:
     "getJob",
     tag=_TAG,
     query=QueueQuery,
-    answers={200: ResponseSpec("The job as it is now.", JobDetailResponse, links=_LINKS)},
+    responses={200: ResponseSpec("The job.", JobDetailResponse, links=_LINKS)},
     errors=(UnknownJob,),
 )
 async def get_job(call: Call) -> Reply:
-    """Look a job up."""
-    return Reply(job_of_view(await _located(call)))
+    """Get a job."""
+    return Reply(job_of_view(await _find_job(call)))
 
 
 @operation(
@@ -225,12 +226,12 @@ async def get_job(call: Call) -> Reply:
     "listJobEvents",
     tag=_TAG,
     query=QueueQuery,
-    answers={200: ResponseSpec("Its story, in order.", JobEventsResponse)},
+    responses={200: ResponseSpec("The events, in order.", JobEventsResponse)},
     errors=(UnknownJob,),
 )
 async def list_events(call: Call) -> Reply:
-    """A job's story so far, from the ledger."""
-    view = await _located(call)
+    """List the events of a job, from the ledger."""
+    view = await _find_job(call)
     rows = await call.service.queries.events(JobKey(view.tenant_id, view.queue, view.job_id))
     return Reply(JobEventsResponse(events=[event_of_row(row) for row in rows]))
 
@@ -240,20 +241,20 @@ async def list_events(call: Call) -> Reply:
     f"{_ONE}/cancel",
     "cancelJob",
     tag=_TAG,
-    right=Permission.OPERATE,
+    permission=Permission.OPERATE,
     query=QueueQuery,
     body=ReasonRequest,
     body_example={"reason": "the order was withdrawn"},
-    answers={200: ResponseSpec("It is cancelled.", JobDetailResponse, links={"job": ("getJob", _OF_JOB)})},
+    responses={200: ResponseSpec("The cancelled job.", JobDetailResponse, links={"job": ("getJob", _OF_JOB)})},
     errors=(UnknownJob, TransitionInvalid),
 )
 async def cancel(call: Call) -> Reply:
-    """Cancel a job, whether it waits or runs."""
+    """Cancel a waiting or running job."""
     query: QueueQuery = call.query
-    wish: ReasonRequest = call.body
+    request: ReasonRequest = call.body
     operating = call.service.operations.operating
-    await operating.cancel(call.principal, call.path["job_id"], queue=query.queue, reason=wish.reason)
-    return Reply(job_of_view(await _located(call)))
+    await operating.cancel(call.principal, call.path["job_id"], queue=query.queue, reason=request.reason)
+    return Reply(job_of_view(await _find_job(call)))
 
 
 @operation(
@@ -261,31 +262,31 @@ async def cancel(call: Call) -> Reply:
     f"{_ONE}/retry",
     "retryJob",
     tag=_TAG,
-    right=Permission.OPERATE,
+    permission=Permission.OPERATE,
     query=QueueQuery,
     body=ReasonRequest,
     body_example={"reason": "the mail server is back"},
-    answers={200: ResponseSpec("It is due now.", JobDetailResponse, links={"job": ("getJob", _OF_JOB)})},
+    responses={200: ResponseSpec("The job, due now.", JobDetailResponse, links={"job": ("getJob", _OF_JOB)})},
     errors=(UnknownJob, TransitionInvalid),
 )
 async def retry(call: Call) -> Reply:
-    """Make a job that waits for its time, or for a retry, due now."""
+    """Make a delayed or retrying job due now."""
     query: QueueQuery = call.query
-    wish: ReasonRequest = call.body
+    request: ReasonRequest = call.body
     operating = call.service.operations.operating
-    await operating.expedite(call.principal, call.path["job_id"], queue=query.queue, reason=wish.reason)
-    return Reply(job_of_view(await _located(call)))
+    await operating.expedite(call.principal, call.path["job_id"], queue=query.queue, reason=request.reason)
+    return Reply(job_of_view(await _find_job(call)))
 
 
-# Inside ------------------------------------------------------------------------------------------------
+# Helpers -----------------------------------------------------------------------------------------------
 
 
-async def _located(call: Call) -> JobInfo:
+async def _find_job(call: Call) -> JobInfo:
     query: QueueQuery = call.query
     return await call.service.operations.operating.find(call.principal, call.path["job_id"], query.queue)
 
 
-def _checked(call: Call, number: int, item: BulkSubmitItem) -> Envelope:
+def _check_item(call: Call, number: int, item: BulkSubmitItem) -> Envelope:
     try:
         return _envelope(call, item, None if item.idempotency_key is UNSET else item.idempotency_key)
     except HoldfastError as exc:
@@ -293,59 +294,59 @@ def _checked(call: Call, number: int, item: BulkSubmitItem) -> Envelope:
         raise ItemRefused(f"jobs[{number}]", problem) from exc
 
 
-def _envelope(call: Call, wanted: SubmitRequest, key: str | None) -> Envelope:
+def _envelope(call: Call, request: SubmitRequest, key: str | None) -> Envelope:
     options: SubmitOptions = {
-        "tenant_id": tenant_of(call.principal, wanted.tenant_id or None),
-        "durable": wanted.durable,
+        "tenant_id": tenant_of(call.principal, request.tenant_id or None),
+        "durable": request.durable,
     }
     if key is not None:
         options["idempotency_key"] = key
-    if wanted.queue is not UNSET:
-        options["queue"] = wanted.queue
-    if wanted.priority is not UNSET:
-        options["priority"] = wanted.priority
-    if wanted.run_at is not UNSET and wanted.delay_s is not UNSET:
-        raise Unprocessable("give delay_s or run_at, not both")
-    if wanted.run_at is not UNSET:
-        options["run_at"] = wanted.run_at
-    if wanted.delay_s is not UNSET:
-        options["delay"] = timedelta(seconds=wanted.delay_s)
-    if wanted.trace_id is not UNSET:
-        options["trace_id"] = wanted.trace_id
-    if wanted.context is not UNSET:
-        options["context"] = _object(wanted.context, "context")
-    if wanted.webhook_url is not UNSET:
-        options["webhook"] = _webhook(call.service, wanted.webhook_url)
-    payload = b"{}" if wanted.payload is UNSET else raw_arguments(wanted.payload)
-    envelope = call.service.app.envelope(wanted.task, payload, **options)
+    if request.queue is not UNSET:
+        options["queue"] = request.queue
+    if request.priority is not UNSET:
+        options["priority"] = request.priority
+    if request.run_at is not UNSET and request.delay_s is not UNSET:
+        raise Unprocessable("delay_s and run_at exclude each other; pass only one")
+    if request.run_at is not UNSET:
+        options["run_at"] = request.run_at
+    if request.delay_s is not UNSET:
+        options["delay"] = timedelta(seconds=request.delay_s)
+    if request.trace_id is not UNSET:
+        options["trace_id"] = request.trace_id
+    if request.context is not UNSET:
+        options["context"] = _object(request.context, "context")
+    if request.webhook_url is not UNSET:
+        options["webhook"] = _webhook(call.service, request.webhook_url)
+    payload = b"{}" if request.payload is UNSET else raw_arguments(request.payload)
+    envelope = call.service.app.envelope(request.task, payload, **options)
     meta = msgspec.structs.replace(envelope.meta, submitted_by=call.principal.name)
     return msgspec.structs.replace(envelope, meta=meta)
 
 
-def tenant_of(person: Principal, asked: str | None) -> str:
-    """Whose job it is to be. A tenant that is not the person's is not there."""
-    if asked is not None:
-        if not person.can_see(asked):
-            raise NotFound("tenant", asked)
-        return asked
-    if person.sees_all_tenants:
+def tenant_of(principal: Principal, tenant_id: str | None) -> str:
+    """Tenant of a submission. Raises `NotFound` for a tenant that the principal cannot see."""
+    if tenant_id is not None:
+        if not principal.can_see(tenant_id):
+            raise NotFound("tenant", tenant_id)
+        return tenant_id
+    if principal.sees_all_tenants:
         return "default"
-    if len(person.tenants) != 1:
-        raise NotFound("tenant", "(none named, and this token is of several)")
-    return next(iter(person.tenants))
+    if len(principal.tenants) != 1:
+        raise NotFound("tenant", "(none given)", "pass tenant_id, because this token has several tenants")
+    return next(iter(principal.tenants))
 
 
 def _object(raw: msgspec.Raw, what: str) -> dict[str, object]:
     value = msgspec.json.decode(raw)
     if not isinstance(value, dict):
-        raise Unprocessable(f"the body does not fit: Expected `object` - at `$.{what}`")
+        raise Unprocessable(f"the body is invalid: Expected `object` - at `$.{what}`")
     return value
 
 
 def _webhook(service: Service, url: str) -> str:
     settings = service.app.settings
     if not settings.webhooks_enabled:
-        raise WebhookRefused("webhooks are switched off here: nothing has been set up to sign them with")
+        raise WebhookRefused("webhooks are disabled: no secret to sign them is set; set HOLDFAST_WEBHOOK_SECRET")
     try:
         check_target(url, settings.webhook_allow_list)
     except (InvalidOption, ValueError) as exc:
@@ -353,16 +354,18 @@ def _webhook(service: Service, url: str) -> str:
     return url
 
 
-async def _ended(service: Service, queue: str, job_id: str, wait_s: float, receive: Receive) -> JobInfo | None:
-    """The job if it ends within the time; None if not, if nobody waits any more, or if this process has to end."""
+async def _wait_ended(service: Service, queue: str, job_id: str, wait_s: float, receive: Receive) -> JobInfo | None:
+    """Wait for a job to end. None on timeout, if the client disconnects, or at shutdown."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + min(wait_s, service.app.settings.http_wait_limit_s)
-    desk = await service.app.submitter()
+    submitter = await service.app.submitter()
     gone = asyncio.create_task(wait_disconnect(receive))
     ending = asyncio.create_task(service.ending.wait())
     try:
         while (left_s := deadline - loop.time()) > 0 and not gone.done() and not ending.done():
-            waiting = asyncio.ensure_future(desk.wait_final(queue, job_id, min(_WAIT_MS, max(1, int(left_s * 1000)))))
+            waiting = asyncio.ensure_future(
+                submitter.wait_final(queue, job_id, min(_WAIT_MS, max(1, int(left_s * 1000))))
+            )
             await asyncio.wait({waiting, gone, ending}, return_when=asyncio.FIRST_COMPLETED)
             if not waiting.done():
                 waiting.cancel()

@@ -1,7 +1,7 @@
 """Pages for browsers: the start page, the API docs, and the link of `holdfast serve --dev`.
 
-What they show follows the OpenAPI document's rule: open to all, the app's tasks only to callers who are signed in.
-Links are relative, so that they hold under any prefix.
+Like the OpenAPI document, they need no token and show the app's tasks only to authenticated callers. Links are
+relative, so that they work under any prefix.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class DevQuery(RequestBase, frozen=True, kw_only=True):
 
 
 class DevLink(msgspec.Struct, frozen=True, kw_only=True):
-    """A link that signs one browser in, once."""
+    """A link that signs in one browser, once."""
 
     link: str
 
 
 async def caller_of(call: Call) -> Principal | None:
-    """Who asks; None without a valid token, or while tokens cannot be read."""
+    """Principal of the request; None without a valid token, or if tokens cannot be verified now."""
     try:
         return await call.service.authenticator.authenticate(call.scope)
     except (Unauthorized, EngineUnavailable, LedgerUnavailable):
@@ -54,18 +54,18 @@ async def caller_of(call: Call) -> Principal | None:
     "/",
     "startPage",
     tag=_TAG,
-    right=None,
-    answers={200: ResponseSpec("A page with links.", content_type=_HTML, example=_EXAMPLE)},
+    permission=None,
+    responses={200: ResponseSpec("A page with links.", content_type=_HTML, example=_EXAMPLE)},
 )
 async def start_page(call: Call) -> Reply:
-    """The start page: what is here, and where."""
+    """Show the start page with links to the API docs."""
     caller = await caller_of(call)
     links = [
         ("docs", "API docs", "every operation, with a curl command"),
         ("openapi.json", "OpenAPI document", "for code generators"),
         ("readyz", "Readiness", "engine, ledger and worker"),
-        ("healthz", "Health", "the process answers"),
-        ("metrics", "Metrics", "in Prometheus' format"),
+        ("healthz", "Health", "the process is alive"),
+        ("metrics", "Metrics", "in Prometheus format"),
     ]
     rows = [element("li", link(name, href), element("span", f" – {text}", class_="dim")) for href, name, text in links]
     return page(
@@ -86,11 +86,11 @@ async def start_page(call: Call) -> Reply:
     "/docs",
     "apiDocs",
     tag=_TAG,
-    right=None,
-    answers={200: ResponseSpec("The OpenAPI document as a page.", content_type=_HTML, example=_EXAMPLE)},
+    permission=None,
+    responses={200: ResponseSpec("The OpenAPI document as HTML.", content_type=_HTML, example=_EXAMPLE)},
 )
 async def api_docs(call: Call) -> Reply:
-    """The OpenAPI document as a page, with the tasks for callers who have a token."""
+    """Show the OpenAPI document as HTML, with the tasks for authenticated callers."""
     with_tasks = await caller_of(call) is not None
     return page(
         "holdfast API",
@@ -98,7 +98,7 @@ async def api_docs(call: Call) -> Reply:
         element("h1", "holdfast API"),
         element("p", f"Version {__version__}", class_="dim"),
         element("p", prose(call.service.document(with_tasks=with_tasks)["info"]["description"])),
-        element("p", "For the examples, set first:"),
+        element("p", "The examples use these variables:"),
         element("pre", _environment(call)),
         call.service.docs(with_tasks=with_tasks),
     )
@@ -109,16 +109,16 @@ async def api_docs(call: Call) -> Reply:
     "/dev",
     "devLink",
     tag=_TAG,
-    right=None,
+    permission=None,
     query=DevQuery,
-    answers={303: ResponseSpec("Signed in.", headers={"Location": "The start page.", "Set-Cookie": "The session."})},
+    responses={303: ResponseSpec("Signed in.", headers={"Location": "The start page.", "Set-Cookie": "The session."})},
     errors=(NotFound, DevLinkUsed),
 )
 async def dev_link(call: Call) -> Reply:
-    """The link that `holdfast serve --dev` prints: signs one browser in, once."""
+    """Sign in one browser, once, with the link that `holdfast serve --dev` prints."""
     query: DevQuery = call.query
     try:
-        cookie = _dev_gate(call).exchange(query.key)
+        cookie = _dev_authenticator(call).exchange(query.key)
     except (DevLinkUsed, NotFound) as exc:
         return _refused(call, exc)
     return Reply(b"", 303, [(b"location", b"./"), (b"set-cookie", cookie.encode())])
@@ -129,56 +129,61 @@ async def dev_link(call: Call) -> Reply:
     "/dev",
     "newDevLink",
     tag=_TAG,
-    right=Permission.ADMINISTER,
+    permission=Permission.ADMINISTER,
     all_tenants=True,
-    answers={
+    responses={
         200: ResponseSpec(
-            "The link. It replaces the one before.", DevLink, example={"link": "http://127.0.0.1:8000/dev?key=…"}
+            "The link. It replaces the previous one.", DevLink, example={"link": "http://127.0.0.1:8000/dev?key=…"}
         )
     },
     errors=(NotFound,),
 )
 async def new_dev_link(call: Call) -> Reply:
-    """Another link for a browser. Only with `holdfast serve --dev`."""
-    gate = _dev_gate(call)
-    gate.renew()
-    return Reply(DevLink(link=gate.link(_base(call))))
+    """Create another link for a browser.
+
+    Only with `holdfast serve --dev`.
+    """
+    authenticator = _dev_authenticator(call)
+    authenticator.renew()
+    return Reply(DevLink(link=authenticator.link(_base(call))))
 
 
-# Inside --------------------------------------------------------------------------------------------------
+# Helpers -------------------------------------------------------------------------------------------------
 
 
-def _dev_gate(call: Call) -> DevAuthenticator:
-    gate = call.service.authenticator
-    if not isinstance(gate, DevAuthenticator):
+def _dev_authenticator(call: Call) -> DevAuthenticator:
+    authenticator = call.service.authenticator
+    if not isinstance(authenticator, DevAuthenticator):
         raise NotFound("dev link", "here")
-    return gate
+    return authenticator
 
 
 def _refused(call: Call, error: HoldfastError) -> Reply:
-    """Why a link does not sign in, and how to get another: as a page for browsers."""
+    """Explain why a link is refused and how to get another, as a page for browsers."""
     if not isinstance(call.service.authenticator, DevAuthenticator) or _HTML not in (call.header("accept") or ""):
         return problem_reply(error, call.scope)
     used = isinstance(error, DevLinkUsed)
     title = "This link has been used" if used else "This link is not valid"
     cause = (
-        "A link signs one browser in, once."
+        "A link signs in one browser, once."
         if used
-        else "It is not a link of this server. Links end with the server that printed them, and when a new one is made."
+        else "It is not a link of this server. A link expires when its server stops and when a new link is created."
     )
     return page(
         title,
         element("h1", title),
         element("p", cause),
-        element("p", "To get another one, run this in a terminal, or restart ", code("holdfast serve --dev"), ":"),
+        element(
+            "p", "To get another link, run this command in a terminal, or restart ", code("holdfast serve --dev"), ":"
+        ),
         element("pre", f"curl -X POST {shlex.quote(_base(call) + '/dev')}"),
-        element("p", "A browser that is already signed in stays so: ", link("open the start page", "./"), "."),
+        element("p", "A browser that is already signed in stays signed in: ", link("open the start page", "./"), "."),
         status=status_of(type(error)),
     )
 
 
 def _base(call: Call) -> str:
-    """The address of the service as the caller wrote it. What could not be a host's name is not repeated."""
+    """Base URL of the service as the client addressed it. An invalid host name is not echoed."""
     host = call.header("host") or ""
     if not _HOST.fullmatch(host):
         host = "127.0.0.1:8000"
@@ -186,7 +191,7 @@ def _base(call: Call) -> str:
 
 
 def _environment(call: Call) -> str:
-    """The variables that the examples use."""
+    """Shell variables of the examples."""
     base = f"BASE={shlex.quote(_base(call))}"
     return base if isinstance(call.service.authenticator, DevAuthenticator) else f"{base}\nTOKEN=hf_…"
 
@@ -206,7 +211,7 @@ def _tasks(call: Call) -> Html:
     submission = call.service.document(with_tasks=True)["components"]["schemas"]["SubmitRequest"]
     refs: dict[str, str] = submission.get("discriminator", {}).get("mapping", {})
     if not refs:
-        return element("p", "This server has no app: jobs of any task are passed on to the workers.")
+        return element("p", "This server has no app: jobs of any task are accepted and passed to the workers.")
     rows = [element("li", link(code(task), f"docs#{schema_id(ref)}")) for task, ref in refs.items()]
     return join(element("h2", "Tasks"), element("ul", rows))
 
@@ -214,7 +219,9 @@ def _tasks(call: Call) -> Html:
 def _access(call: Call, caller: Principal | None) -> Html:
     if not isinstance(call.service.authenticator, DevAuthenticator):
         make = code("holdfast token create NAME")
-        return join("Requests need a token: ", make, " makes one. With it, the OpenAPI document lists the tasks.")
+        return join(
+            "Requests need a token; create one with ", make, ". With a token, the OpenAPI document lists the tasks."
+        )
     if caller is None:
         return join(
             "This browser is not signed in. Open the link that ",

@@ -1,4 +1,4 @@
-"""`/api/v1/queues` and `/api/v1/workers`: how full they are, and an operator's hand on them (requirement H5)."""
+"""`/api/v1/queues` and `/api/v1/workers`: sizes and controls of queues, and their workers (requirement H5)."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _TAG: Final = "queues"
 _PATH: Final = "/api/v1/queues"
 _ONE: Final = f"{_PATH}/{{queue}}"
 
-#: JSON knows one kind of number: 5.0 is a whole one.
+#: JSON has only one number type: 5.0 is a valid integer.
 Positive = Annotated[float, Meta(ge=1, le=1_000_000_000, multiple_of=1)]
 
 
 class TenantControlResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """One tenant's part of a queue."""
+    """Controls of one tenant in a queue."""
 
     weight: int
     concurrency: int | None
@@ -36,7 +36,7 @@ class TenantControlResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueueControlResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """A queue's controls."""
+    """Controls of a queue."""
 
     queue: str
     paused: bool
@@ -48,12 +48,12 @@ class QueueControlResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueueResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """How full a queue is. Null: of all tenants together, and not for this token."""
+    """Size and controls of a queue. Null values span all tenants and are hidden from this token."""
 
     queue: str
     #: Open jobs.
     states: dict[State, int]
-    #: In line or running.
+    #: Ready or running.
     backlog: int
     control: QueueControlResponse
     delayed: int | None
@@ -63,11 +63,11 @@ class QueueResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueueListResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """Those that answer."""
+    """Queues that could be read."""
 
     queues: list[QueueResponse]
-    #: Which queues are not in the list, and why: their server does not answer. Null: all are there.
-    missing: str | None
+    #: Which queues are left out because their server is unreachable; null if none is.
+    unreachable: str | None
 
 
 class WorkerResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,7 +76,7 @@ class WorkerResponse(msgspec.Struct, frozen=True, kw_only=True):
     worker: str
     queue: str
     seen_at: datetime | None
-    #: Leases that it holds.
+    #: Leases of the worker.
     pending: int
 
 
@@ -85,32 +85,32 @@ class WorkerListResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueuesQuery(RequestBase, frozen=True, kw_only=True):
-    """Which queues; none named: all."""
+    """Names of queues. Default: all."""
 
     queue: tuple[Name, ...] = ()
 
 
 class QueueWish(ReasonRequest, frozen=True, kw_only=True):
-    """Why, and whether the queue may be one that no job was ever submitted to."""
+    """Reason, and whether the queue may be new: no job was ever submitted to it."""
 
     new: bool = False
 
 
 class LimitRequest(QueueWish, frozen=True, kw_only=True):
-    """A number, or null for no limit of an operator's."""
+    """A limit, or null to remove it."""
 
     value: Positive | None
 
 
 class TenantControlRequest(QueueWish, frozen=True, kw_only=True):
-    """What is not named stays as it is; null takes a limit away."""
+    """Omitted fields stay unchanged; null removes a limit."""
 
     weight: Annotated[float, Meta(ge=1, le=100, multiple_of=1)] | UnsetType = UNSET
     concurrency: Positive | UnsetType | None = UNSET
     intake_limit: Positive | UnsetType | None = UNSET
 
 
-_CONTROLLED: Final = {200: ResponseSpec("The queue's controls now.", QueueControlResponse)}
+_CONTROLLED: Final = {200: ResponseSpec("The queue's controls after the change.", QueueControlResponse)}
 _ERRORS: Final = (ControlChanged, NotFound)
 
 
@@ -120,103 +120,121 @@ _ERRORS: Final = (ControlChanged, NotFound)
     "listQueues",
     tag=_TAG,
     query=QueuesQuery,
-    answers={200: ResponseSpec("Queues by name.", QueueListResponse)},
+    responses={200: ResponseSpec("Queues by name.", QueueListResponse)},
 )
 async def list_queues(call: Call) -> Reply:
-    """How full queues are.
+    """List queues with their sizes and controls.
 
-    A token of some tenants sees its own jobs' numbers, from the ledger.
+    A token restricted to some tenants gets the counts of their jobs, from the ledger.
     """
     query: QueuesQuery = call.query
-    missing = None
+    unreachable = None
     try:
         views = await call.service.operations.operating.queues(call.principal, query.queue)
     except PartialFailure as exc:
-        views, missing = exc.completed, str(exc)
-    return Reply(QueueListResponse(queues=[_queue(view) for view in views], missing=missing))
+        views, unreachable = exc.completed, str(exc)
+    return Reply(QueueListResponse(queues=[_queue(view) for view in views], unreachable=unreachable))
 
 
 async def _change(call: Call, verb: str, **changes: Any) -> Reply:
-    queue, wish = await _known(call), call.body
+    queue, request = await _known_queue(call), call.body
     control = await call.service.operations.operating.update_control(
-        call.principal, queue, reason=wish.reason, verb=verb, **changes
+        call.principal, queue, reason=request.reason, verb=verb, **changes
     )
     return Reply(_control(queue, control))
 
 
-def _lever(path: str, operation_id: str, body: type[msgspec.Struct], example: dict[str, Any]) -> Decorator:
-    """An operation on one queue, for those who are of every tenant."""
+def _queue_operation(path: str, operation_id: str, body: type[msgspec.Struct], example: dict[str, Any]) -> Decorator:
+    """Register an operation on one queue; it needs a token for all tenants."""
     return operation(
         "POST",
         f"{_ONE}/{path}",
         operation_id,
         tag=_TAG,
-        right=Permission.OPERATE,
+        permission=Permission.OPERATE,
         all_tenants=True,
         body=body,
-        body_example={"reason": "the printer burns"} | example,
-        answers=_CONTROLLED,
+        body_example={"reason": "printer out of order"} | example,
+        responses=_CONTROLLED,
         errors=_ERRORS,
     )
 
 
-@_lever("pause", "pauseQueue", QueueWish, {})
+@_queue_operation("pause", "pauseQueue", QueueWish, {})
 async def pause(call: Call) -> Reply:
-    """Pause a queue: workers take nothing more from it; what runs goes on."""
+    """Pause a queue.
+
+    Workers claim no more jobs from it; running jobs continue.
+    """
     return await _change(call, "pause", paused=True)
 
 
-@_lever("resume", "resumeQueue", QueueWish, {})
+@_queue_operation("resume", "resumeQueue", QueueWish, {})
 async def resume(call: Call) -> Reply:
-    """Let workers take jobs from a queue again."""
+    """Resume a queue.
+
+    Workers claim jobs from it again.
+    """
     return await _change(call, "unpause", paused=False)
 
 
-@_lever("intake/pause", "pauseIntake", QueueWish, {})
+@_queue_operation("intake/pause", "pauseIntake", QueueWish, {})
 async def pause_intake(call: Call) -> Reply:
-    """Refuse new jobs; what is there is worked on."""
+    """Pause a queue's intake.
+
+    New jobs are refused; jobs already accepted are processed.
+    """
     return await _change(call, "pause_intake", intake_paused=True)
 
 
-@_lever("intake/resume", "resumeIntake", QueueWish, {})
+@_queue_operation("intake/resume", "resumeIntake", QueueWish, {})
 async def resume_intake(call: Call) -> Reply:
-    """Accept new jobs again."""
+    """Resume a queue's intake.
+
+    New jobs are accepted again.
+    """
     return await _change(call, "resume_intake", intake_paused=False)
 
 
-@_lever("intake/limit", "limitIntake", LimitRequest, {"value": 10_000})
+@_queue_operation("intake/limit", "limitIntake", LimitRequest, {"value": 10_000})
 async def limit_intake(call: Call) -> Reply:
-    """Refuse new jobs while so many are in line or running."""
+    """Set a queue's intake limit.
+
+    New jobs are refused while the backlog is at the limit.
+    """
     return await _change(call, "limit", intake_limit=_whole(call.body.value))
 
 
-@_lever("concurrency", "setConcurrency", LimitRequest, {"value": 50})
+@_queue_operation("concurrency", "setConcurrency", LimitRequest, {"value": 50})
 async def set_concurrency(call: Call) -> Reply:
-    """How many jobs each worker process runs at a time; all of them hear of it within seconds."""
+    """Set how many jobs each worker process runs at a time.
+
+    Workers apply the change within seconds.
+    """
     return await _change(call, "concurrency", concurrency=_whole(call.body.value))
 
 
-@_lever("alert", "setBacklogAlert", LimitRequest, {"value": 5_000})
+@_queue_operation("alert", "setBacklogAlert", LimitRequest, {"value": 5_000})
 async def set_alert(call: Call) -> Reply:
-    """Raise an alert when so many jobs are in line or running."""
+    """Set the backlog at which an alert is raised."""
     return await _change(call, "limit", backlog_alert=_whole(call.body.value))
 
 
-@_lever("tenants/{tenant_id}", "setTenant", TenantControlRequest, {"weight": 2, "concurrency": 10})
+@_queue_operation("tenants/{tenant_id}", "setTenant", TenantControlRequest, {"weight": 2, "concurrency": 10})
 async def set_tenant(call: Call) -> Reply:
-    """One tenant's share of a queue: weight beside others, limits of its own."""
-    queue, wish = await _known(call), call.body
+    """Set a tenant's weight and limits in a queue."""
+    queue, request = await _known_queue(call), call.body
     changes = {
         name: _whole(value)
         for name in ("weight", "concurrency", "intake_limit")
-        if (value := getattr(wish, name)) is not UNSET
+        if (value := getattr(request, name)) is not UNSET
     }
-    tenant = _plain_name(call.path["tenant_id"], "tenant")
+    tenant = _valid_name(call.path["tenant_id"], "tenant")
     operating = call.service.operations.operating
     try:
-        control = await operating.update_tenant(call.principal, queue, tenant, reason=wish.reason, **changes)
+        control = await operating.update_tenant(call.principal, queue, tenant, reason=request.reason, **changes)
     except InvalidOption as exc:
-        # So many tenants have parts of their own already.
+        # The limit on tenants with controls is reached.
         raise Conflict(str(exc)) from exc
     return Reply(_control(queue, control))
 
@@ -228,23 +246,23 @@ async def set_tenant(call: Call) -> Reply:
     tag=_TAG,
     all_tenants=True,
     query=QueuesQuery,
-    answers={200: ResponseSpec("Workers by name.", WorkerListResponse)},
+    responses={200: ResponseSpec("Workers by name.", WorkerListResponse)},
 )
 async def list_workers(call: Call) -> Reply:
-    """Workers, as the engine last saw them."""
+    """List workers, as last seen by the engine."""
     query: QueuesQuery = call.query
     views = await call.service.operations.operating.workers(call.principal, query.queue)
     return Reply(WorkerListResponse(workers=[_worker(view) for view in views]))
 
 
-async def _known(call: Call) -> str:
-    """The queue of the path; `Unknown` for one that never had a job, unless the request says that it is new."""
+async def _known_queue(call: Call) -> str:
+    """Queue of the path. Raises `NotFound` if it never had a job, unless the request declares it new."""
     queue = _named(call)
     if not call.body.new:
         try:
             await call.service.operations.operating.require_queue(call.principal, queue)
         except NotFound as exc:
-            raise NotFound("queue", exc.name, f'{exc.advice}; send "new": true for a queue that is to come') from exc
+            raise NotFound("queue", exc.name, f'{exc.advice}; send "new": true to create it') from exc
     return queue
 
 
@@ -253,11 +271,11 @@ def _whole(number: float | None) -> int | None:
 
 
 def _named(call: Call) -> str:
-    return _plain_name(call.path["queue"], "queue")
+    return _valid_name(call.path["queue"], "queue")
 
 
-def _plain_name(name: str, what: str) -> str:
-    """A name that nothing can have is a thing that is not there."""
+def _valid_name(name: str, what: str) -> str:
+    """Check a name of the path. Raises `NotFound` for an invalid one, since nothing can have it."""
     try:
         return check_name(name, what)
     except InvalidOption as exc:
@@ -272,12 +290,14 @@ def _control(queue: str, control: QueueControl) -> QueueControlResponse:
         concurrency=control.concurrency,
         intake_limit=control.intake_limit,
         backlog_alert=control.backlog_alert,
-        tenants={name: _part(part) for name, part in control.tenants.items()},
+        tenants={name: _tenant_control(each) for name, each in control.tenants.items()},
     )
 
 
-def _part(part: TenantControl) -> TenantControlResponse:
-    return TenantControlResponse(weight=part.weight, concurrency=part.concurrency, intake_limit=part.intake_limit)
+def _tenant_control(control: TenantControl) -> TenantControlResponse:
+    return TenantControlResponse(
+        weight=control.weight, concurrency=control.concurrency, intake_limit=control.intake_limit
+    )
 
 
 def _queue(view: QueueInfo) -> QueueResponse:

@@ -43,7 +43,7 @@ class SuspendedListResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SuspendedQuery(PageQuery, frozen=True, kw_only=True):
-    """Which suspended jobs."""
+    """Filter for suspended jobs."""
 
     cursor: JobCursor | None = None
     task: Name | None = None
@@ -56,7 +56,7 @@ class SuspendedQuery(PageQuery, frozen=True, kw_only=True):
 
 
 class BulkSuspendedRequest(ReasonRequest, frozen=True, kw_only=True):
-    """These jobs, or, if none are named, all that the filter fits. A dry run only counts."""
+    """The named jobs, or all that match the filter if none are named. A dry run only counts them."""
 
     job_ids: Ids = ()
     task: Name | None = None
@@ -67,22 +67,22 @@ class BulkSuspendedRequest(ReasonRequest, frozen=True, kw_only=True):
     dry_run: bool = False
 
 
-def _chosen(wish: BulkSuspendedRequest) -> Sequence[str] | SuspendedFilter:
-    if wish.job_ids:
-        return wish.job_ids
+def _selection(request: BulkSuspendedRequest) -> Sequence[str] | SuspendedFilter:
+    if request.job_ids:
+        return request.job_ids
     return SuspendedFilter(
-        job_type=wish.task,
-        queues=frozenset(wish.queue),
-        tenant_id=wish.tenant_id,
-        error_code=wish.error_code,
-        error=wish.error,
+        job_type=request.task,
+        queues=frozenset(request.queue),
+        tenant_id=request.tenant_id,
+        error_code=request.error_code,
+        error=request.error,
     )
 
 
 async def list_suspended(call: Call) -> Reply:
     """List suspended jobs."""
     query: SuspendedQuery = call.query
-    wanted = SuspendedFilter(
+    suspended_filter = SuspendedFilter(
         job_type=query.task,
         queues=frozenset(query.queue),
         tenant_id=query.tenant_id,
@@ -91,38 +91,46 @@ async def list_suspended(call: Call) -> Reply:
         since=query.since,
         until=query.until,
     )
-    found = await call.service.operations.suspended.list(call.principal, wanted, query.limit, query.cursor)
+    found = await call.service.operations.suspended.list(call.principal, suspended_filter, query.limit, query.cursor)
     jobs = [SuspendedJobResponse(**msgspec.structs.asdict(job)) for job in found.jobs]
     return Reply(SuspendedListResponse(jobs=jobs, cursor=found.cursor))
 
 
 async def resume(call: Call) -> Reply:
-    """Send a suspended job back to work: its retries start again, its history stays."""
-    job_id, wish = call.path["job_id"], call.body
-    await call.service.operations.operating.resume(call.principal, job_id, reason=wish.reason)
+    """Resume a suspended job.
+
+    Its retries start again; its history is kept.
+    """
+    job_id, request = call.path["job_id"], call.body
+    await call.service.operations.operating.resume(call.principal, job_id, reason=request.reason)
     return Reply(bulk_response(_one(job_id)))
 
 
 async def discard(call: Call) -> Reply:
-    """Give a suspended job up: it is cancelled, with the reason."""
-    job_id, wish = call.path["job_id"], call.body
-    await call.service.operations.operating.discard(call.principal, job_id, reason=wish.reason)
+    """Discard a suspended job.
+
+    It ends as cancelled, with the reason.
+    """
+    job_id, request = call.path["job_id"], call.body
+    await call.service.operations.operating.discard(call.principal, job_id, reason=request.reason)
     return Reply(bulk_response(_one(job_id)))
 
 
 async def resume_many(call: Call) -> Reply:
-    """Resume many suspended jobs; each result is told."""
-    wish: BulkSuspendedRequest = call.body
+    """Resume suspended jobs in bulk, with a result for each."""
+    request: BulkSuspendedRequest = call.body
     suspended = call.service.operations.suspended
-    report = await suspended.resume(call.principal, _chosen(wish), reason=wish.reason, dry_run=wish.dry_run)
+    report = await suspended.resume(call.principal, _selection(request), reason=request.reason, dry_run=request.dry_run)
     return Reply(bulk_response(report))
 
 
 async def discard_many(call: Call) -> Reply:
-    """Give many suspended jobs up; each result is told."""
-    wish: BulkSuspendedRequest = call.body
+    """Discard suspended jobs in bulk, with a result for each."""
+    request: BulkSuspendedRequest = call.body
     suspended = call.service.operations.suspended
-    report = await suspended.discard(call.principal, _chosen(wish), reason=wish.reason, dry_run=wish.dry_run)
+    report = await suspended.discard(
+        call.principal, _selection(request), reason=request.reason, dry_run=request.dry_run
+    )
     return Reply(bulk_response(report))
 
 
@@ -131,15 +139,15 @@ def _one(job_id: str) -> BulkReport:
 
 
 def _register(path: str, part: str) -> None:
-    told = {200: ResponseSpec("What became of it.", BulkResponse)}
-    example = {"reason": "the disk is free again"}
+    responses = {200: ResponseSpec("A result for each job.", BulkResponse)}
+    example = {"reason": "disk space is available again"}
     operation(
         "GET",
         path,
         f"list{part}Suspended",
         tag=_TAG,
         query=SuspendedQuery,
-        answers={
+        responses={
             200: ResponseSpec(
                 "A page, newest first.",
                 SuspendedListResponse,
@@ -157,10 +165,10 @@ def _register(path: str, part: str) -> None:
             f"{path}/{verb}",
             f"{verb}{part}ManySuspended",
             tag=_TAG,
-            right=Permission.OPERATE,
+            permission=Permission.OPERATE,
             body=BulkSuspendedRequest,
             body_example=example | {"task": "publish", "dry_run": True},
-            answers=told,
+            responses=responses,
             errors=(UnknownJob,),
         )(many)
         operation(
@@ -168,10 +176,10 @@ def _register(path: str, part: str) -> None:
             f"{path}/{{job_id}}/{verb}",
             f"{verb}{part}Suspended",
             tag=_TAG,
-            right=Permission.OPERATE,
+            permission=Permission.OPERATE,
             body=ReasonRequest,
             body_example=example,
-            answers=told,
+            responses=responses,
             errors=(UnknownJob, TransitionInvalid),
         )(one)
 

@@ -32,25 +32,25 @@ _INTERNAL_TAG: Final = "internal"
 
 
 class StatsQuery(RequestBase, frozen=True, kw_only=True):
-    """How many of the latest jobs."""
+    """Parameters of the statistics."""
 
     latest: Annotated[int, Meta(ge=0, le=200)] = 20
 
 
 class StatsResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """Jobs by state, and the newest ones."""
+    """Number of jobs by state, and the newest jobs."""
 
     states: dict[State, int]
-    #: Counts of these states are the planner's guess.
+    #: States whose counts are estimates of the query planner.
     estimated: list[State]
     latest: list[JobResponse]
 
 
 class RunQuery(QueueQuery, frozen=True, kw_only=True):
-    """How it is to end: as the task says, unless a failure is asked for."""
+    """Parameters of a run: the task's outcome counts, unless a failure is requested."""
 
-    force_fail: Annotated[bool, Meta(description="Straight to the dead letter.")] = False
-    transient_fail: Annotated[bool, Meta(description="One failure that may be retried.")] = False
+    force_fail: Annotated[bool, Meta(description="Fail permanently: dead-letter the job without running it.")] = False
+    transient_fail: Annotated[bool, Meta(description="Fail once, retryably, without running the job.")] = False
 
 
 @operation(
@@ -59,10 +59,10 @@ class RunQuery(QueueQuery, frozen=True, kw_only=True):
     "taskStats",
     tag=_INTERNAL_TAG,
     query=StatsQuery,
-    answers={200: ResponseSpec("Counts and the latest jobs.", StatsResponse)},
+    responses={200: ResponseSpec("Counts and the newest jobs.", StatsResponse)},
 )
 async def stats(call: Call) -> Reply:
-    """Jobs by state, and the latest ones; of the token's tenants, from the ledger."""
+    """Count jobs by state and list the newest, for the token's tenants, from the ledger."""
     query: StatsQuery = call.query
     queries, tenants = call.service.queries, visible_tenants(call.principal)
     states: dict[State, int] = dict.fromkeys(State, 0)
@@ -81,19 +81,19 @@ async def stats(call: Call) -> Reply:
     "/api/v1/internal/jobs/{job_id}/run",
     "runJob",
     tag=_INTERNAL_TAG,
-    right=Permission.OPERATE,
+    permission=Permission.OPERATE,
     query=RunQuery,
-    answers={200: ResponseSpec("The job after one attempt.", JobDetailResponse)},
+    responses={200: ResponseSpec("The job after one attempt.", JobDetailResponse)},
     errors=(UnknownJob, TransitionInvalid, StaleLease),
 )
 async def run(call: Call) -> Reply:
-    """Run one job here and now, whether it is due or not.
+    """Run one job in this process now, whether or not it is due.
 
-    Off unless the setting `run_endpoint` is on. It takes a lease like a worker, and settles like one: a failure that is
-    asked for with `transient_fail` is retried as the task's policy says, and given up when that is exhausted.
+    Disabled unless the setting `run_endpoint` is on. It claims and settles the job like a worker: a failure requested
+    with `transient_fail` is retried as the task's policy says, until its retries are exhausted.
     """
     if not call.service.run_endpoint:
-        raise NotFound("operation", "runJob: it is switched off (HOLDFAST_RUN_ENDPOINT)")
+        raise NotFound("operation", "runJob", "enable it with HOLDFAST_RUN_ENDPOINT")
     query: RunQuery = call.query
     view = await call.service.operations.operating.find(call.principal, call.path["job_id"], query.queue)
     after = await call.service.debug_runner.run(
@@ -107,11 +107,11 @@ _METRICS: Final = 'task_total{queue="default",state="queued"} 1.0\n'
 
 
 class ReadinessResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether this process can do its work: `ok`, `down`, `behind` or `none`."""
+    """Readiness of this process and its parts: `ok`, `down`, `behind` or `none`."""
 
     ready: bool
     engine: str
-    #: A ledger that is down stops neither submission nor work.
+    #: Without the ledger, jobs are still accepted and run.
     ledger: str
     #: The worker in this process.
     worker: str
@@ -122,11 +122,11 @@ class ReadinessResponse(msgspec.Struct, frozen=True, kw_only=True):
     "/healthz",
     "health",
     tag=_TAG,
-    right=None,
-    answers={200: ResponseSpec("It lives.", HealthApp, example={"status": "ok"})},
+    permission=None,
+    responses={200: ResponseSpec("The process is alive.", HealthApp, example={"status": "ok"})},
 )
 async def health(call: Call) -> Reply:
-    """Whether the process answers."""
+    """Check that the process is alive."""
     return Reply(HealthApp(status="ok"))
 
 
@@ -135,16 +135,16 @@ async def health(call: Call) -> Reply:
     "/readyz",
     "readiness",
     tag=_TAG,
-    right=None,
-    answers={
-        200: ResponseSpec("It is ready.", ReadinessResponse),
-        503: ResponseSpec("It is not; what is missing is named.", ReadinessResponse, {"Retry-After": "Seconds."}),
+    permission=None,
+    responses={
+        200: ResponseSpec("Ready.", ReadinessResponse),
+        503: ResponseSpec("Not ready; the body names the part.", ReadinessResponse, {"Retry-After": "Seconds."}),
     },
 )
 async def readiness(call: Call) -> Reply:
-    """Whether this process can do its work: engine, ledger, and the worker if it has one.
+    """Check that this process is ready: engine, ledger, and its worker if it has one.
 
-    A ledger that is down is told, and is no reason to send nobody here: jobs are accepted and run all the same.
+    An unreachable ledger is reported but does not make the process unready: jobs are still accepted and run.
     """
     service = call.service
     engine = await _engine(call)
@@ -163,17 +163,20 @@ async def readiness(call: Call) -> Reply:
     "/metrics",
     "metrics",
     tag=_TAG,
-    right=None,
-    answers={200: ResponseSpec("Metrics in Prometheus' format.", content_type="text/plain", example=_METRICS)},
+    permission=None,
+    responses={200: ResponseSpec("Metrics in Prometheus format.", content_type="text/plain", example=_METRICS)},
     errors=(Unauthorized, Forbidden, *UNAVAILABLE),
 )
 async def metrics(call: Call) -> Reply:
-    """Metrics, for a token that is of every tenant unless the service is set up to show them to everybody."""
+    """Get metrics.
+
+    Needs a token for all tenants, unless the setting `metrics_open` is on.
+    """
     service = call.service
     if not service.metrics_open:
-        person = await service.authenticator.authenticate(call.scope)
-        person.require(Permission.READ)
-        person.require_all_tenants("the list of metrics")
+        principal = await service.authenticator.authenticate(call.scope)
+        principal.require(Permission.READ)
+        principal.require_all_tenants("the list of metrics")
     service.check_open()
     body, content_type = await render_metrics(service.app)
     return Reply(body, content_type=content_type)
@@ -184,11 +187,11 @@ async def metrics(call: Call) -> Reply:
     "/openapi.json",
     "openapi",
     tag=_TAG,
-    right=None,
-    answers={200: ResponseSpec("This document.", dict[str, Any], example={"openapi": "3.1.0"})},
+    permission=None,
+    responses={200: ResponseSpec("This document.", dict[str, Any], example={"openapi": "3.1.0"})},
 )
 async def openapi(call: Call) -> Reply:
-    """The OpenAPI document; with the tasks and their arguments for whoever has a token."""
+    """Get the OpenAPI document, with tasks and their arguments for authenticated callers."""
     return Reply(call.service.document(with_tasks=await caller_of(call) is not None))
 
 

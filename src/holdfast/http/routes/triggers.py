@@ -1,4 +1,4 @@
-"""`/api/v1/triggers`: where messages become jobs, what became of them, and an operator's hand on it (T4, H5)."""
+"""`/api/v1/triggers`: list, pause and resume triggers, and list their executions (T4, H5)."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _PATH: Final = "/api/v1/triggers"
 
 
 class TriggerProcessResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """What one process says of a trigger."""
+    """State of a trigger as one process reports it."""
 
     process: str
     seen_at: datetime | None
-    #: `status`, `running`, `adapter_healthy`, `active_workers`, `paused` and what else it tells.
+    #: `status`, `running`, `adapter_healthy`, `active_workers`, `paused` and further values.
     health: dict[str, Any]
 
 
 class TriggerResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """A trigger in all of its processes."""
+    """A trigger with all processes that run it."""
 
     name: str
     queue_name: str
@@ -49,7 +49,7 @@ class TriggerListResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExecutionResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one message."""
+    """One handled message."""
 
     tenant_id: str
     id: str
@@ -60,7 +60,7 @@ class ExecutionResponse(msgspec.Struct, frozen=True, kw_only=True):
     started_at: datetime | None
     completed_at: datetime | None
     duration_ms: int
-    #: The job, or what the runtime told of.
+    #: Id of the job, or the run id that the runtime returned.
     agent_run_id: str
     error_message: str
     retry_count: int
@@ -72,11 +72,11 @@ class ExecutionListResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExecutionQuery(RequestBase, frozen=True, kw_only=True):
-    """Which messages. Everything given must hold."""
+    """Filter for executions. All given conditions must match."""
 
-    queue_name: Annotated[Exactly, Meta(description="Of this queue of the broker.")] = ""
-    message_id: Annotated[Exactly, Meta(description="Of the message with this id.")] = ""
-    status: Annotated[tuple[ExecutionStatus, ...], Meta(description="Of these statuses; repeatable.")] = ()
+    queue_name: Annotated[Exactly, Meta(description="Queue of the broker.")] = ""
+    message_id: Annotated[Exactly, Meta(description="Id of the message.")] = ""
+    status: Annotated[tuple[ExecutionStatus, ...], Meta(description="Status; repeatable.")] = ()
     limit: Limit = 100
 
 
@@ -87,12 +87,12 @@ class ExecutionQuery(RequestBase, frozen=True, kw_only=True):
     tag=_TAG,
     all_tenants=True,
     query=NoQuery,
-    answers={200: ResponseSpec("Triggers by name.", TriggerListResponse)},
+    responses={200: ResponseSpec("Triggers by name.", TriggerListResponse)},
 )
 async def list_triggers(call: Call) -> Reply:
-    """Triggers: their processes, their health, who has paused them.
+    """List triggers with their processes, health and pauses.
 
-    A process that has said nothing for ten seconds is not listed any more.
+    A process that has not reported for 10 s is not listed.
     """
     views = await call.service.operations.triggers.list(call.principal)
     return Reply(TriggerListResponse(triggers=[_trigger(view) for view in views]))
@@ -104,10 +104,10 @@ async def list_triggers(call: Call) -> Reply:
     "listExecutions",
     tag=_TAG,
     query=ExecutionQuery,
-    answers={200: ResponseSpec("The newest first.", ExecutionListResponse)},
+    responses={200: ResponseSpec("Executions, newest first.", ExecutionListResponse)},
 )
 async def list_executions(call: Call) -> Reply:
-    """What became of messages."""
+    """List executions: handled messages and their outcome."""
     query: ExecutionQuery = call.query
     rows = await call.service.operations.triggers.executions(
         call.principal,
@@ -119,33 +119,36 @@ async def list_executions(call: Call) -> Reply:
     return Reply(ExecutionListResponse(executions=[_execution(row) for row in rows]))
 
 
-def _lever(verb: str, operation_id: str) -> Decorator:
+def _trigger_operation(verb: str, operation_id: str) -> Decorator:
     return operation(
         "POST",
         f"{_PATH}/{{name}}/{verb}",
         operation_id,
         tag=_TAG,
-        right=Permission.OPERATE,
+        permission=Permission.OPERATE,
         all_tenants=True,
         body=ReasonRequest,
-        body_example={"reason": "the printer burns"},
-        answers={200: ResponseSpec("The trigger now.", TriggerResponse)},
+        body_example={"reason": "printer out of order"},
+        responses={200: ResponseSpec("The trigger after the change.", TriggerResponse)},
         errors=(NotFound,),
     )
 
 
-@_lever("pause", "pauseTrigger")
+@_trigger_operation("pause", "pauseTrigger")
 async def pause(call: Call) -> Reply:
-    """Pause a trigger: its processes take no messages within seconds; what is in hand is finished."""
-    triggering = call.service.operations.triggers
-    return Reply(_trigger(await triggering.pause(call.principal, call.path["name"], reason=call.body.reason)))
+    """Pause a trigger.
+
+    Its processes stop consuming within seconds; messages in flight are finished.
+    """
+    triggers = call.service.operations.triggers
+    return Reply(_trigger(await triggers.pause(call.principal, call.path["name"], reason=call.body.reason)))
 
 
-@_lever("resume", "resumeTrigger")
+@_trigger_operation("resume", "resumeTrigger")
 async def resume(call: Call) -> Reply:
-    """Let a trigger take messages again."""
-    triggering = call.service.operations.triggers
-    return Reply(_trigger(await triggering.resume(call.principal, call.path["name"], reason=call.body.reason)))
+    """Resume a trigger."""
+    triggers = call.service.operations.triggers
+    return Reply(_trigger(await triggers.resume(call.principal, call.path["name"], reason=call.body.reason)))
 
 
 def _trigger(view: TriggerInfo) -> TriggerResponse:

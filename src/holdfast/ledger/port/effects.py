@@ -19,7 +19,7 @@ from holdfast.core.job import JobKey as JobKey
 
 
 class EffectState(StrEnum):
-    """Where an effect is (requirement E2)."""
+    """State of an effect key (requirement E2)."""
 
     RESERVED = "reserved"
     DONE = "done"
@@ -27,7 +27,7 @@ class EffectState(StrEnum):
 
 
 class Reservation(msgspec.Struct, frozen=True, kw_only=True):
-    """A wish to act under a key, and who wishes."""
+    """A request to run an effect under a key, and the attempt that makes it."""
 
     tenant_id: str
     key: str
@@ -38,12 +38,12 @@ class Reservation(msgspec.Struct, frozen=True, kw_only=True):
     job_id: str
     attempt: int
     worker: str
-    #: Take over this reservation, which is in doubt or whose holder is lost, instead of making a new one.
+    #: Replace this reservation, which is in doubt or whose holder is lost, instead of making a new one.
     replaces_token: str = ""
 
 
 class EffectKey(msgspec.Struct, frozen=True, kw_only=True):
-    """The row of a key. Ours, if its token is the one that we asked with."""
+    """The row of a key. The caller holds it if the token is the one in its reservation."""
 
     state: EffectState
     token: str
@@ -84,24 +84,27 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 class EffectStore(Protocol):
     """Reservations and checkpoints. Every method takes a batch and is one transaction."""
 
-    async def reserve(self, wishes: Sequence[Reservation]) -> list[EffectKey]:
-        """The key's row after the wish, one each: new keys, and done ones that have expired, become the wisher's."""
+    async def reserve(self, reservations: Sequence[Reservation]) -> list[EffectKey]:
+        """Reserve keys and return each key's row. New keys, and done keys that have expired, become the caller's."""
         ...
 
     async def conclude(self, outcomes: Sequence[EffectOutcome]) -> list[bool]:
-        """Whether each still held its key. False: it was reserved again meanwhile, so it may have happened twice."""
+        """Record outcomes; return whether each still held its key.
+
+        False: the key was reserved again meanwhile, so the effect may have happened twice.
+        """
         ...
 
     async def get(self, keys: Sequence[tuple[str, str]]) -> list[EffectKey | None]:
-        """The rows of `(tenant_id, key)`."""
+        """Return the rows of `(tenant_id, key)`."""
         ...
 
     async def steps(self, jobs: Sequence[JobKey]) -> list[list[Step]]:
-        """Each job's recorded steps, by position."""
+        """Return each job's recorded steps, by position."""
         ...
 
     async def record_steps(self, steps: Sequence[Step]) -> list[Step]:
-        """The step as it is recorded now, one each: the first one to record a position wins."""
+        """Record steps and return each as it is recorded now: the first to record a position wins."""
         ...
 
 
@@ -109,17 +112,17 @@ T = TypeVar("T")
 
 
 def rounds(items: Sequence[T], key: Callable[[T], tuple[str, str]]) -> list[list[int]]:
-    """Numbers of the items, in turns: no key twice in a turn. A second wish for a key comes after the first."""
-    made: list[list[int]] = []
-    seen: dict[tuple[str, str], int] = {}
-    for number, item in enumerate(items):
-        turn = seen[key(item)] = seen.get(key(item), -1) + 1
-        if turn == len(made):
-            made.append([])
-        made[turn].append(number)
-    return made
+    """Split item indexes into rounds in which no key occurs twice; a key's items keep their order."""
+    batches: list[list[int]] = []
+    uses: dict[tuple[str, str], int] = {}
+    for index, item in enumerate(items):
+        nth = uses[key(item)] = uses.get(key(item), -1) + 1
+        if nth == len(batches):
+            batches.append([])
+        batches[nth].append(index)
+    return batches
 
 
 def holds_key(outcome: EffectOutcome, token: str | None) -> bool:
-    """Whether an outcome is about the reservation that has the key now. What is to be free and is gone, is free."""
+    """Whether an outcome belongs to the reservation that has the key now; releasing an absent key succeeds."""
     return outcome.state is None if token is None else token == outcome.token

@@ -35,43 +35,44 @@ if TYPE_CHECKING:
 
 
 _DAY_MS: Final = 86_400_000
-#: After a fork the projector asks whether it has an entry already, so these outlive any lag, and any wish to keep less.
+#: After a fork the projector checks which entries are already written, so entries outlive any lag and any shorter
+#: retention setting.
 KEEP_ENTRIES_MS: Final = 7 * _DAY_MS
 
-#: By tenant: creation (in the store's own terms) and id of the last job that was looked at. Whatever is older and still
-#: there is kept for a reason (an open dead letter, say), and need not be looked at each time. Who starts with no marks
-#: looks at everything.
+#: By tenant: creation time (in the store's own format) and id of the last job checked. Older jobs that are still there
+#: are kept for a reason (for example an open dead letter) and are not checked each time. Without cursors, all jobs are
+#: checked.
 PruneCursors = dict[str, tuple[Any, str]]
 
 
-# The projector's end -------------------------------------------------------------------------------
+# Projection ----------------------------------------------------------------------------------------
 
 
 class FeedPosition(msgspec.Struct, frozen=True):
-    """How far a feed is in the ledger; both empty before its first entry."""
+    """How far the ledger has read a feed; both empty before its first entry."""
 
     position: str = ""
     nonce: str = ""
 
 
 class ProjectionResult(msgspec.Struct, frozen=True):
-    """What one transaction did."""
+    """What one transaction wrote."""
 
     at: FeedPosition
     events: int
     anomalies: int
-    #: Jobs that wait in `dlq_pending` until the engine is told.
+    #: Jobs that stay in `dlq_pending` until the engine is notified.
     dead_letters: int = 0
-    #: Something in it did not fit at once, and was looked up.
+    #: Some events did not fit the batch's fast path and needed lookups.
     slow_path: bool = False
 
 
 class PositionMoved(Exception):
-    """Another projector was faster, and nothing was written. Read the position again."""
+    """Another projector moved the position first and nothing was written; read the position again."""
 
 
 class RecordedDeadLetter(msgspec.Struct, frozen=True):
-    """A dead letter that is durable, of a job that the engine has not been told about yet."""
+    """A durable dead letter, as the projector reports it to the engine."""
 
     key: JobKey
     dlq_id: str
@@ -81,20 +82,22 @@ class Projection(Protocol):
     """Feed → ledger, exactly once: rows and position are one transaction, fenced by the old position (rules 14–18)."""
 
     async def acquire(self, queue: str, projector: str, lease_ms: int) -> FeedPosition | None:
-        """Be this feed's projector for `lease_ms`; None while another one is alive or at it; never waits for one.
-        Only saves work: fencing is by position, so two at once do no harm."""
+        """Become this feed's projector for `lease_ms`; None while another holds or is taking it. Does not wait.
+
+        The lease only saves work: writes are fenced by position, so two projectors at once do no harm.
+        """
         ...
 
     async def held_by_others(self, queues: Sequence[str], projector: str) -> set[str]:
-        """Those of the feeds that another projector has now, in one look: for standing by."""
+        """Return the queues whose feeds another projector holds now, in one query; for standby projectors."""
         ...
 
     async def release(self, queue: str, projector: str) -> None:
-        """Another may take it at once."""
+        """Release the lease, so that another projector can acquire it at once."""
         ...
 
     def prepare(self, queue: str, entries: Sequence[FeedEntry]) -> Any:
-        """The part of `project` that needs no store, to be done while another batch is being written; None: nothing."""
+        """Do the part of `project` that needs no store, while another batch is being written; None: nothing to do."""
         ...
 
     async def project(
@@ -108,48 +111,50 @@ class Projection(Protocol):
     ) -> ProjectionResult:
         """Write these entries, number each job's events, move the position and renew the lease, in one transaction.
 
-        Raises `PositionMoved` and writes nothing unless the position is `old`. Never stops on one event: what does
-        not fit the ledger's story becomes an anomaly. Dead letters are written to `dlq_items`, unacknowledged.
+        Raises `PositionMoved` and writes nothing unless the position is `old`. One event never stops it: an event that
+        does not fit the recorded history becomes an anomaly. Dead letters are written to `dlq_items`, unacknowledged.
         """
         ...
 
     async def already_written(self, queue: str, entries: Sequence[FeedEntry]) -> set[str]:
-        """Positions of those entries that are in the ledger already (same position, same nonce): for after a fork."""
+        """Return positions of entries that are already in the ledger (same position and nonce); used after a fork."""
         ...
 
     async def unacked_dead_letters(
         self, queue: str, limit: int, after: RecordedDeadLetter | None = None
     ) -> list[RecordedDeadLetter]:
-        """Dead letters whose jobs are still to be moved on, by tenant and id; those that come `after` one."""
+        """List dead letters whose jobs the engine has not moved yet, by tenant and id, continuing `after` one."""
         ...
 
     async def dead_letters(self, keys: Sequence[JobKey]) -> list[RecordedDeadLetter]:
-        """The dead letters of these jobs, told or not, as far as there are any."""
+        """Return the dead letters of these jobs, acknowledged or not."""
         ...
 
-    async def ack_dead_letters(self, letters: Sequence[RecordedDeadLetter]) -> None:
-        """The engine has moved these on."""
+    async def ack_dead_letters(self, dead_letters: Sequence[RecordedDeadLetter]) -> None:
+        """Mark these as moved by the engine."""
         ...
 
     async def position(self, queue: str) -> FeedPosition:
-        """How far the feed is."""
+        """Return how far the ledger has read the feed."""
         ...
 
-    async def wait_position_change(self, queue: str, than: FeedPosition, wait_ms: int) -> FeedPosition:
-        """The position once it is another one than `than`, or as it is after `wait_ms`. Does not poll."""
+    async def wait_position_change(self, queue: str, known: FeedPosition, wait_ms: int) -> FeedPosition:
+        """Return the position once it differs from `known`, or the current one after `wait_ms`. Does not poll."""
         ...
 
     async def wait_recorded(self, keys: Sequence[JobKey], wait_ms: int) -> set[JobKey]:
-        """Those of the jobs that are in the ledger with all that was submitted, once all are, or after `wait_ms`.
-        Callers share look-ups."""
+        """Return the jobs whose whole submission is in the ledger, once all are there or after `wait_ms`.
+
+        Concurrent callers share lookups.
+        """
         ...
 
     async def close(self) -> None:
-        """Nobody waits any longer: those who do are cancelled."""
+        """Cancel all waiters."""
         ...
 
 
-# The reconciler's end ------------------------------------------------------------------------------
+# Recovery ------------------------------------------------------------------------------------------
 
 
 class OpenJob(msgspec.Struct, frozen=True):
@@ -161,32 +166,34 @@ class OpenJob(msgspec.Struct, frozen=True):
 
 
 class Recovery(Protocol):
-    """What the ledger knows about open jobs. Pages are read one by one, each in a short transaction of its own: no
-    snapshot is kept while somebody works on a page."""
+    """What the ledger knows about open jobs.
+
+    Each page is read in its own short transaction: no snapshot is held while the caller works on a page.
+    """
 
     def queues(self) -> Coroutine[Any, Any, list[str]]:
-        """Queues that the ledger has read a feed of: the engine may have forgotten them."""
+        """Return queues whose feed the ledger has read; the engine may have lost them."""
         ...
 
     def open_jobs(self, queue: str, limit: int) -> AsyncIterator[list[OpenJob]]:
-        """Open jobs of a queue, in pages. One that moves meanwhile may be seen twice, or not at all."""
+        """Iterate over open jobs of a queue, in pages. A job that moves meanwhile may occur twice or not at all."""
         ...
 
     async def still_open(self, keys: Sequence[JobKey]) -> list[OpenJob]:
-        """Those of them that are open now."""
+        """Return those of the jobs that are open now."""
         ...
 
     async def histories(self, keys: Sequence[JobKey]) -> dict[JobKey, list[Event]]:
-        """Each job's events in order. The creation's `data` has the whole envelope."""
+        """Return each job's events in order. `data` of the creation event has the whole envelope."""
         ...
 
     def submission_keys(self, queue: str, window_ms: int, limit: int) -> AsyncIterator[list[SubmissionKey]]:
-        """Idempotency keys that are still in their window, or whose job is open, in pages."""
+        """Iterate over idempotency keys still in their window, or whose job is open, in pages."""
         ...
 
 
 class Ledger(Protocol):
-    """Remembers."""
+    """History of jobs and the data of operators, triggers and outbox; one property per role."""
 
     @property
     def projection(self) -> Projection | None:
@@ -209,25 +216,26 @@ class Ledger(Protocol):
     def outbox(self) -> OutboxStore: ...
 
     async def open(self) -> None:
-        """Connect and look at the schema. Raises `LedgerUnavailable`, or `SchemaMismatch`."""
+        """Connect and check the schema. Raises `LedgerUnavailable` or `SchemaMismatch`."""
         ...
 
     async def close(self) -> None:
-        """Give connections back. Safe to call twice."""
+        """Close connections. Safe to call twice."""
         ...
 
     def clone(self) -> Ledger:
-        """A ledger on the same store with connections of its own, for another event loop."""
+        """Return a ledger on the same store with separate connections, for another event loop."""
         ...
 
-    async def prune(self, keep_ms: int, limit: int, marks: PruneCursors | None = None) -> int:
-        """Drop finished jobs (with events, steps) that ended longer ago, expired effect keys, old feed entries: about
-        `limit` rows in one short transaction; how many went; old lines of the operators' log, too. Never an open job,
-        a key in doubt, an open dead letter, or one whose replay is on its way.
-        Begins at the marks, and moves them.
+    async def prune(self, keep_ms: int, limit: int, cursors: PruneCursors | None = None) -> int:
+        """Delete about `limit` expired rows in one short transaction; return how many.
+
+        Deletes jobs that ended longer ago than `keep_ms` (with events and steps), expired effect keys, old feed entries
+        and old audit entries. Never an open job, a key in doubt, an open dead letter, or one whose replay is in
+        progress. Starts at the cursors and advances them.
         """
         ...
 
     async def diagnose(self) -> list[Finding]:
-        """Whether this ledger can be trusted, how far it is behind, and what to do."""
+        """Check the ledger: whether its data is reliable, how far it is behind, and what to do about it."""
         ...

@@ -14,12 +14,12 @@ import msgspec
 
 from holdfast.core.principal import AuditEntry
 
-#: Where transactional enqueue goes; every other destination is a broker of the relay's configuration.
+#: Destination of transactional enqueue; every other destination is a broker in the relay's configuration.
 ENGINE_DESTINATION: Final = "holdfast"
 
 
 class OutboxStatus(StrEnum):
-    """Where an event is (requirement O1)."""
+    """State of an outbox event (requirement O1)."""
 
     NEW = "NEW"
     RETRYING = "RETRYING"
@@ -34,9 +34,9 @@ class OutboxEvent(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     destination: str
     topic: str
-    #: Empty: no order is asked for.
+    #: Empty: no order is required.
     key: str
-    #: JSON, or base64 of bytes if the headers say so: see `outbox.writing`.
+    #: JSON, or base64 of bytes if the headers say so; see `outbox.writer.payload_of`.
     payload: str
     headers: Mapping[str, str]
     status: OutboxStatus
@@ -45,12 +45,12 @@ class OutboxEvent(msgspec.Struct, frozen=True, kw_only=True):
     last_error: str
     created_at_ms: int
     sent_at_ms: int | None
-    #: Grows with every row that is written; of one key, the order of publishing.
+    #: Increases with every row written; events of one key are published in this order.
     position: int
 
 
 class PublishResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one try."""
+    """Result of one attempt to publish an event."""
 
     tenant_id: str
     id: str
@@ -61,16 +61,16 @@ class PublishResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OutboxBacklog(msgspec.Struct, frozen=True):
-    """What waits."""
+    """Counts of unpublished events."""
 
     waiting: int
     dead: int
-    #: When the oldest of those that wait was written.
+    #: When the oldest waiting event was written.
     oldest_ms: int | None
 
 
 class OutboxStore(Protocol):
-    """On PostgreSQL and SQLite, by the store's own clock."""
+    """Access of relay and operators to `outbox_events`. Times are the store's."""
 
     async def open(self) -> None: ...
     async def close(self) -> None: ...
@@ -80,52 +80,55 @@ class OutboxStore(Protocol):
     async def acquire_lanes(
         self, relay: str, destinations: Sequence[str], most: int, lease_ms: int, *, dead_blocks: bool = False
     ) -> list[int]:
-        """Lanes that have something due for these destinations, free or ours, up to `most`; ours for `lease_ms` now.
-        Those that nobody has held for longest come first.
+        """Lease up to `most` lanes with events due for these destinations, for `lease_ms`.
 
-        `FOR UPDATE SKIP LOCKED` on PostgreSQL: relays that ask at the same moment do not wait for each other. A lane
-        whose first events all wait behind others may be given though nothing in it is due: `due` looks closer.
+        Only lanes that are free or already this relay's; those unleased for longest come first. Concurrent relays do
+        not wait for each other (`FOR UPDATE SKIP LOCKED` on PostgreSQL). A lane whose first events all wait behind
+        others may be returned although nothing in it is due; `due_events` checks exactly.
         """
         ...
 
     async def due_events(
         self, relay: str, lanes: Sequence[int], destinations: Sequence[str], limit: int, *, dead_blocks: bool
     ) -> list[OutboxEvent]:
-        """What is to be published now from lanes that are still ours, by position.
+        """Return events to publish now from lanes this relay still leases, by position.
 
-        None whose key has an earlier event that waits for its next try (or is dead, if `dead_blocks`); one that is
-        tried again goes alone, and the later ones of its key after it was sent.
+        Omits events whose key has an earlier event waiting for a retry (or dead, if `dead_blocks`). A retried event is
+        published alone; later events of its key follow after it was sent.
 
-        Positions are given when rows are written, not when they are committed: transactions that overlap and write the
-        same key are in no order, and the one that commits late may be published after a later position.
+        Positions are assigned when rows are written, not when they are committed. Overlapping transactions that write
+        the same key have no order: one that commits late may be published after a later position.
         """
         ...
 
-    async def record_results(self, relay: str, lanes: Sequence[int], marks: Sequence[PublishResult]) -> bool:
-        """Write down what became of them, and give lanes one more lease, as long as the last one; False if one of the
-        lanes is no longer ours: then nothing is written, and whoever has it publishes them again."""
+    async def record_results(self, relay: str, lanes: Sequence[int], results: Sequence[PublishResult]) -> bool:
+        """Record results and renew the lanes' leases by the last lease time; return whether that was done.
+
+        False if this relay has lost one of the lanes: nothing is written, and the lane's new holder publishes the
+        events again.
+        """
         ...
 
     async def release_lanes(self, relay: str, lanes: Sequence[int] | None = None) -> None:
-        """Its lanes are free, or these of them."""
+        """Release the relay's lanes, or only the given ones."""
         ...
 
     async def wait_for_events(self, timeout_s: float) -> None:
-        """Until somebody has written something, or it is time: `LISTEN` on PostgreSQL, the file's version on SQLite."""
+        """Wait for a new event, at most `timeout_s`: `LISTEN` on PostgreSQL, the file's version on SQLite."""
         ...
 
     async def next_due_ms(self, destinations: Sequence[str], *, dead_blocks: bool = False) -> int | None:
-        """When the next retry is due; None: nothing waits."""
+        """Return when the next retry is due; None if there is none."""
         ...
 
     async def destinations(self) -> list[str]:
-        """Those that something waits for, whoever serves them."""
+        """Return all destinations with waiting events, whichever relay serves them."""
         ...
 
     async def backlog(self) -> OutboxBacklog: ...
 
     async def get(self, tenant_id: str, event_id: str) -> OutboxEvent | None:
-        """One event."""
+        """Return one event, or None."""
         ...
 
     async def find(
@@ -139,31 +142,33 @@ class OutboxStore(Protocol):
         after: int | None = None,
         limit: int = 100,
     ) -> list[OutboxEvent]:
-        """The newest first, `after` a position."""
+        """List events, newest first, continuing `after` a position."""
         ...
 
     async def retry_events(self, tenants: Sequence[str] | None, ids: Sequence[str], actor: str, reason: str) -> int:
-        """DEAD or RETRYING events are tried again now, with all their attempts; how many. A line in the operators' log
-        for each call that changed something."""
+        """Make DEAD and RETRYING events due now, with a new set of attempts; return how many.
+
+        A call that changes something leaves one audit entry per tenant.
+        """
         ...
 
     async def prune(self, keep_ms: int, limit: int) -> int:
-        """Delete SENT events that are older."""
+        """Delete up to `limit` events that were SENT longer ago than `keep_ms`; return how many."""
         ...
 
 
 class ExecutionStatus(StrEnum):
-    """What became of a message (`queue_executions.status`)."""
+    """How the handling of a message ended (`queue_executions.status`)."""
 
-    #: Handed over, and the runtime has taken it.
+    #: The runtime accepted it.
     SUCCESS = "success"
-    #: Somebody has handed it over before.
+    #: It was passed to the runtime before.
     DUPLICATE = "duplicate"
-    #: A guard said no.
+    #: A guard denied it.
     REJECTED = "rejected"
-    #: Cannot be parsed.
+    #: It cannot be parsed.
     UNPARSABLE = "unparsable"
-    #: The hand-over failed for good.
+    #: Passing it to the runtime failed permanently.
     FAILED = "failed"
 
 
@@ -171,7 +176,7 @@ class Execution(msgspec.Struct, frozen=True, kw_only=True):
     """A row of `queue_executions`."""
 
     tenant_id: str
-    #: Of the delivery, so that a record that is written twice is one row.
+    #: Derived from the delivery, so that a record written twice is one row.
     id: str
     message_id: str
     queue_name: str
@@ -179,16 +184,16 @@ class Execution(msgspec.Struct, frozen=True, kw_only=True):
     status: ExecutionStatus
     started_at_ms: int
     completed_at_ms: int
-    #: The job, or the run that the runtime told of; empty if there is none.
+    #: The job, or the run id that the runtime returned; empty if there is none.
     agent_run_id: str = ""
     error_message: str = ""
-    #: Tries of the hand-over after the first one.
+    #: Retries of passing it to the runtime.
     retry_count: int = 0
     trace_id: str = ""
 
 
 class TriggerHeartbeat(msgspec.Struct, frozen=True, kw_only=True):
-    """What one process says of one of its triggers, now and then."""
+    """Periodic report of one process about one of its triggers."""
 
     name: str
     process: str
@@ -200,7 +205,7 @@ class TriggerHeartbeat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TriggerPause(msgspec.Struct, frozen=True, kw_only=True):
-    """A trigger that somebody has paused."""
+    """A trigger that an operator has paused."""
 
     name: str
     paused_by: str
@@ -209,10 +214,10 @@ class TriggerPause(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TriggerStore(Protocol):
-    """The ledger's part of triggers."""
+    """Executions, heartbeats and pauses of triggers."""
 
     async def record_executions(self, executions: Sequence[Execution]) -> None:
-        """Write rows of `queue_executions`, in one transaction; one that is there already is left as it is."""
+        """Write rows of `queue_executions` in one transaction; existing rows are left unchanged."""
         ...
 
     async def executions(
@@ -224,33 +229,34 @@ class TriggerStore(Protocol):
         statuses: Collection[ExecutionStatus] = (),
         limit: int = 100,
     ) -> list[Execution]:
-        """The newest first; `tenants` None and no `statuses` mean all."""
+        """List executions, newest first; `tenants` None and no `statuses` mean all."""
         ...
 
-    async def heartbeat(self, presences: Sequence[TriggerHeartbeat], *, forget_after_ms: int) -> set[str]:
-        """Say that these are here, forget those that have not been heard of for so long; the names that people have
-        paused."""
+    async def heartbeat(self, heartbeats: Sequence[TriggerHeartbeat], *, expire_after_ms: int) -> set[str]:
+        """Record heartbeats, delete those older than `expire_after_ms`, and return the names of paused triggers."""
         ...
 
     async def remove_process(self, process: str) -> None:
-        """This process's triggers are gone."""
+        """Delete the heartbeats of a process."""
         ...
 
     async def processes(self) -> list[TriggerHeartbeat]:
-        """Who has been heard of, by name and process."""
+        """Return the latest heartbeats, by name and process."""
         ...
 
     async def pauses(self) -> list[TriggerPause]:
-        """What people have paused, by name, and who it was."""
+        """Return paused triggers by name, and who paused them."""
         ...
 
-    async def set_paused(self, name: str, paused: bool, action: AuditEntry) -> bool:
-        """Pause or resume a trigger in every process, with a line in the operators' log in the same transaction;
-        whether that changed anything (only then the line is written)."""
+    async def set_paused(self, name: str, paused: bool, entry: AuditEntry) -> bool:
+        """Pause or resume a trigger in every process; return whether that changed anything.
+
+        The audit entry is written in the same transaction, and only if something changed.
+        """
         ...
 
 
 class OutboxOpener(Protocol):
-    """The outbox of an app, not opened yet."""
+    """Opens an app's outbox on first use."""
 
     async def open(self) -> OutboxStore: ...

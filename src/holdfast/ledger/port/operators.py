@@ -47,19 +47,19 @@ class ApprovalStatus(StrEnum):
     APPROVED = "approved"
     REJECTED = "rejected"
     EXPIRED = "expired"
-    #: The payload is not the one that was shown, or the job ended without an answer.
+    #: The payload is not the one that was shown, or the job ended without a decision.
     WITHDRAWN = "withdrawn"
 
 
 class VoteRow(msgspec.Struct, frozen=True, kw_only=True):
-    person: str
+    voter: str
     approve: bool
     reason: str
     at: datetime
 
 
 class ApprovalRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A question to people, and what came of it."""
+    """An approval request, and its decision if there is one."""
 
     tenant_id: str
     approval_id: str
@@ -90,85 +90,90 @@ class DeadLetterStatus(StrEnum):
 
 
 class ReplayReservation(msgspec.Struct, frozen=True, kw_only=True):
-    """A dead letter that is to be submitted as a new job, with all that this takes."""
+    """A dead letter to be submitted as a new job, with everything the submission needs."""
 
     tenant_id: str
     dlq_id: str
-    #: The job that the letter is about.
+    #: The job of the dead letter.
     job_id: str
     queue: str
     job_type: str
     trace_id: str
-    #: Of the very first job, if the letter is a replay's own: effects under it are still the same effects.
+    #: Of the first job in a chain of replays: effects keyed by it remain the same effects.
     idempotency_key: str
     context: Any
     priority: int
-    #: As it was, or as edited.
+    #: Original or edited.
     payload: bytes
-    #: The new job, and the how manyeth replay it is: its key is `dlq:<dlq_id>:<number>`.
+    #: Id of the new job, and the replay's number; its idempotency key is `dlq:<dlq_id>:<number>`.
     new_job_id: str
     number: int
     actor: str
 
 
 class OperatorStore(Protocol):
-    """All raise `LedgerUnavailable`; `Unknown` for what is not there; `Conflict` for what is decided already.
+    """Operators' writes. All raise `LedgerUnavailable`; `NotFound` if absent; `Conflict` if already decided.
 
-    `tenants` are those that the caller may see; None means all. What is of another tenant is not there.
+    `tenants` are those that the caller may see; None means all. Rows of other tenants are treated as absent.
     """
 
     # Tokens
 
-    async def add_token(self, token: TokenRow, action: AuditEntry) -> None: ...
+    async def add_token(self, token: TokenRow, entry: AuditEntry) -> None: ...
     async def token(self, token_id: str) -> TokenRow | None: ...
     async def tokens(self) -> list[TokenRow]: ...
-    async def revoke_token(self, token_id: str, action: AuditEntry) -> None: ...
+    async def revoke_token(self, token_id: str, entry: AuditEntry) -> None: ...
 
-    # Approvals: requested by the engine's `approval.requested` (the projector, or the embedded engine, writes the row)
+    # Approvals: the projector, or the embedded engine, writes the row from the engine's event `approval.requested`
 
     async def vote(
-        self, tenants: Sequence[str] | None, approval_id: str, *, person: str, approve: bool, reason: str
+        self, tenants: Sequence[str] | None, approval_id: str, *, actor: str, approve: bool, reason: str
     ) -> ApprovalRow:
-        """The approval after this vote: one no rejects it, `quorum` different people's yes approves it.
+        """Record a vote and return the approval: one rejection rejects it, `quorum` approving actors approve it.
 
-        Raises `Conflict` if it is decided, expired, or this person has voted; `Forbidden` for whoever asked for it.
+        Raises `Conflict` if it is decided or expired or the actor has already voted; `Forbidden` if the actor
+        requested it.
         """
         ...
 
     async def withdraw_approval(self, tenant_id: str, approval_id: str, reason: str) -> None:
-        """Nobody has to decide any more; nothing if somebody has. The engine is still to be told (`delivered`)."""
+        """Withdraw an undecided approval; no effect on a decided one. The engine still has to be notified."""
         ...
 
     async def expire_approvals(self, limit: int) -> list[ApprovalRow]:
-        """Those whose deadline has passed unanswered, marked as expired."""
+        """Mark undecided approvals past their deadline as expired, and return them."""
         ...
 
     async def undelivered_approvals(self, limit: int, after: ApprovalRow | None = None) -> list[ApprovalRow]:
-        """Decided ones that the engine has not been told of: by tenant, the oldest decision first; those that come
-        `after` one, for whoever cannot deliver all."""
+        """List decided approvals that the engine has not applied, by tenant, oldest decision first.
+
+        Continues `after` one, so that approvals that cannot be delivered do not block the rest.
+        """
         ...
 
-    async def mark_delivered(self, told: Sequence[ApprovalRow]) -> None:
-        """The engine has been told of these, or there is nobody left to tell."""
+    async def mark_delivered(self, rows: Sequence[ApprovalRow]) -> None:
+        """Mark these as applied by the engine, or as no longer applicable."""
         ...
 
     async def mark_undelivered(self, queue: str, since_ms: int) -> int:
-        """The engine may have forgotten what it was told of these in so many milliseconds: it is to be told again.
-        Returns how many."""
+        """Mark approvals delivered in the last `since_ms` as undelivered; return how many.
+
+        For an engine that may have lost them.
+        """
         ...
 
     # Dead letters
 
-    async def request_discard(self, tenants: Sequence[str] | None, dlq_id: str, *, person: str, reason: str) -> None:
-        """Raises `Conflict` unless the item is open."""
+    async def request_discard(self, tenants: Sequence[str] | None, dlq_id: str, *, actor: str, reason: str) -> None:
+        """Request a discard. Raises `Conflict` unless the dead letter is open."""
         ...
 
-    async def confirm_discard(self, tenants: Sequence[str] | None, dlq_id: str, *, person: str) -> None:
-        """Raises `Forbidden` if the same person asked, `Conflict` if nobody did."""
+    async def confirm_discard(self, tenants: Sequence[str] | None, dlq_id: str, *, actor: str) -> None:
+        """Discard. Raises `Forbidden` if the same actor requested it, `Conflict` if no discard was requested."""
         ...
 
-    async def keep(self, tenants: Sequence[str] | None, dlq_id: str, *, person: str, reason: str) -> None:
-        """A discard that was asked for is not wanted after all."""
+    async def keep(self, tenants: Sequence[str] | None, dlq_id: str, *, actor: str, reason: str) -> None:
+        """Withdraw a requested discard."""
         ...
 
     async def reserve_replay(
@@ -176,60 +181,63 @@ class OperatorStore(Protocol):
         tenants: Sequence[str] | None,
         dlq_id: str,
         *,
-        person: str,
+        actor: str,
         reason: str,
         payload: bytes | None,
         expected: int | None = None,
     ) -> ReplayReservation:
-        """Reserve the next replay; `payload` if it was edited. A second call while one is on its way gets that one.
+        """Reserve the next replay; `payload` if it was edited. Returns the pending reservation if there is one.
 
-        An item can be replayed again once its replay has been submitted. Raises `Conflict` for an item
-        that is discarded or that somebody wants to discard, and if none is on its way and it has been replayed another
-        number of times than `expected` (`replay_count`): two people who saw the same item make one job.
+        A dead letter can be replayed again once its replay has been submitted. Raises `Conflict` if it is discarded or
+        its discard is requested. Also raises `Conflict` if no replay is pending and `replay_count` is not `expected`:
+        two callers that read the same dead letter make one job.
         """
         ...
 
-    async def cancel_replay(self, replay: ReplayReservation, *, person: str, reason: str) -> None:
-        """A reserved replay that will not be submitted (a guard denies it): the item is open again, its number is not
-        used a second time, and the log says why. Nothing if it was submitted meanwhile."""
+    async def cancel_replay(self, replay: ReplayReservation, *, actor: str, reason: str) -> None:
+        """Cancel a reservation that will not be submitted, for example because a guard denies it.
+
+        The dead letter is open again, the number is not reused, and the audit log has the reason. No effect if the
+        replay was submitted meanwhile.
+        """
         ...
 
     async def unsubmitted_replays(self, limit: int, after: ReplayReservation | None = None) -> list[ReplayReservation]:
-        """Replays that were begun and not handed in, by tenant and item; those that come `after` one."""
+        """List reserved replays that were not submitted, by tenant and dead letter, continuing `after` one."""
         ...
 
     async def mark_submitted(self, replays: Sequence[ReplayReservation]) -> None:
-        """These have been handed in."""
+        """Mark these as submitted."""
         ...
 
     # Effects
 
-    async def resolve_effect(self, outcome: EffectOutcome, action: AuditEntry) -> None:
-        """A person's word on an effect in doubt: done with a result, or free again.
+    async def resolve_effect(self, outcome: EffectOutcome, entry: AuditEntry) -> None:
+        """Resolve an effect in doubt: done with a result, or its key released.
 
-        Raises `Unknown` if there is no such key, `Conflict` if it was reserved or settled meanwhile.
+        Raises `NotFound` if the key does not exist, `Conflict` if it was reserved or settled meanwhile.
         """
         ...
 
-    # The operators' log and alerts
+    # Audit log and alerts
 
-    async def record_audit(self, actions: Sequence[AuditEntry]) -> None: ...
+    async def record_audit(self, entries: Sequence[AuditEntry]) -> None: ...
 
-    async def raise_alert(self, key: str, action: AuditEntry) -> bool:
-        """Whether it was raised now: one that stands already is not raised twice, whoever raises it."""
+    async def raise_alert(self, key: str, entry: AuditEntry) -> bool:
+        """Raise an alert; return whether this call raised it. A standing alert is not raised twice."""
         ...
 
-    async def clear_alert(self, key: str, action: AuditEntry) -> bool: ...
+    async def clear_alert(self, key: str, entry: AuditEntry) -> bool: ...
 
 
-#: Approvals and alerts that are older are no news: nobody had subscribed when they happened.
+#: Older approvals and alerts are not sent: there was no subscriber when they happened.
 MAX_NOTIFICATION_AGE: Final = timedelta(days=1)
 
 ALERT_PREFIX: Final = "alert."
 
 
 class FinishedJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A job that has ended, without its insides."""
+    """A job that has ended, as notifications show it."""
 
     key: JobKey
     job_type: str
@@ -239,12 +247,12 @@ class FinishedJob(msgspec.Struct, frozen=True, kw_only=True):
     trace_id: str
     idempotency_key: str
     error_code: str | None
-    #: For outsiders.
+    #: Safe to show outside.
     error_message: str | None
     #: JSON.
     result: str | None
     dlq_id: str | None
-    #: An address, or `core.webhook.SUBSCRIBERS`.
+    #: A URL, or `core.webhook_url.ANY_SUBSCRIBER`.
     webhook: str
     created_at: datetime
     finished_at: datetime
@@ -253,7 +261,7 @@ class FinishedJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ApprovalNotification(msgspec.Struct, frozen=True, kw_only=True):
-    """An approval whose status subscribers have not been told of."""
+    """An approval whose status has not been sent to subscribers."""
 
     tenant_id: str
     approval_id: str
@@ -261,7 +269,7 @@ class ApprovalNotification(msgspec.Struct, frozen=True, kw_only=True):
     queue: str
     job_type: str
     status: ApprovalStatus
-    told: ApprovalStatus | None
+    notified_status: ApprovalStatus | None
     name: str
     reason: str
     #: JSON.
@@ -280,7 +288,7 @@ class ApprovalNotification(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AlertNotification(msgspec.Struct, frozen=True, kw_only=True):
-    """An alert that was raised or has ended."""
+    """An alert that was raised or cleared."""
 
     tenant_id: str
     id: str
@@ -295,8 +303,8 @@ class AlertNotification(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NotificationMarks(Protocol):
-    """Writes marks. Each call is one transaction; to mark what is marked does nothing."""
+    """Marks rows whose notifications were submitted. Each call is one transaction and can be repeated."""
 
     async def jobs(self, keys: Sequence[JobKey]) -> None: ...
-    async def approvals(self, told: Sequence[ApprovalNotification]) -> None: ...
-    async def alerts(self, told: Sequence[AlertNotification]) -> None: ...
+    async def approvals(self, rows: Sequence[ApprovalNotification]) -> None: ...
+    async def alerts(self, rows: Sequence[AlertNotification]) -> None: ...

@@ -1,8 +1,8 @@
 """Rows of `jobs` and `job_events` in PostgreSQL's binary COPY format, built from what most of them share.
 
 A job has a row and three events or more, so these are the hottest loops of the projector. A driver encodes value by
-value; here the names of a job, the words of an event and an instant are encoded once and put together, which costs a
-quarter. What cannot be encoded raises `ValueError`, or `OverflowError`.
+value; here a job's names, an event's type and states, and an instant are encoded once and joined, at a quarter of the
+cost. A value that cannot be encoded raises `ValueError` or `OverflowError`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TAIL: Final = b"\xff\xff"
 _NULL: Final = b"\xff\xff\xff\xff"
 _JOB_FIELDS: Final = len(JOB_COLUMNS).to_bytes(2)
 _EVENT_FIELDS: Final = len(EVENT_COLUMNS).to_bytes(2)
-#: Jobs whose events go out together: while the server takes them, the next ones are encoded.
+#: Jobs whose events are sent together: while the server reads them, the next ones are encoded.
 _CHUNK: Final = 500
 
 _length: Final = Struct("!i").pack
@@ -39,7 +39,7 @@ _LAST_MS: Final = 253_402_300_799_000
 
 
 def job_rows(drafts: Iterable[JobDraft], queue: str) -> bytes:
-    """Of new jobs, in the order of `JOB_COLUMNS`."""
+    """The rows of new jobs, in the order of `JOB_COLUMNS`."""
     parts: list[bytes] = [_HEAD]
     add = parts.append
     in_queue = _text(queue)
@@ -72,21 +72,21 @@ def job_rows(drafts: Iterable[JobDraft], queue: str) -> bytes:
 
 
 async def as_stream(rows: bytes) -> AsyncIterator[bytes]:
-    """As the driver wants to have them."""
+    """The rows as the iterator that the driver expects."""
     yield rows
 
 
 async def event_rows(drafts: Sequence[JobDraft], queue: str) -> AsyncIterator[bytes]:
-    """All events of the drafts, numbered on from each draft's `seq`, in the order of `EVENT_COLUMNS`."""
+    """The rows of all events, numbered from each draft's `seq` + 1, in the order of `EVENT_COLUMNS`."""
     yield _HEAD
     in_queue = _text(queue)
     for start in range(0, len(drafts), _CHUNK):
-        yield _encoded(drafts[start : start + _CHUNK], in_queue)
+        yield _encode_events(drafts[start : start + _CHUNK], in_queue)
         await asyncio.sleep(0)
     yield _TAIL
 
 
-def _encoded(drafts: Sequence[JobDraft], in_queue: bytes) -> bytes:
+def _encode_events(drafts: Sequence[JobDraft], in_queue: bytes) -> bytes:
     parts: list[bytes] = []
     add = parts.append
     for draft in drafts:
@@ -117,9 +117,9 @@ def _name(value: str) -> bytes:
 
 
 @lru_cache(maxsize=1_000)
-def _kind(word: str, from_state: State | None, to_state: State | None) -> bytes:
+def _kind(event_type: str, from_state: State | None, to_state: State | None) -> bytes:
     states = (_NULL if state is None else _text(state) for state in (from_state, to_state))
-    return b"".join((_text(word), *states))
+    return b"".join((_text(event_type), *states))
 
 
 @lru_cache(maxsize=1_000)
@@ -129,15 +129,15 @@ def _counts(state: str, attempt: int, retry_count: int, last_seq: int) -> bytes:
 
 @lru_cache(maxsize=1_000)
 def _number(value: int) -> bytes:
-    return _packed(_int4, 4, value)
+    return _pack(_int4, 4, value)
 
 
 @lru_cache(maxsize=100)
 def _small(value: int) -> bytes:
-    return _packed(_int2, 2, value)
+    return _pack(_int2, 2, value)
 
 
-def _packed(pack: Callable[[int, int], bytes], size: int, value: int) -> bytes:
+def _pack(pack: Callable[[int, int], bytes], size: int, value: int) -> bytes:
     try:
         return pack(size, value)
     except error as exc:

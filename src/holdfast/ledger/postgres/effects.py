@@ -1,7 +1,7 @@
-"""Effects and steps on PostgreSQL: each batch is one transaction, its rows locked in the order of their keys.
+"""Effects and steps on PostgreSQL: each batch is one transaction that locks its rows in key order.
 
-Two batches that share keys meet at the unique index or at a row's lock, always in the same order, so that neither waits
-for the other. A key that is wished for twice in one batch is dealt with in two rounds, as if one had come later.
+Two batches that share keys meet at the unique index or at a row lock, always in the same order, so they cannot
+deadlock. A key that occurs twice in a batch is handled in two rounds, as if the second call had come later.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from holdfast.ledger.port.effects import (
 )
 from holdfast.ledger.postgres.store import Connection, PostgresStore
 
-#: A key that is freed between two statements is reserved again; more often than this it does not happen by chance.
+#: A key that is released between two statements is tried again; more often than this is not chance.
 _ROUNDS: Final = 20
 
 _COLUMNS: Final = "function, fingerprint, token, queue, job_id, attempt, worker"
 
-#: What is read of a key.
+#: Columns that are read of a key.
 _SHOWN: Final = f"""tenant_id, key, state, value, coalesce(reason, '') AS reason, {_COLUMNS},
     (extract(epoch FROM updated_at) * 1000)::bigint AS updated_at_ms"""
 
@@ -45,12 +45,12 @@ ON CONFLICT (tenant_id, key) DO UPDATE SET
     job_id = excluded.job_id, attempt = excluded.attempt, worker = excluded.worker
 WHERE (held.state = 'done' AND held.expires_at <= now()) OR (held.state <> 'done' AND held.token = ANY ($10::text[]))
 RETURNING {_SHOWN}
-"""  # noqa: S608 - names of our own
+"""  # noqa: S608 - constants
 
-_LOOK: Final = f"""
+_READ: Final = f"""
 SELECT {_SHOWN}
 FROM idempotency_keys JOIN unnest($1::text[], $2::text[]) AS wanted (tenant_id, key) USING (tenant_id, key)
-"""  # noqa: S608 - names of our own
+"""  # noqa: S608 - constants
 
 _LOCK: Final = """
 SELECT tenant_id, key, token, state
@@ -97,50 +97,50 @@ _Key = tuple[str, str]
 
 
 class PostgresEffectStore(EffectStore):
-    """Role `Effects` of the PostgreSQL ledger."""
+    """The effect store of a ledger on PostgreSQL."""
 
     def __init__(self, store: PostgresStore) -> None:
         self._store = store
 
-    async def reserve(self, wishes: Sequence[Reservation]) -> list[EffectKey]:
+    async def reserve(self, reservations: Sequence[Reservation]) -> list[EffectKey]:
         async def work(connection: Connection) -> list[EffectKey]:
             answers: dict[int, EffectKey] = {}
-            for turn in rounds(wishes, lambda wish: (wish.tenant_id, wish.key)):
-                found = await _reserve(connection, [wishes[number] for number in turn])
-                answers.update(zip(turn, found, strict=True))
-            return [answers[number] for number in range(len(wishes))]
+            for numbers in rounds(reservations, lambda reservation: (reservation.tenant_id, reservation.key)):
+                found = await _reserve(connection, [reservations[number] for number in numbers])
+                answers.update(zip(numbers, found, strict=True))
+            return [answers[number] for number in range(len(reservations))]
 
         return await self._store.transact(work)
 
     async def conclude(self, outcomes: Sequence[EffectOutcome]) -> list[bool]:
         async def work(connection: Connection) -> list[bool]:
             answers: dict[int, bool] = {}
-            for turn in rounds(outcomes, lambda outcome: (outcome.tenant_id, outcome.key)):
-                held = await _conclude(connection, [outcomes[number] for number in turn])
-                answers.update(zip(turn, held, strict=True))
+            for numbers in rounds(outcomes, lambda outcome: (outcome.tenant_id, outcome.key)):
+                held = await _conclude(connection, [outcomes[number] for number in numbers])
+                answers.update(zip(numbers, held, strict=True))
             return [answers[number] for number in range(len(outcomes))]
 
         return await self._store.transact(work)
 
     async def get(self, keys: Sequence[tuple[str, str]]) -> list[EffectKey | None]:
         async def work(connection: Connection) -> list[EffectKey | None]:
-            found = await _look(connection, keys)
+            found = await _read(connection, keys)
             return [found.get(key) for key in keys]
 
         return await self._store.transact(work)
 
     async def steps(self, jobs: Sequence[JobKey]) -> list[list[Step]]:
-        wanted = [_cleaned(job) for job in jobs]
+        cleaned = [_clean_key(job) for job in jobs]
 
         async def work(connection: Connection) -> list[list[Step]]:
             rows = await connection.fetch(
-                _STEPS, *_columns([(job.tenant_id, job.job_id, job.queue) for job in dict.fromkeys(wanted)], 3)
+                _STEPS, *_columns([(job.tenant_id, job.job_id, job.queue) for job in dict.fromkeys(cleaned)], 3)
             )
             found: dict[JobKey, list[Step]] = {}
             for row in rows:
                 step = _step(row)
                 found.setdefault(step.key, []).append(step)
-            return [found.get(job, []) for job in wanted]
+            return [found.get(job, []) for job in cleaned]
 
         return await self._store.transact(work)
 
@@ -148,52 +148,52 @@ class PostgresEffectStore(EffectStore):
         async def work(connection: Connection) -> list[Step]:
             rows: dict[tuple[str, str, str, int], tuple[Any, ...]] = {}
             for step in steps:
-                key = _cleaned(step.key)
-                place = (key.tenant_id, key.job_id, key.queue, step.position)
-                rows.setdefault(place, (*place, clean(step.name), step.result.decode(), step.attempt))
+                job = _clean_key(step.key)
+                key = (job.tenant_id, job.job_id, job.queue, step.position)
+                rows.setdefault(key, (*key, clean(step.name), step.result.decode(), step.attempt))
             await connection.execute(_RECORD, *_columns(rows.values(), 7))
             found = await connection.fetch(_RECORDED, *_columns(rows, 4))
             recorded = {(step.key, step.position): step for step in map(_step, found)}
-            return [recorded[_cleaned(step.key), step.position] for step in steps]
+            return [recorded[_clean_key(step.key), step.position] for step in steps]
 
         return await self._store.transact(work)
 
 
-async def _reserve(connection: Connection, wishes: Sequence[Reservation]) -> list[EffectKey]:
+async def _reserve(connection: Connection, reservations: Sequence[Reservation]) -> list[EffectKey]:
     found: dict[_Key, EffectKey] = {}
-    missing = list(wishes)
+    missing = list(reservations)
     for _ in range(_ROUNDS):
         rows = [
             (
-                w.tenant_id,
-                w.key,
-                w.function,
-                w.fingerprint,
-                w.token,
-                w.queue,
-                clean(w.job_id),
-                w.attempt,
-                clean(w.worker),
+                r.tenant_id,
+                r.key,
+                r.function,
+                r.fingerprint,
+                r.token,
+                r.queue,
+                clean(r.job_id),
+                r.attempt,
+                clean(r.worker),
             )
-            for w in missing
+            for r in missing
         ]
-        instead_of = [wish.replaces_token for wish in missing if wish.replaces_token]
+        instead_of = [r.replaces_token for r in missing if r.replaces_token]
         found |= _by_key(await connection.fetch(_RESERVE, *_columns(rows, 9), instead_of))
-        if taken := [key for wish in missing if (key := (wish.tenant_id, wish.key)) not in found]:
-            found |= await _look(connection, taken)
-        # Held by somebody who freed it before we looked: ours to try again.
-        missing = [wish for wish in missing if (wish.tenant_id, wish.key) not in found]
+        if taken := [key for r in missing if (key := (r.tenant_id, r.key)) not in found]:
+            found |= await _read(connection, taken)
+        # Another caller held it and released it before it was read: try again.
+        missing = [r for r in missing if (r.tenant_id, r.key) not in found]
         if not missing:
-            return [found[wish.tenant_id, wish.key] for wish in wishes]
-    raise LedgerUnavailable("keys are reserved and freed faster than they can be looked at; try again")
+            return [found[r.tenant_id, r.key] for r in reservations]
+    raise LedgerUnavailable("the effect keys were reserved and released too often during the call; retry")
 
 
-async def _look(connection: Connection, keys: Iterable[_Key]) -> dict[_Key, EffectKey]:
-    return _by_key(await connection.fetch(_LOOK, *_columns(dict.fromkeys(keys), 2)))
+async def _read(connection: Connection, keys: Iterable[_Key]) -> dict[_Key, EffectKey]:
+    return _by_key(await connection.fetch(_READ, *_columns(dict.fromkeys(keys), 2)))
 
 
 def _by_key(rows: Iterable[Any]) -> dict[_Key, EffectKey]:
-    return {(row["tenant_id"], row["key"]): _held(row) for row in rows}
+    return {(row["tenant_id"], row["key"]): _effect_key(row) for row in rows}
 
 
 async def _conclude(connection: Connection, outcomes: Sequence[EffectOutcome]) -> list[bool]:
@@ -201,12 +201,12 @@ async def _conclude(connection: Connection, outcomes: Sequence[EffectOutcome]) -
     tokens = {(row["tenant_id"], row["key"]): row["token"] for row in rows}
     done = {(row["tenant_id"], row["key"]) for row in rows if row["state"] == EffectState.DONE}
     held = [holds_key(outcome, tokens.get((outcome.tenant_id, outcome.key))) for outcome in outcomes]
-    # What is done stays. Judged here and not in SQL, where `state <> 'done'` lures the planner into the index of keys
-    # in doubt: it is full of dead entries, and each end would take longer than the last.
+    # A done effect is not changed. Checked here and not in SQL, where `state <> 'done'` makes the planner use the index
+    # of keys in doubt: that is full of dead entries, and each call would take longer than the last.
     ended = [
         outcome
-        for outcome, is_ours in zip(outcomes, held, strict=True)
-        if is_ours and (outcome.tenant_id, outcome.key) not in done
+        for outcome, holds in zip(outcomes, held, strict=True)
+        if holds and (outcome.tenant_id, outcome.key) not in done
     ]
     if kept := [outcome for outcome in ended if outcome.state is not None]:
         await connection.execute(_CONCLUDE, *_columns([_ending(outcome) for outcome in kept], 7))
@@ -228,7 +228,7 @@ def _ending(outcome: EffectOutcome) -> tuple[Any, ...]:
     )
 
 
-def _held(row: Any) -> EffectKey:
+def _effect_key(row: Any) -> EffectKey:
     value = row["value"]
     return EffectKey(
         state=EffectState(row["state"]),
@@ -255,7 +255,7 @@ def _step(row: Any) -> Step:
     )
 
 
-def _cleaned(job: JobKey) -> JobKey:
+def _clean_key(job: JobKey) -> JobKey:
     return JobKey(job.tenant_id, job.queue, clean(job.job_id))
 
 

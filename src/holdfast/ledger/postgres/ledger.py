@@ -35,9 +35,9 @@ _NOTE = "UPDATE ledger_owner SET engine = $1"
 
 
 def owner_check(namespace: str, engine: str = "") -> StoreCheck:
-    """Raises `SchemaMismatch` or `InvalidOption`; warns if it was another engine's."""
+    """A check that raises `SchemaMismatch` or `InvalidOption`, and warns if it was another engine's ledger."""
 
-    async def look(connection: asyncpg.Connection, where: str) -> None:
+    async def check(connection: asyncpg.Connection, where: str) -> None:
         try:
             version = await connection.fetchval(READ_VERSION)
         except asyncpg.UndefinedTableError:
@@ -50,11 +50,11 @@ def owner_check(namespace: str, engine: str = "") -> StoreCheck:
             assert owner is not None
         check_owner(where, owner["namespace"], namespace)
         if engine_changed(where, owner["engine"], engine):
-            # Who only reads may do so on a standby.
+            # A process that only reads may use a standby.
             with suppress(asyncpg.ReadOnlySQLTransactionError, asyncpg.InsufficientPrivilegeError):
                 await connection.execute(_NOTE, engine)
 
-    return look
+    return check
 
 
 _STATE: Final = """
@@ -72,7 +72,7 @@ SELECT (SELECT count(*) FROM anomalies WHERE at > now() - interval '1 day') AS o
 
 
 async def diagnose(store: PostgresStore, outbox: OutboxStore) -> list[Finding]:
-    """Never raises for a ledger that is down or wrong: that is the finding."""
+    """Never raises for an unreachable or unusable ledger: that is the finding."""
     try:
         (state,) = await store.fetch(_STATE)
         (work,) = await store.fetch(_OLDEST)
@@ -81,11 +81,13 @@ async def diagnose(store: PostgresStore, outbox: OutboxStore) -> list[Finding]:
         return [_unusable(exc)]
     findings = [Finding("ledger", True, f"{store.name}, PostgreSQL {state['version']}, schema {HEAD}")]
     if state["read_only"]:
-        advice = "point HOLDFAST_LEDGER at the primary, or end the read-only mode"
+        advice = "point HOLDFAST_LEDGER at the primary, or end its read-only mode"
         findings.append(Finding("ledger writes", False, "the ledger is read-only", advice))
     if not state["fsync"] or state["commits"] == "off":
         advice = "set fsync = on and synchronous_commit = on in PostgreSQL"
-        found = f"fsync is {'on' if state['fsync'] else 'off'}, synchronous_commit {state['commits']}: a crash forgets"
+        found = (
+            f"fsync is {'on' if state['fsync'] else 'off'}, synchronous_commit {state['commits']}: a crash loses data"
+        )
         findings.append(Finding("ledger durability", False, found, advice))
     left = state["most"] - state["used"]
     few = left < store.options.pool_size
@@ -99,7 +101,7 @@ async def diagnose(store: PostgresStore, outbox: OutboxStore) -> list[Finding]:
         )
     )
     if work["odd"]:
-        found = f"{work['odd']} events of the last day did not fit their job's story"
+        found = f"{work['odd']} events of the last day did not fit their job's history"
         findings.append(
             Finding("ledger anomalies", False, found, "`holdfast verify --ledger` lists them", warning=True)
         )
@@ -107,8 +109,8 @@ async def diagnose(store: PostgresStore, outbox: OutboxStore) -> list[Finding]:
 
 
 def _unusable(error: HoldfastError) -> Finding:
-    said, _, advice = str(error).rpartition("; ")
-    return Finding("ledger", False, said or str(error), advice)
+    cause, _, advice = str(error).rpartition("; ")
+    return Finding("ledger", False, cause or str(error), advice)
 
 
 class PostgresLedger:

@@ -33,8 +33,8 @@ from holdfast.ledger.transactions.outbox import (
 from holdfast.ledger.waiters import CommitWaiter
 
 
-def _in_the_way(event: str, dead: str) -> str:
-    """Whether an earlier event of the same key is retried, or dead where that counts."""
+def _is_blocked(event: str, dead: str) -> str:
+    """Whether an earlier event of the same key is retried, or dead where dead events block."""
     earlier = (
         f"SELECT 1 FROM outbox_events b"  # noqa: S608 - constants
         f" WHERE b.destination = {event}.destination AND b.topic = {event}.topic"
@@ -47,11 +47,11 @@ def _in_the_way(event: str, dead: str) -> str:
 
 
 def _retries(lane: str, destinations: str, dead: str) -> str:
-    """Events of a lane whose next try is due, and nothing of their key before them."""
+    """Events of a lane whose retry is due, without an earlier unsent event of their key."""
     return f"""
         SELECT r.position FROM outbox_events r
          WHERE r.lane = {lane} AND r.status = 'RETRYING' AND r.next_retry_at <= now()
-           AND r.destination = ANY({destinations}) AND {_in_the_way("r", dead)} IS NOT TRUE
+           AND r.destination = ANY({destinations}) AND {_is_blocked("r", dead)} IS NOT TRUE
            AND NOT (coalesce(r.key, '') <> '' AND EXISTS (
                SELECT 1 FROM outbox_events n WHERE n.status = 'NEW' AND n.lane = r.lane
                   AND n.destination = r.destination AND n.topic = r.topic AND coalesce(n.key, '') = r.key
@@ -68,22 +68,22 @@ def _first(lane: str, destination: str, limit: str) -> str:
 
 
 #: $1 relay  $2 destinations  $3 lease  $4 dead blocks  $5 window  $6 most  $7 lanes that are known to be ready.
-#: Lanes that were taken, and (not `taken`) those where others stand in the way of the whole window: there may be
-#: something behind it.
+#: Returns the lanes that were leased, and (not `taken`) those whose whole window is blocked: there may be due events
+#: behind it.
 TAKE: Final = f"""
 WITH looked AS MATERIALIZED (
     SELECT l.lane,
            l.lane = ANY($7::smallint[]) OR EXISTS ({_retries("l.lane", "$2::text[]", "$4")}) OR EXISTS (
                SELECT 1 FROM unnest($2::text[]) d (name)
                 CROSS JOIN LATERAL ({_first("l.lane", "d.name", "$5")}) e
-                WHERE {_in_the_way("e", "$4")} IS NOT TRUE) AS ready
-      FROM outbox_lanes l WHERE l.relay = $1 OR l.until <= now()
+                WHERE {_is_blocked("e", "$4")} IS NOT TRUE) AS ready
+      FROM outbox_lanes l WHERE l.relay = $1 OR l.lease_expires_at <= now()
 ), free AS MATERIALIZED (
     SELECT l.lane FROM outbox_lanes l JOIN looked ON looked.lane = l.lane
-     WHERE looked.ready AND (l.relay = $1 OR l.until <= now())
-     ORDER BY l.until, l.lane LIMIT $6 FOR UPDATE OF l SKIP LOCKED
+     WHERE looked.ready AND (l.relay = $1 OR l.lease_expires_at <= now())
+     ORDER BY l.lease_expires_at, l.lane LIMIT $6 FOR UPDATE OF l SKIP LOCKED
 ), taken AS (
-    UPDATE outbox_lanes l SET relay = $1, until = now() + $3::interval FROM free WHERE l.lane = free.lane
+    UPDATE outbox_lanes l SET relay = $1, lease_expires_at = now() + $3::interval FROM free WHERE l.lane = free.lane
     RETURNING l.lane
 )
 SELECT lane, true AS taken FROM taken
@@ -94,19 +94,19 @@ SELECT lane, false FROM looked WHERE NOT ready AND EXISTS (
 
 _MINE: Final = """
 mine AS MATERIALIZED (
-    SELECT lane FROM outbox_lanes WHERE lane = ANY($2::smallint[]) AND relay = $1 AND until > now()
+    SELECT lane FROM outbox_lanes WHERE lane = ANY($2::smallint[]) AND relay = $1 AND lease_expires_at > now()
 )"""
 
 _EVENT: Final = """
     e.tenant_id, e.id, e.destination, e.topic, e.key, e.payload, e.headers, e.status, e.attempt_count,
     (extract(epoch FROM e.next_retry_at) * 1000)::bigint AS next_retry_at, e.last_error,
-    -- Whoever writes rows may write 'infinity', which is no number.
+    -- A row may contain 'infinity', which is not a number.
     (extract(epoch FROM greatest('epoch', least(e.created_at, '9999-12-31'))) * 1000)::bigint AS created_at,
     (extract(epoch FROM e.sent_at) * 1000)::bigint AS sent_at, e.position"""
 
 
 def _events(most_bytes: str) -> str:
-    """The chosen ones, by position, up to that many bytes."""
+    """The chosen events by position, up to that many bytes."""
     return f"""
     SELECT * FROM (
         SELECT o.*, sum(octet_length(o.payload)) OVER (ORDER BY o.position) - octet_length(o.payload) AS bytes_before
@@ -114,11 +114,11 @@ def _events(most_bytes: str) -> str:
      WHERE bytes_before < {most_bytes}"""  # noqa: S608 - constants
 
 
-#: $1 relay  $2 lanes  $3 destinations  $4 limit  $5 dead blocks  $6 window  $7 bytes. Always has a row;
-#: `crowded` are lanes where the window is full and others stand in the way of some of it: there may be more behind it.
+#: $1 relay  $2 lanes  $3 destinations  $4 limit  $5 dead blocks  $6 window  $7 bytes. Always returns a row;
+#: `crowded` are lanes whose window is full and partly blocked: there may be more due events behind it.
 DUE: Final = f"""
 WITH {_MINE}, seen AS MATERIALIZED (
-    SELECT e.lane, e.destination, e.position, {_in_the_way("e", "$5")} IS TRUE AS blocked
+    SELECT e.lane, e.destination, e.position, {_is_blocked("e", "$5")} IS TRUE AS blocked
       FROM mine CROSS JOIN unnest($3::text[]) d (name)
      CROSS JOIN LATERAL ({_first("mine.lane", "d.name", "$6")}) e
 ), chosen AS MATERIALIZED (
@@ -143,7 +143,7 @@ _NEXT_KEY: Final = """
 
 
 def _obstacle(status: str) -> str:
-    """Where the first event of a key is that stands in the way."""
+    """The position of the first event that blocks its key."""
     return f"""
         (SELECT b.position FROM outbox_events b
           WHERE b.destination = walked.destination AND b.topic = walked.topic AND b.key = walked.name
@@ -180,25 +180,25 @@ WITH RECURSIVE keys AS (
 )"""  # noqa: S608 - constants
 
 #: From key to key, beginning in each lane after a given one. $1 lanes  $2 $3 $4 their destinations, topics and keys
-#: $5 steps  $6 destinations  $7 dead blocks  $8 how many of a key, and $9 in all  $10 bytes. What is due. Always has a
-#: row; `last` is where to go on, if there is more.
+#: $5 steps  $6 destinations  $7 dead blocks  $8 limit per key  $9 limit in all  $10 bytes. Returns due events, and
+#: always a row; `last` is where to continue, if there is more.
 WALK: Final = f"""{_WALK}
 SELECT place.last, {_EVENT}
   FROM place LEFT JOIN ({_events("$10")}) e ON true
  ORDER BY e.position"""  # noqa: S608 - constants
-#: The same without the bytes, for the lanes that have something due.
+#: The same without the bytes: returns the lanes that have due events.
 WALK_LANES: Final = f"""{_WALK}
 SELECT place.last, ready.lanes FROM place CROSS JOIN (SELECT array_agg(DISTINCT lane) AS lanes FROM chosen) ready"""  # noqa: S608
 
-#: $1 relay  $2 lanes, each once  $3 lease  $4… what became of the events
+#: $1 relay  $2 lanes, each once  $3 lease  $4… results of the events
 MARK: Final = """
 WITH held AS MATERIALIZED (
-    SELECT lane FROM outbox_lanes WHERE lane = ANY($2::smallint[]) AND relay = $1 AND until > now()
+    SELECT lane FROM outbox_lanes WHERE lane = ANY($2::smallint[]) AND relay = $1 AND lease_expires_at > now()
      ORDER BY lane FOR UPDATE
 ), whole AS MATERIALIZED (
     SELECT count(*) = cardinality($2::smallint[]) AS ours FROM held
 ), renewed AS (
-    UPDATE outbox_lanes SET until = greatest(until, now() + $3::interval)
+    UPDATE outbox_lanes SET lease_expires_at = greatest(lease_expires_at, now() + $3::interval)
      WHERE lane IN (SELECT lane FROM held) AND (SELECT ours FROM whole)
 ), marked AS (
     UPDATE outbox_events e
@@ -212,31 +212,31 @@ WITH held AS MATERIALIZED (
 SELECT ours FROM whole"""
 
 
-#: The trigger on the table tells it, whoever writes.
+#: Notified by the trigger on the table, whichever program writes.
 CHANNEL: Final = "holdfast_outbox"
-#: How long to wait at most without looking: LISTEN does not work through every pooler.
+#: The longest wait without a check: LISTEN does not work through every pooler.
 _POLL_S: Final = 5.0
 
 
 class PostgresOutboxStore(PostgresTransactions, SqlOutboxStore):
-    """Times are the server's."""
+    """The outbox store of a ledger on PostgreSQL. Times are the server's."""
 
     def __init__(self, store: PostgresStore) -> None:
         super().__init__(store)
-        self._news = NotifyListener(store.connect, store.name, CHANNEL)
+        self._listener = NotifyListener(store.connect, store.name, CHANNEL)
         self._waiting = ExitStack()
-        self._turn: CommitWaiter | None = None
-        self._places = WalkCursors()
+        self._waiter: CommitWaiter | None = None
+        self._cursors = WalkCursors()
 
     async def open(self) -> None:
         await self._store.open()
         await self._make_lanes()
 
     async def close(self) -> None:
-        """Stop listening. The ledger's connections are the ledger's."""
-        self._turn = None
+        """Stop listening. The connections belong to the ledger and stay open."""
+        self._waiter = None
         self._waiting.close()
-        await self._news.close()
+        await self._listener.close()
 
     async def now_ms(self) -> int:
         (row,) = await self._store.fetch("SELECT (extract(epoch FROM clock_timestamp()) * 1000)::bigint AS ms")
@@ -246,37 +246,37 @@ class PostgresOutboxStore(PostgresTransactions, SqlOutboxStore):
         self, relay: str, destinations: Sequence[str], most: int, lease_ms: int, *, dead_blocks: bool = False
     ) -> list[int]:
         await self._make_lanes()
-        # Before the look: what comes after it is news.
+        # Before the query: later events must wake the relay.
         self._listen()
         self._lease_ms = lease_ms
-        asked = (relay, list(destinations), timedelta(milliseconds=lease_ms), dead_blocks, WINDOW)
-        rows = await self._store.fetch(TAKE, *asked, most, [])
-        taken, crowded = ([row["lane"] for row in rows if row["taken"] is ours] for ours in (True, False))
+        arguments = (relay, list(destinations), timedelta(milliseconds=lease_ms), dead_blocks, WINDOW)
+        rows = await self._store.fetch(TAKE, *arguments, most, [])
+        taken, crowded = ([row["lane"] for row in rows if row["taken"] is leased] for leased in (True, False))
         if crowded and len(taken) < most:
-            begin = self._places.start(crowded, destinations)
+            begin = self._cursors.start(crowded, destinations)
             walk = (*_columns(begin), STEPS, list(destinations), dead_blocks)
             (row,) = await self._store.fetch(WALK_LANES, *walk, 1, STEPS)
             ready = row["lanes"] or []
-            # Where something was found `due` has to begin at the same place.
-            self._places.resume(begin, _places(row["last"]), destinations, but=ready)
+            # Where something was found, `due_events` must begin at the same cursor.
+            self._cursors.resume(begin, _decode_cursors(row["last"]), destinations, but=ready)
             if ready:
-                rows = await self._store.fetch(TAKE, *asked, most - len(taken), ready)
+                rows = await self._store.fetch(TAKE, *arguments, most - len(taken), ready)
                 taken += [row["lane"] for row in rows if row["taken"]]
         return sorted(set(taken))
 
     async def due_events(
         self, relay: str, lanes: Sequence[int], destinations: Sequence[str], limit: int, *, dead_blocks: bool
     ) -> list[OutboxEvent]:
-        asked = (relay, list(lanes), list(destinations), limit, dead_blocks)
-        rows = await self._store.fetch(DUE, *asked, window_for(limit, len(lanes)), BATCH_BYTES)
+        arguments = (relay, list(lanes), list(destinations), limit, dead_blocks)
+        rows = await self._store.fetch(DUE, *arguments, window_for(limit, len(lanes)), BATCH_BYTES)
         found = _by_position(rows)
         if len(found) < limit and (crowded := rows[0]["crowded"]):
-            begin = self._places.start(crowded, destinations)
+            begin = self._cursors.start(crowded, destinations)
             walk = (*_columns(begin), STEPS, list(destinations), dead_blocks)
             rows = await self._store.fetch(WALK, *walk, limit, limit, BATCH_BYTES)
-            self._places.resume(begin, _places(rows[0]["last"]), destinations)
+            self._cursors.resume(begin, _decode_cursors(rows[0]["last"]), destinations)
             found |= _by_position(rows)
-        # Of each key these are the first, so that the first of all are, too.
+        # These are the first events of each key, so a prefix by position keeps the order within a key.
         return [event_from_row(found[position]) for position in sorted(found)[:limit]]
 
     async def record_results(self, relay: str, lanes: Sequence[int], marks: Sequence[PublishResult]) -> bool:
@@ -296,19 +296,19 @@ class PostgresOutboxStore(PostgresTransactions, SqlOutboxStore):
         await self._listen().wait(min(timeout_s, _POLL_S))
 
     def _listen(self) -> CommitWaiter:
-        if self._turn is None:
-            # Kept until the end: what is written while nobody waits is news for the next one who does.
-            self._turn = self._waiting.enter_context(self._news.of(""))
-        return self._turn
+        if self._waiter is None:
+            # Kept until `close`: an event that is written while no caller waits wakes the next one.
+            self._waiter = self._waiting.enter_context(self._listener.of(""))
+        return self._waiter
 
 
 def _by_position(rows: Sequence[asyncpg.Record]) -> dict[int, asyncpg.Record]:
     return {row["position"]: row for row in rows if row["position"] is not None}
 
 
-def _places(last: str | None) -> list[Place]:
+def _decode_cursors(last: str | None) -> list[Place]:
     return msgspec.json.decode(last, type=list[Place]) if last else []
 
 
 def _columns(rows: Sequence[Sequence[Any]], width: int = 4) -> list[list[Any]]:
-    return [[row[place] for row in rows] for place in range(width)]
+    return [[row[index] for row in rows] for index in range(width)]

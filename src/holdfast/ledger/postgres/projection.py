@@ -1,9 +1,9 @@
-"""Feed → PostgreSQL. One transaction a batch: position, jobs, events, dead letters (rules 14, 16–18).
+"""Projects a feed into PostgreSQL. One transaction per batch: position, jobs, events, dead letters (rules 14, 16–18).
 
-The fast path looks nothing up. New jobs and all events go in by COPY; older jobs by one UPDATE for each kind of end,
-which holds each job against the state and the attempt that its events begin with and numbers them (`last_seq + n`). If
-a row does not fit, everything is rolled back and done again on the slow path: look up, fold on what is known, and halve
-a batch that the database refuses until the one event is found that it cannot take.
+The fast path looks nothing up. New jobs and all events are written by COPY, known jobs by one UPDATE per kind of
+change, which compares each job with the state and attempt its events begin with, and numbers the events
+(`last_seq + n`). If a row does not match, the batch is rolled back and repeated on the slow path: look the jobs up,
+fold onto what the ledger has, and halve a batch that the database refuses until the refused event is isolated.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from holdfast.ledger.waiters import RecordedWaiter, wait_position_change
 
 _log: Final = logging.getLogger("holdfast.ledger")
 
-#: So many events are enough for first statistics.
+#: Events that suffice for first statistics.
 _ENOUGH_TO_ANALYSE: Final = 300
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
@@ -72,20 +72,20 @@ _MILLISECOND: Final = timedelta(milliseconds=1)
 
 
 class PostgresProjection(Projection):
-    """The projector's writing end on PostgreSQL."""
+    """The projection of a ledger on PostgreSQL."""
 
     def __init__(self, store: PostgresStore, publishing: EventPublishing | None = None) -> None:
         self._store = store
         self._publishing = publishing
-        self._presence = RecordedWaiter(self._look, store.news)
+        self._presence = RecordedWaiter(self._find_recorded, store.commits)
         #: Events written while the tables may be without statistics; None: they have some.
         self._unplanned: int | None = 0
 
-    # Who projects ----------------------------------------------------------------------------------
+    # Lease on the feed -----------------------------------------------------------------------------
 
     async def acquire(self, queue: str, projector: str, lease_ms: int) -> FeedPosition | None:
-        wish = (queue, projector, lease_ms * _MILLISECOND)
-        rows = await self._store.fetch(sql.TAKE, *wish) or await self._store.fetch(sql.TAKE_FIRST, *wish)
+        values = (queue, projector, lease_ms * _MILLISECOND)
+        rows = await self._store.fetch(sql.TAKE, *values) or await self._store.fetch(sql.TAKE_FIRST, *values)
         return FeedPosition(*rows[0]) if rows else None
 
     async def held_by_others(self, queues: Sequence[str], projector: str) -> set[str]:
@@ -102,7 +102,7 @@ class PostgresProjection(Projection):
         except Exception as exc:
             if not _is_refused(exc):
                 raise
-            # `project` will find out the same, and knows what to do.
+            # `project` gets the same error and handles it.
             return None
 
     async def project(
@@ -117,7 +117,7 @@ class PostgresProjection(Projection):
         if not old.position:
             await self._store.execute(sql.FIRST, queue)
         at = FeedPosition(entries[-1].position, entries[-1].nonce)
-        spoken = [entry for entry in entries if entry.position]
+        positioned = [entry for entry in entries if entry.position]
         move = (
             queue,
             at.position,
@@ -127,8 +127,8 @@ class PostgresProjection(Projection):
             old.position,
             old.nonce,
             payload(queue, at.position),
-            [entry.position for entry in spoken],
-            [entry.nonce for entry in spoken],
+            [entry.position for entry in positioned],
+            [entry.nonce for entry in positioned],
         )
         events = list(feed_events(entries, queue))
         batch = _BatchWriter(queue, self._publishing)
@@ -142,19 +142,19 @@ class PostgresProjection(Projection):
 
         try:
             ready = _PreparedBatch(fold_optimistic(events), queue) if prepared is None else prepared
-            anomalies, letters = await self._store.transact(partial(write, batch.writer(ready)))
+            anomalies, dead_letters = await self._store.transact(partial(write, batch.writer(ready)))
         except Exception as exc:
             if not _is_refused(exc):
                 raise
-            _log.debug("a batch of %s is looked up: %r", queue, exc)
+            _log.debug("batch of queue %s does not match the ledger, looking its jobs up: %r", queue, exc)
             looked_up, careful = True, [sanitize_event(event) for event in events]
-            anomalies, letters = await self._store.transact(partial(write, batch.careful_writer(careful)))
+            anomalies, dead_letters = await self._store.transact(partial(write, batch.careful_writer(careful)))
         if self._unplanned is not None:
-            await self._see_to_statistics(len(events))
-        return ProjectionResult(at, len(events), anomalies, letters, looked_up)
+            await self._analyse_new_tables(len(events))
+        return ProjectionResult(at, len(events), anomalies, dead_letters, looked_up)
 
-    async def _see_to_statistics(self, events: int) -> None:
-        """New tables have none until autovacuum comes by, a minute later; till then look-ups take the wrong index."""
+    async def _analyse_new_tables(self, events: int) -> None:
+        """New tables have no statistics until autovacuum runs a minute later; until then, look-ups use a bad index."""
         assert self._unplanned is not None
         self._unplanned += events
         if self._unplanned < _ENOUGH_TO_ANALYSE:
@@ -164,10 +164,10 @@ class PostgresProjection(Projection):
             if await self._store.fetch("SELECT 1 FROM pg_class WHERE oid = 'jobs'::regclass AND reltuples < 0"):
                 await self._store.execute("ANALYZE jobs, job_events, feed_entries")
         except LedgerUnavailable as exc:
-            # What was to be written is written.
-            _log.info("new tables could not be analysed: %s", exc)
+            # The batch itself is committed.
+            _log.info("could not analyse new tables: %s", exc)
 
-    # Looking ---------------------------------------------------------------------------------------
+    # Reading ---------------------------------------------------------------------------------------
 
     async def already_written(self, queue: str, entries: Sequence[FeedEntry]) -> set[str]:
         rows = await self._store.fetch(
@@ -187,35 +187,35 @@ class PostgresProjection(Projection):
         for queue in {key.queue for key in keys}:
             some = [key for key in keys if key.queue == queue]
             tenants, ids = [clean(key.tenant_id) for key in some], [clean(key.job_id) for key in some]
-            rows = await self._store.fetch(sql.LETTERS, queue, tenants, ids)
-            found += [RecordedDeadLetter(some[place - 1], dlq_id) for place, dlq_id in rows]
+            rows = await self._store.fetch(sql.DEAD_LETTERS, queue, tenants, ids)
+            found += [RecordedDeadLetter(some[number - 1], dlq_id) for number, dlq_id in rows]
         return found
 
-    async def ack_dead_letters(self, letters: Sequence[RecordedDeadLetter]) -> None:
-        tenants = [letter.key.tenant_id for letter in letters]
-        await self._store.execute(sql.ACK, tenants, [letter.dlq_id for letter in letters])
+    async def ack_dead_letters(self, dead_letters: Sequence[RecordedDeadLetter]) -> None:
+        tenants = [one.key.tenant_id for one in dead_letters]
+        await self._store.execute(sql.ACK, tenants, [one.dlq_id for one in dead_letters])
 
     async def position(self, queue: str) -> FeedPosition:
         rows = await self._store.fetch(sql.POSITION, queue)
         return FeedPosition(*rows[0]) if rows else FeedPosition()
 
     async def wait_position_change(self, queue: str, than: FeedPosition, wait_ms: int) -> FeedPosition:
-        return await wait_position_change(self, self._store.news, queue, than, wait_ms)
+        return await wait_position_change(self, self._store.commits, queue, than, wait_ms)
 
     async def wait_recorded(self, keys: Sequence[JobKey], wait_ms: int) -> set[JobKey]:
         return await self._presence.wait(keys, wait_ms)
 
     async def close(self) -> None:
-        """Nobody waits any longer."""
+        """Cancel all waiting callers."""
         await self._presence.close()
 
-    async def _look(self, queue: str, keys: Sequence[JobKey]) -> set[JobKey]:
+    async def _find_recorded(self, queue: str, keys: Sequence[JobKey]) -> set[JobKey]:
         tenants, ids = [clean(key.tenant_id) for key in keys], [clean(key.job_id) for key in keys]
-        return {keys[place - 1] for (place,) in await self._store.fetch(sql.PRESENT, queue, tenants, ids)}
+        return {keys[number - 1] for (number,) in await self._store.fetch(sql.PRESENT, queue, tenants, ids)}
 
 
 class _PreparedBatch:
-    """A folded batch as the database wants it: rows of new jobs; for each kind of update its jobs and their arrays."""
+    """A folded batch as arguments: rows of new jobs; for each kind of update its jobs and their arrays."""
 
     def __init__(self, folded: FoldedBatch, queue: str) -> None:
         self.folded = folded
@@ -227,10 +227,10 @@ class _PreparedBatch:
                 kinds.setdefault(_kind(draft), []).append(draft)
         self.updates = {statement: (drafts, _arrays(statement, drafts)) for statement, drafts in kinds.items()}
         self.expedited = expedited_rows(folded.drafts, _instant)
-        asked, closed = approval_changes(folded.drafts)
-        self.asks = [approval_request_row(*one, _instant) for one in asked]
+        requested, closed = approval_changes(folded.drafts)
+        self.requested = [approval_request_row(*one, _instant) for one in requested]
         self.closed = [approval_closing_row(closing, _instant) for closing in closed]
-        self.deeds = [audit_row(event, queue, _instant) for event in folded.audit_events]
+        self.audit = [audit_row(event, queue, _instant) for event in folded.audit_events]
 
 
 class _BatchWriter:
@@ -241,11 +241,11 @@ class _BatchWriter:
         self._publishing = publishing
 
     def writer(self, ready: _PreparedBatch) -> Callable[[Connection], Any]:
-        """The fast way: raises `Misfit` if a row does not fit."""
+        """The fast path: raises `BatchMismatch` if a row does not match."""
         return lambda connection: self._write(connection, ready)
 
     def careful_writer(self, events: list[Event]) -> Callable[[Connection], Any]:
-        """The slow way: always comes to an end."""
+        """The slow path: always ends, with anomalies for refused events."""
         return lambda connection: self._write_carefully(connection, events)
 
     async def _write_carefully(self, connection: Connection, events: list[Event]) -> tuple[int, int]:
@@ -258,21 +258,21 @@ class _BatchWriter:
                 raise
             await connection.execute("ROLLBACK TO SAVEPOINT part")
             if len(events) == 1:
-                return await self._give_up(connection, events[0], exc), 0
+                return await self._record_refused(connection, events[0], exc), 0
             parts = [await self._write_carefully(connection, half) for half in split_batch(events)]
-            return sum(anomalies for anomalies, _ in parts), sum(letters for _, letters in parts)
+            return sum(anomalies for anomalies, _ in parts), sum(dead_letters for _, dead_letters in parts)
         await connection.execute("RELEASE SAVEPOINT part")
         return done
 
-    async def _give_up(self, connection: Connection, event: Event, error: Exception) -> int:
-        _log.error("an event of job %.100s in queue %s cannot be written: %s", event.job_id, self._queue, error)
+    async def _record_refused(self, connection: Connection, event: Event, error: Exception) -> int:
+        _log.error("cannot write an event of job %.100s in queue %s: %s", event.job_id, self._queue, error)
         try:
             await self._note_anomalies(connection, [Anomaly(event, f"the ledger refused it: {error}")])
         except Exception as exc:
             if not _is_refused(exc):
                 raise
             await connection.execute("ROLLBACK TO SAVEPOINT part")
-            _log.error("nor can it be kept as an anomaly: %s", exc)
+            _log.error("cannot record the event as an anomaly: %s", exc)
         return 1
 
     async def _look_up(self, connection: Connection, events: Iterable[Event]) -> dict[Name, RecordedJob]:
@@ -280,10 +280,10 @@ class _BatchWriter:
         rows = await connection.fetch(
             sql.LOOK_UP, self._queue, [name[0] for name in names], [name[1] for name in names]
         )
-        return {names[place - 1]: RecordedJob(State(state), *counts) for place, state, *counts in rows}
+        return {names[number - 1]: RecordedJob(State(state), *counts) for number, state, *counts in rows}
 
     async def _write(self, connection: Connection, ready: _PreparedBatch) -> tuple[int, int]:
-        """Anomalies and dead letters that were written."""
+        """The numbers of anomalies and dead letters that were written."""
         folded, drafts = ready.folded, ready.folded.drafts
         if ready.expedited:
             await connection.execute(sql.EXPEDITE, self._queue, *zip(*ready.expedited, strict=True))
@@ -295,18 +295,18 @@ class _BatchWriter:
         await connection.copy_to_table("job_events", source=events, columns=EVENT_COLUMNS, format="binary")
         if self._publishing is not None:
             await self._publish(connection, self._publishing, drafts)
-        if ready.asks:
-            await connection.execute(sql.ASK, self._queue, *zip(*ready.asks, strict=True))
+        if ready.requested:
+            await connection.execute(sql.INSERT_APPROVALS, self._queue, *zip(*ready.requested, strict=True))
         if ready.closed:
-            await connection.execute(sql.CLOSE, self._queue, *zip(*ready.closed, strict=True))
-        if ready.deeds:
-            await connection.execute(sql.DEEDS, *zip(*ready.deeds, strict=True))
-        letters = [draft for draft in drafts if draft.dead_letter is not None]
-        if letters:
-            await self._bury(connection, letters)
+            await connection.execute(sql.CLOSE_APPROVALS, self._queue, *zip(*ready.closed, strict=True))
+        if ready.audit:
+            await connection.execute(sql.INSERT_AUDIT, *zip(*ready.audit, strict=True))
+        dead = [draft for draft in drafts if draft.dead_letter is not None]
+        if dead:
+            await self._insert_dead_letters(connection, dead)
         if folded.anomalies:
             await self._note_anomalies(connection, folded.anomalies)
-        return len(folded.anomalies), sum(draft.state is not State.FAILED for draft in letters)
+        return len(folded.anomalies), sum(draft.state is not State.FAILED for draft in dead)
 
     async def _publish(self, connection: Connection, publishing: EventPublishing, drafts: Sequence[JobDraft]) -> None:
         rows = published_rows(publishing, drafts, self._queue, _instant)
@@ -318,20 +318,20 @@ class _BatchWriter:
     ) -> None:
         rows = await connection.fetch(statement, self._queue, *arrays)
         if len(rows) != len(drafts):
-            raise BatchMismatch(f"{len(drafts) - len(rows)} of {len(drafts)} jobs are elsewhere")
-        for place, last_seq in rows:
-            draft = drafts[place - 1]
+            raise BatchMismatch(f"{len(drafts) - len(rows)} of {len(drafts)} jobs do not match")
+        for number, last_seq in rows:
+            draft = drafts[number - 1]
             draft.seq = last_seq - len(draft.events)
 
-    async def _bury(self, connection: Connection, drafts: Sequence[JobDraft]) -> None:
+    async def _insert_dead_letters(self, connection: Connection, drafts: Sequence[JobDraft]) -> None:
         tenants, ids = [draft.tenant_id for draft in drafts], [draft.job_id for draft in drafts]
-        stories: list[list[Event]] = [[] for _ in drafts]
+        histories: list[list[Event]] = [[] for _ in drafts]
         types = [UNKNOWN_TASK] * len(drafts)
-        for place, job_type, *row in await connection.fetch(sql.STORIES, self._queue, tenants, ids):
-            stories[place - 1].append(_event(ids[place - 1], *row))
-            types[place - 1] = job_type
-        rows = [dead_letter_row(*of_one, _instant) for of_one in zip(drafts, types, stories, strict=True)]
-        await connection.execute(sql.BURY, self._queue, *zip(*rows, strict=True))
+        for number, job_type, *row in await connection.fetch(sql.HISTORIES, self._queue, tenants, ids):
+            histories[number - 1].append(_event(ids[number - 1], *row))
+            types[number - 1] = job_type
+        rows = [dead_letter_row(*job, _instant) for job in zip(drafts, types, histories, strict=True)]
+        await connection.execute(sql.INSERT_DEAD_LETTERS, self._queue, *zip(*rows, strict=True))
 
     async def _note_anomalies(self, connection: Connection, anomalies: Sequence[Anomaly]) -> None:
         rows = anomaly_rows(anomalies, self._queue, _instant)
@@ -340,7 +340,7 @@ class _BatchWriter:
 
 @lru_cache(maxsize=10_000)
 def _instant(ms: int) -> datetime | None:
-    """0 is "never"; what is beyond the calendar is at its end."""
+    """0 is "never"; an instant beyond the calendar is its end."""
     return _EPOCH + timedelta(milliseconds=min(ms, _LAST_MS)) if ms > 0 else None
 
 
@@ -357,7 +357,7 @@ def _kind(draft: JobDraft) -> str:
     return sql.CHANGE
 
 
-#: What a job has for itself.
+#: The values that each job has for itself.
 _OWN: Final[dict[str, Callable[[JobDraft], tuple[Any, ...]]]] = {
     sql.NOTE: lambda draft: (draft.job_id,),
     sql.CLAIM: lambda draft: (draft.job_id, _instant(draft.at_ms), draft.worker),
@@ -367,7 +367,7 @@ _OWN: Final[dict[str, Callable[[JobDraft], tuple[Any, ...]]]] = {
 
 
 def _arrays(statement: str, drafts: Sequence[JobDraft]) -> list[Sequence[Any]]:
-    """The statement's arguments: each job's own values, which combination it has, and the combinations."""
+    """The statement's arguments: each job's own values, the number of its combination, and the combinations."""
     combinations: dict[tuple[Any, ...], int] = {}
     which = [combinations.setdefault(shared_values(draft), len(combinations) + 1) for draft in drafts]
     own = zip(*map(_OWN[statement], drafts), strict=True)
@@ -390,7 +390,7 @@ def _event(job_id: str, kind: str, from_state: Any, to_state: Any, attempt: int,
 
 
 def _is_refused(error: Exception) -> bool:
-    """Whether the rows are at fault, and not the store: they break a rule, or hold what cannot be stored."""
+    """Whether the rows are at fault, not the store: they violate a constraint, or cannot be stored."""
     if isinstance(error, asyncpg.PostgresError):
         return (error.sqlstate or "").startswith(("22", "23", "54"))
     if isinstance(error, HoldfastError | PositionMoved):

@@ -1,4 +1,4 @@
-"""The projection's SQL for PostgreSQL: who projects, the position, and many rows at a time from arrays."""
+"""The projection's SQL for PostgreSQL: the lease on a feed, the position, and many rows at a time from arrays."""
 
 from __future__ import annotations
 
@@ -15,29 +15,33 @@ from holdfast.ledger.fold_events import (
 )
 from holdfast.ledger.postgres.notifications import CHANNEL
 
-#: Who stands by only looks: no lock, nothing written.
+#: A projector on standby only reads: no lock, nothing written.
 TAKEN: Final = """
-SELECT feed FROM feed_positions WHERE feed = ANY($1::text[]) AND projector <> $2 AND until >= clock_timestamp()"""
+SELECT feed FROM feed_positions WHERE feed = ANY($1::text[])
+   AND projector <> $2 AND lease_expires_at >= clock_timestamp()"""
 
-#: A row that is locked belongs to somebody who is at work.
+#: A row that is locked belongs to a projector that is writing.
 TAKE: Final = """
 WITH free AS (
     SELECT feed FROM feed_positions
-     WHERE feed = $1 AND (projector IS NULL OR projector = $2 OR until IS NULL OR until < clock_timestamp())
+     WHERE feed = $1 AND (projector IS NULL OR projector = $2 OR lease_expires_at IS NULL
+                          OR lease_expires_at < clock_timestamp())
        FOR UPDATE SKIP LOCKED)
-UPDATE feed_positions AS p SET projector = $2, until = clock_timestamp() + $3
+UPDATE feed_positions AS p SET projector = $2, lease_expires_at = clock_timestamp() + $3
   FROM free WHERE p.feed = free.feed
 RETURNING p.position, p.nonce"""
 
-#: Without the condition it would wait for whoever has the row locked.
+#: Without the condition it would wait for the lock on the row.
 TAKE_FIRST: Final = """
-INSERT INTO feed_positions (feed, position, nonce, projector, until, updated_at)
+INSERT INTO feed_positions (feed, position, nonce, projector, lease_expires_at, updated_at)
 SELECT $1, '', '', $2, clock_timestamp() + $3, clock_timestamp()
  WHERE NOT EXISTS (SELECT FROM feed_positions WHERE feed = $1)
 ON CONFLICT DO NOTHING
 RETURNING position, nonce"""
 
-RELEASE: Final = "UPDATE feed_positions SET projector = NULL, until = NULL WHERE feed = $1 AND projector = $2"
+RELEASE: Final = (
+    "UPDATE feed_positions SET projector = NULL, lease_expires_at = NULL WHERE feed = $1 AND projector = $2"
+)
 
 FIRST: Final = """
 INSERT INTO feed_positions (feed, position, nonce, updated_at)
@@ -49,7 +53,8 @@ WITH free AS (
     SELECT feed FROM feed_positions WHERE feed = $1 AND position = $6 AND nonce = $7 FOR UPDATE SKIP LOCKED),
 moved AS (
     UPDATE feed_positions AS p
-       SET position = $2, nonce = $3, projector = $4, until = clock_timestamp() + $5, updated_at = clock_timestamp()
+       SET position = $2, nonce = $3, projector = $4, lease_expires_at = clock_timestamp() + $5,
+           updated_at = clock_timestamp()
       FROM free WHERE p.feed = free.feed
  RETURNING p.feed),
 entries AS (
@@ -57,13 +62,13 @@ entries AS (
     SELECT moved.feed, u.position, u.nonce, clock_timestamp()
       FROM moved, unnest($9::text[], $10::text[]) AS u (position, nonce)
     ON CONFLICT DO NOTHING)
-SELECT pg_notify('{CHANNEL}', $8) FROM moved"""  # noqa: S608 - a name of our own
+SELECT pg_notify('{CHANNEL}', $8) FROM moved"""  # noqa: S608 - a constant
 
 
 def _given(columns: Sequence[tuple[str, str]]) -> str:
-    """Rows from arrays, with their place and the queue ($1) in each. `OFFSET 0` keeps the planner from seeing that the
-    queue is the same in all: without statistics it would read every job of it, and look for each in the arrays."""
-    arrays = ", ".join(f"${place}::{kind}[]" for place, (_, kind) in enumerate(columns, 2))
+    """Rows from arrays, each with its number and the queue ($1). `OFFSET 0` hides from the planner that the queue is
+    the same in all: without statistics it would read every job of the queue and search the arrays for it."""
+    arrays = ", ".join(f"${number}::{kind}[]" for number, (_, kind) in enumerate(columns, 2))
     names = ", ".join(name for name, _ in columns)
     return (
         f"(SELECT $1::text AS queue, given.* FROM unnest({arrays}) WITH ORDINALITY AS given ({names}, place) OFFSET 0)"  # noqa: S608
@@ -74,14 +79,14 @@ _NAMES: Final = _given((("tenant_id", "text"), ("job_id", "text")))
 _THE_JOB: Final = "j.tenant_id = u.tenant_id AND j.job_id = u.job_id AND j.queue = u.queue"
 
 
-#: The state, and in it no later attempt: an engine that has forgotten some goes on from an earlier one.
+#: The state, and no later attempt in it: an engine that lost data continues from an earlier one.
 _WHERE_IT_WAS: Final = (
     " AND j.state = u.came_from AND j.attempt <= u.attempt_was"
     " AND (u.retries_were - j.retry_count BETWEEN 0 AND 1) IS NOT FALSE"
 )
 
 
-#: What most jobs of a batch have in common.
+#: Values that most jobs of a batch share.
 _ALIKE: Final = (
     ("tenant_id", "text"),
     ("n", "int"),
@@ -94,22 +99,22 @@ _ALIKE: Final = (
 
 
 def _update(setting: str, own: Sequence[tuple[str, str]], condition: str = _WHERE_IT_WAS) -> str:
-    """An UPDATE of many jobs; gives each one's place in the arrays and its last number.
+    """An UPDATE of many jobs; returns each job's number in the arrays and its last event's number.
 
-    Takes an array for each of its own columns, one that says which of the combinations of `_ALIKE` a job has, and an
-    array for each column of those: long arrays of the same few values would be half of the work.
+    Takes an array for each own column, one with the number of each job's combination of `_ALIKE`, and an array for each
+    column of the combinations: long arrays of the same few values would be half of the work.
     """
-    taken = ", ".join(f"${place}::{kind}[]" for place, (_, kind) in enumerate((*own, ("", "int")), 2))
+    arrays = ", ".join(f"${number}::{kind}[]" for number, (_, kind) in enumerate((*own, ("", "int")), 2))
     names = ", ".join(name for name, _ in own)
     alike = ", ".join(
-        f"(${place}::{kind}[])[g.alike] AS {name}" for place, (name, kind) in enumerate(_ALIKE, len(own) + 3)
+        f"(${number}::{kind}[])[g.alike] AS {name}" for number, (name, kind) in enumerate(_ALIKE, len(own) + 3)
     )
     return f"""
 UPDATE jobs AS j SET last_seq = j.last_seq + u.n, {setting}
   FROM (SELECT $1::text AS queue, g.*, {alike}
-          FROM unnest({taken}) WITH ORDINALITY AS g ({names}, alike, place) OFFSET 0) AS u
+          FROM unnest({arrays}) WITH ORDINALITY AS g ({names}, alike, place) OFFSET 0) AS u
  WHERE {_THE_JOB}{condition}
-RETURNING u.place, j.last_seq"""  # noqa: S608 - names of our own
+RETURNING u.place, j.last_seq"""  # noqa: S608 - constants
 
 
 _MOVED: Final = (("job_id", "text"), ("at", "timestamptz"))
@@ -149,7 +154,7 @@ CHANGE: Final = _update(
     ),
 )
 
-#: Before what else the batch has of them: they may have gone on since.
+#: Runs before the batch's other updates of these jobs: they may have moved since.
 EXPEDITE: Final = f"""
 UPDATE jobs AS j
    SET run_at = CASE WHEN j.run_at > u.at THEN u.at ELSE j.run_at END,
@@ -160,16 +165,16 @@ UPDATE jobs AS j
 LOOK_UP: Final = f"""
 SELECT u.place, j.state, j.last_seq, j.attempt, j.retry_count FROM {_NAMES} AS u JOIN jobs AS j ON {_THE_JOB}"""  # noqa: S608
 
-STORIES: Final = f"""
+HISTORIES: Final = f"""
 SELECT u.place, j.job_type, e.type, e.from_state, e.to_state, e.attempt, e.worker, e.message, e.data, e.at
   FROM {_NAMES} AS u JOIN jobs AS j ON {_THE_JOB}
   JOIN job_events AS e ON e.tenant_id = u.tenant_id AND e.job_id = u.job_id AND e.queue = u.queue
  ORDER BY u.place, e.seq"""  # noqa: S608
 
-_ASK_TYPES: Final = (*("text",) * 8, "int", "timestamptz", "text", "timestamptz")
+_APPROVAL_TYPES: Final = (*("text",) * 8, "int", "timestamptz", "text", "timestamptz")
 
-#: A job that dies twice (after a fork) has one item, of its last death.
-_BURIED: Final = (
+#: A job that is dead-lettered twice (after a fork) has one dead letter, the last.
+_DEAD_LETTER: Final = (
     ("tenant_id", "text"),
     ("job_id", "text"),
     ("dlq_id", "text"),
@@ -182,15 +187,15 @@ _BURIED: Final = (
     ("acked_at", "timestamptz"),
     ("fingerprint", "text"),
 )
-#: The same letter again (the engine had forgotten it, and is told of it anew) keeps what people made of it.
+#: A dead letter that is written again (the engine lost its confirmation) keeps what operators decided about it.
 _SAME: Final = "d.dlq_id = excluded.dlq_id"
-BURY: Final = f"""
+INSERT_DEAD_LETTERS: Final = f"""
 INSERT INTO dlq_items AS d (
     tenant_id, dlq_id, job_id, queue, job_type, trace_id, payload, error_code, error, stack, retry_count, history,
     failed_at, acked_at, fingerprint)
 SELECT j.tenant_id, u.dlq_id, j.job_id, j.queue, j.job_type, j.trace_id, j.payload, u.error_code, u.error, u.stack,
        u.retry_count, u.history, u.failed_at, u.acked_at, u.fingerprint
-  FROM {_given(_BURIED)} AS u JOIN jobs AS j ON {_THE_JOB}
+  FROM {_given(_DEAD_LETTER)} AS u JOIN jobs AS j ON {_THE_JOB}
 ON CONFLICT (tenant_id, job_id, queue) DO UPDATE
    SET dlq_id = excluded.dlq_id, error_code = excluded.error_code, error = excluded.error, stack = excluded.stack,
        retry_count = excluded.retry_count, history = excluded.history, failed_at = excluded.failed_at,
@@ -198,30 +203,30 @@ ON CONFLICT (tenant_id, job_id, queue) DO UPDATE
        status = CASE WHEN {_SAME} THEN d.status ELSE 'open' END,
        replay_pending = CASE WHEN {_SAME} THEN d.replay_pending ELSE 0 END"""  # noqa: S608
 
-#: Not a second time: a question is asked once, and may have been answered.
-ASK: Final = f"""
+#: Not a second time: a request is made once, and may have been decided.
+INSERT_APPROVALS: Final = f"""
 INSERT INTO approvals (
     tenant_id, approval_id, job_id, queue, job_type, name, payload_hash, policies, reason, details, quorum, deadline,
     requested_by, requested_at)
 SELECT j.tenant_id, u.approval_id, j.job_id, j.queue, j.job_type, u.name, u.payload_hash, u.policies, u.reason,
        u.details, u.quorum, u.deadline, u.requested_by, u.requested_at
-  FROM {_given(tuple(zip(APPROVAL_REQUEST_COLUMNS, _ASK_TYPES, strict=True)))} AS u JOIN jobs AS j ON {_THE_JOB}
+  FROM {_given(tuple(zip(APPROVAL_REQUEST_COLUMNS, _APPROVAL_TYPES, strict=True)))} AS u JOIN jobs AS j ON {_THE_JOB}
 ON CONFLICT DO NOTHING"""  # noqa: S608
 
 _CLOSING_TYPES: Final = (*("text",) * (len(CLOSING_COLUMNS) - 1), "timestamptz")
-#: Their jobs went on; nobody has to be told of it.
-CLOSE: Final = f"""
+#: Their jobs have continued, so there is nothing to deliver: `acked_at` is set.
+CLOSE_APPROVALS: Final = f"""
 UPDATE approvals AS j
    SET status = u.status, decided_by = u.decided_by, decided_at = u.at, decision_reason = u.decision_reason,
        acked_at = u.at
   FROM {_given(tuple(zip(CLOSING_COLUMNS, _CLOSING_TYPES, strict=True)))} AS u
  WHERE {_THE_JOB} AND j.status = 'requested' AND j.approval_id <> u.stays"""  # noqa: S608
 
-_DEED_TYPES: Final = ("text",) * (len(AUDIT_COLUMNS) - 1) + ("timestamptz",)
-DEEDS: Final = f"""
+_AUDIT_TYPES: Final = ("text",) * (len(AUDIT_COLUMNS) - 1) + ("timestamptz",)
+INSERT_AUDIT: Final = f"""
 INSERT INTO operator_events ({", ".join(AUDIT_COLUMNS)})
 SELECT {", ".join(AUDIT_COLUMNS)}
-  FROM unnest({", ".join(f"${place}::{kind}[]" for place, kind in enumerate(_DEED_TYPES, 1))})
+  FROM unnest({", ".join(f"${number}::{kind}[]" for number, kind in enumerate(_AUDIT_TYPES, 1))})
     AS u ({", ".join(AUDIT_COLUMNS)})
 ON CONFLICT DO NOTHING"""  # noqa: S608
 
@@ -234,7 +239,7 @@ SELECT tenant_id, job_id, dlq_id FROM dlq_items
  WHERE acked_at IS NULL AND queue = $1 AND (tenant_id, dlq_id) > ($3, $4)
  ORDER BY tenant_id, dlq_id LIMIT $2"""
 
-LETTERS: Final = f"""
+DEAD_LETTERS: Final = f"""
 SELECT u.place, j.dlq_id FROM {_NAMES} AS u JOIN dlq_items AS j ON {_THE_JOB}"""  # noqa: S608
 
 ACK: Final = """
@@ -244,7 +249,7 @@ UPDATE dlq_items AS d SET acked_at = clock_timestamp()
 
 POSITION: Final = "SELECT position, nonce FROM feed_positions WHERE feed = $1"
 
-#: A job whose creation nobody told us, or that could not be written, cannot be restored: it is not there.
+#: A job whose creation event was lost or refused cannot be restored, so it does not count as recorded.
 PRESENT: Final = f"""
 SELECT u.place FROM {_NAMES} AS u JOIN jobs AS j ON {_THE_JOB}
  WHERE NOT (j.job_type = '{UNKNOWN_TASK}' AND j.payload = '{UNKNOWN_PAYLOAD}')"""  # noqa: S608

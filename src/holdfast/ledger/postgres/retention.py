@@ -1,4 +1,4 @@
-"""Retention on PostgreSQL: old stories go in small transactions that lock only what they drop (requirement L5)."""
+"""Retention on PostgreSQL: old jobs are deleted in small transactions that lock only those rows (requirement L5)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 from holdfast.ledger.port.ledger import KEEP_ENTRIES_MS, PruneCursors
 from holdfast.ledger.postgres.store import Connection, PostgresStore
 
-#: Each tenant that a table has, without reading the table: from one to the next in its primary key.
+#: The tenants of a table without reading the table: from one to the next in its primary key.
 _TENANTS: Final = """
 WITH RECURSIVE found AS (
     (SELECT tenant_id FROM {table} ORDER BY tenant_id LIMIT 1)
@@ -23,15 +23,16 @@ _KEY_TENANTS: Final = _TENANTS.format(table="idempotency_keys")
 _ANOMALY_TENANTS: Final = _TENANTS.format(table="anomalies")
 _LOG_TENANTS: Final = _TENANTS.format(table="operator_events")
 _EXECUTION_TENANTS: Final = _TENANTS.format(table="queue_executions")
-#: So many times in a row a batch may look for old jobs and find only such as are kept.
-_MOST_LOOKS: Final = 50
+#: How often in a row a batch may search and find only jobs that are kept.
+_MAX_SEARCHES: Final = 50
 _BEGINNING: Final = (datetime(1970, 1, 1, tzinfo=UTC), "")
 
-#: The oldest jobs behind the mark, in the order of an index and no more of them than are looked at: a condition that
-#: few rows seem to meet would make the planner read all that are old, and sort them, for each batch. `created_at` is
-#: never later than `finished_at`. Then those of them that may go: `(SELECT … LIMIT 1) IS NULL` is a NOT EXISTS for
-#: which no whole table is read. `last_seq` is how many events a job has, so that the transaction is short however long
-#: the stories are. The mark moves to the last job that was looked at, or that went, if not all could go at once.
+#: Reads the oldest jobs after the cursor in the order of an index, and no more than it checks: with a condition that
+#: few rows seem to meet, the planner would read and sort all old jobs for each batch. `created_at` is never later than
+#: `finished_at`. Then selects those that may be deleted: `(SELECT … LIMIT 1) IS NULL` is a NOT EXISTS for which no
+#: whole table is read. `last_seq` is the number of a job's events, which keeps the transaction short however long the
+#: histories are. The cursor moves to the last job that was checked, or, if not all could be deleted at once, to the
+#: last that was deleted.
 PRUNE_JOBS: Final = """
 WITH looked AS MATERIALIZED (
     SELECT tenant_id, job_id, queue, created_at FROM jobs
@@ -85,7 +86,7 @@ SELECT (SELECT count(*) FROM jobs_gone) + (SELECT count(*) FROM events) + (SELEC
   ) last ON true
 """
 
-#: Of jobs that the ledger does not have, or no longer: the others go with their job.
+#: Anomalies of jobs that are not in the ledger; the others are deleted with their job.
 PRUNE_ANOMALIES: Final = """
 WITH gone AS (
     SELECT tenant_id, id FROM anomalies a
@@ -109,7 +110,7 @@ WITH gone AS (
 SELECT count(*) FROM dropped
 """
 
-#: What became of messages.
+#: Executions of triggers.
 PRUNE_EXECUTIONS: Final = """
 WITH gone AS (
     SELECT tenant_id, id FROM queue_executions
@@ -120,7 +121,7 @@ WITH gone AS (
 SELECT count(*) FROM dropped
 """
 
-#: Of all tenants at once. What waits or is dead stays.
+#: Sent events of all tenants at once; waiting and dead ones are kept.
 PRUNE_OUTBOX: Final = """
 WITH gone AS (
     SELECT position FROM outbox_events
@@ -157,10 +158,10 @@ SELECT count(*) FROM dropped
 
 
 async def prune(store: PostgresStore, keep_ms: int, limit: int, marks: PruneCursors | None = None) -> int:
-    """At most about `limit` rows; how many went."""
+    """Delete at most about `limit` rows; the number that was deleted."""
     keep, entries = timedelta(milliseconds=keep_ms), timedelta(milliseconds=max(keep_ms, KEEP_ENTRIES_MS))
 
-    # Most jobs are four rows.
+    # Most jobs have four rows.
     jobs = max(1, limit // 4)
     prune_jobs = PRUNE_JOBS.format(jobs=jobs, events=max(1, limit - jobs))
 
@@ -170,11 +171,11 @@ async def prune(store: PostgresStore, keep_ms: int, limit: int, marks: PruneCurs
         gone = 0
         reached = marks or {}
         tenants = [tenant for (tenant,) in await connection.fetch(_JOB_TENANTS)]
-        # Who is furthest behind comes first: one that always has more would keep the others waiting for ever.
+        # The tenant furthest behind comes first: one that always has more would starve the others.
         for tenant in sorted(tenants, key=lambda tenant: reached.get(tenant, _BEGINNING)):
             start, more = reached.get(tenant, _BEGINNING), True
-            # Past those that are kept, as far as it takes to find some that are not.
-            for _ in range(_MOST_LOOKS):
+            # Skip jobs that are kept until some are found that are not.
+            for _ in range(_MAX_SEARCHES):
                 if not more or gone >= max(1, limit // 2):
                     break
                 (row,) = await connection.fetch(prune_jobs, tenant, keep, *start)

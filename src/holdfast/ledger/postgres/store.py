@@ -1,7 +1,8 @@
-"""One event loop's way to a PostgreSQL ledger: a lazy pool for what writes, an engine for queries, a listener for news.
+"""Access to a PostgreSQL ledger from one event loop: a lazy pool for writes, an SQLAlchemy engine for queries, a
+listener for commits.
 
-`transact` begins anew once if the connection it was given turns out to be dead (the server was restarted); after that
-an error is the caller's: whether a lost commit may be repeated, only the caller knows.
+`transact` begins again once if its connection turns out to be dead (the server was restarted). Later errors are raised:
+only the caller knows whether a lost commit may be repeated.
 """
 
 from __future__ import annotations
@@ -26,41 +27,41 @@ T = TypeVar("T")
 
 Connection = asyncpg.pool.PoolConnectionProxy
 Work = Callable[[Connection], Awaitable[T]]
-#: Looks at a ledger before anything else does, and raises if it is not ours to use.
+#: Checks a ledger before its first use, and raises if this process must not use it.
 StoreCheck = Callable[[asyncpg.Connection, str], Awaitable[None]]
 
-#: What a URL may say after `?`; the rest of libpq's options would be ignored silently.
+#: Options that a URL may have after `?`; libpq's others would be ignored silently.
 _OPTIONS: Final = frozenset({"sslmode", "sslrootcert", "sslcert", "sslkey", "application_name", "options"})
-#: For the session: a process that stops in mid-transaction must not hold its rows for ever.
+#: For the session: a process that stops in mid-transaction must not keep its rows locked for ever.
 _IDLE_IN_TRANSACTION_MS: Final = 60_000
-#: How many connections queries keep; more are made for a moment, up to the pool's size.
+#: Connections that queries keep; more are opened for a moment, up to the pool's size.
 _KEPT_READERS: Final = 1
-#: How long to wait for a server to say goodbye; one that is silent is left.
+#: How long to wait for the server when closing; after that the connection is dropped.
 _CLOSE_S: Final = 1.0
 
 
 class PostgresAddress(msgspec.Struct, frozen=True):
-    """A checked URL. `name` may be shown: it has no password."""
+    """A checked URL. `name` has no password and may be printed."""
 
     dsn: str
     name: str
 
     @classmethod
     def parse(cls, url: str) -> PostgresAddress:
-        """Raises `InvalidOption` if it is none; the message does not repeat it, since it may hold a password."""
+        """Raises `InvalidOption` for a wrong URL; the message does not repeat it, as it may contain a password."""
         try:
             parts = urlsplit(url)
             port = parts.port
         except ValueError:
-            # What it says may be a piece of the password.
+            # The original message may contain a part of the password.
             raise InvalidOption(
-                "the ledger's URL: host or port cannot be read; write a /, :, @, # or ? in the password as %2F, %3A …"
+                "the ledger's URL: host or port cannot be read; encode /, :, @, # and ? in the password as %2F, %3A …"
             ) from None
         if parts.scheme not in ("postgresql", "postgres"):
             raise InvalidOption("the ledger's URL must begin with postgresql://")
         database = unquote(parts.path[1:])
         if not database:
-            raise InvalidOption("the ledger's URL names no database: postgresql://user:password@host:5432/database")
+            raise InvalidOption("the ledger's URL names no database; use postgresql://user:password@host:5432/database")
         given = dict(parse_qsl(parts.query, keep_blank_values=True))
         unknown = sorted(given.keys() - _OPTIONS)
         if unknown:
@@ -80,7 +81,7 @@ class PostgresAddress(msgspec.Struct, frozen=True):
 
 
 class StoreOptions(msgspec.Struct, frozen=True):
-    """How to hold connections."""
+    """Pool size and timeouts."""
 
     pool_size: int = 5
     connect_timeout_s: float = 5.0
@@ -101,7 +102,7 @@ class PostgresStore:
         self._making: asyncio.Lock | None = None
         self._readers: AsyncEngine | None = None
         self._closed = False
-        self.news = NotifyListener(self.connect, self.address.name)
+        self.commits = NotifyListener(self.connect, self.address.name)
 
     @property
     def name(self) -> str:
@@ -109,19 +110,19 @@ class PostgresStore:
         return self.address.name
 
     def clone(self) -> PostgresStore:
-        """Connections of its own, for another event loop."""
+        """A store with its own connections, for another event loop."""
         return PostgresStore(self.url, self.options, self._guard)
 
     async def open(self) -> None:
-        """Connect, and look at the ledger. Not needed before the first use, but after `close`."""
+        """Connect and check the ledger. Optional before the first use, required after `close`."""
         self._closed = False
         await self.execute("SELECT 1")
 
     async def close(self) -> None:
-        """Give connections back, soon even if the server is silent. Safe to call twice; to use it again, `open` it."""
+        """Close connections, without a long wait for a silent server. Safe to call twice; `open` reverts it."""
         self._closed = True
         pool, self._pool = self._pool, None
-        await self.news.close()
+        await self.commits.close()
         if self._readers is not None:
             await self._readers.dispose()
         if pool is not None:
@@ -130,7 +131,7 @@ class PostgresStore:
                     await pool.close()
             except TimeoutError:
                 pool.terminate()
-        # Connections that were dropped, not closed, give their sockets back in the next turn of the loop.
+        # Connections that were dropped, not closed, release their sockets in the next iteration of the event loop.
         await asyncio.sleep(0)
 
     # Writing ---------------------------------------------------------------------------------------
@@ -138,7 +139,7 @@ class PostgresStore:
     async def transact(self, work: Work[T], *, serial: bool = False) -> T:
         """Run `work` in one transaction; its result, once that is committed.
 
-        Raises `LedgerUnavailable`; when it came while committing, nobody knows whether it did.
+        Raises `LedgerUnavailable`; if that happens while committing, the outcome is unknown.
         """
         begin = "BEGIN ISOLATION LEVEL SERIALIZABLE" if serial else "BEGIN"
         connection = await self._begin(begin)
@@ -187,7 +188,7 @@ class PostgresStore:
                 raise
             if not is_lost(exc) or isinstance(exc, asyncio.TimeoutError):
                 raise translate(exc, self.name) from exc
-        # Dead when it was taken: the server has been away, and the others of the pool are dead, too.
+        # Dead when it was acquired: the server was unreachable, so the others of the pool are dead, too.
         pool = await self._ready()
         await pool.expire_connections()
         connection = await self._acquire()
@@ -201,15 +202,15 @@ class PostgresStore:
 
     async def _acquire(self) -> Connection:
         pool = await self._ready()
-        patience = self.options.connect_timeout_s + self.options.reply_timeout_s
+        timeout_s = self.options.connect_timeout_s + self.options.reply_timeout_s
         try:
-            async with asyncio.timeout(patience):
+            async with asyncio.timeout(timeout_s):
                 return await pool.acquire()
         except TimeoutError as exc:
             if pool.get_idle_size() == 0 and pool.get_size() >= self.options.pool_size:
                 raise LedgerUnavailable(
                     f"the ledger {self.name}: all {self.options.pool_size} connections have been busy for "
-                    f"{patience:g} s; raise HOLDFAST_LEDGER_POOL_SIZE, or look at what is slow"
+                    f"{timeout_s:g} s; raise HOLDFAST_LEDGER_POOL_SIZE, or find the slow statements"
                 ) from exc
             raise translate(exc, self.name) from exc
         except DOWN as exc:
@@ -220,14 +221,14 @@ class PostgresStore:
             _drop(connection)
             return
         with suppress(*DOWN):
-            # The work is done; a connection that breaks now is nobody's trouble.
+            # The work is done; a connection that breaks now does no harm.
             await self._pool.release(connection, timeout=self.options.connect_timeout_s)
 
     async def _abandon(self, connection: Connection, error: BaseException, *, in_transaction: bool = True) -> None:
-        """Roll back if the server listens, else drop the connection: it must not wait for a server that is silent."""
+        """Roll back if the server answers, else drop the connection: never wait for a silent server."""
         cause = error.__cause__ if isinstance(error, LedgerUnavailable) and error.__cause__ is not None else error
         if not isinstance(cause, Exception) or is_lost(cause):
-            # Cancelled in mid-statement, or gone.
+            # Cancelled in mid-statement, or lost.
             _drop(connection)
         elif in_transaction:
             try:
@@ -240,7 +241,7 @@ class PostgresStore:
         await self._release(connection)
 
     def _check_open(self) -> None:
-        # Somebody may still be at it when the app is closed: a new connection would never be given back.
+        # A caller may still be running when the app is closed: its new connection would never be closed.
         if self._closed:
             raise LedgerUnavailable(f"the ledger {self.name} has been closed; open it to use it again")
 
@@ -259,7 +260,7 @@ class PostgresStore:
         return self._pool
 
     async def connect(self, *_: Any, **options: Any) -> asyncpg.Connection:
-        """A new connection to a ledger that has been looked at. Raises `LedgerUnavailable`, or what the guard does."""
+        """A new connection to a checked ledger. Raises `LedgerUnavailable`, or what the check raises."""
         self._check_open()
         # The pool passes its event loop and classes along.
         with translated(self.name):
@@ -281,10 +282,10 @@ class PostgresStore:
 
     async def _connect_writer(self, *_: Any, **options: Any) -> asyncpg.Connection:
         connection = await self.connect(**options)
-        # Not as the pool's `init`: that would wait for the goodbye of a server that is silent.
+        # Not as the pool's `init`: that would wait for a silent server to close the connection.
         try:
             with translated(self.name):
-                await connection.execute(_GO_BY_KEYS)
+                await connection.execute(_WRITER_SETTINGS)
         except BaseException:
             connection.terminate()
             raise
@@ -315,17 +316,16 @@ class PostgresStore:
 
     def _translate_query(self, context: ExceptionContext) -> BaseException | None:
         if context.is_pre_ping:
-            # A dead connection in the pool: SQLAlchemy makes a new one.
+            # A dead connection in the pool: SQLAlchemy opens a new one.
             return None
         original = context.original_exception
         cause = original.__cause__ or original
-        ours = translate(cause, self.name)
-        return None if ours is cause else ours
+        translation = translate(cause, self.name)
+        return None if translation is cause else translation
 
 
 class _Reader(asyncpg.Connection):
-    """SQLAlchemy lets a time-out of its own ping through as it is; here it is ours. And it does not wait for long for
-    a goodbye."""
+    """Translates a timeout of SQLAlchemy's ping, which SQLAlchemy raises as it is, and closes without a long wait."""
 
     where = ""
 
@@ -344,20 +344,20 @@ class _Reader(asyncpg.Connection):
             self.terminate()
 
 
-#: Whatever writes finds its rows by a key. It is planned each time: a plan that was made while a table was empty would
-#: read all of it, and be kept until the table is analysed. Nor is it compiled, which takes half a second: the settings
-#: pretend costs that it has not.
-_GO_BY_KEYS: Final = (
+#: All writes find their rows by a key. Statements are planned each time: a plan made while a table was empty would read
+#: all of it, and be kept until the table is analysed. JIT is off, because the settings inflate the estimated costs and
+#: compiling takes half a second.
+_WRITER_SETTINGS: Final = (
     "SET enable_seqscan = off; SET enable_hashjoin = off; SET enable_mergejoin = off;"
     " SET plan_cache_mode = force_custom_plan; SET jit = off"
 )
 
 
 async def _no_reset(_: asyncpg.Connection) -> None:
-    """Nothing to undo: we change nothing in a session, and end every transaction ourselves. Saves a round trip."""
+    """Nothing to reset: sessions are never changed, and every transaction is ended. Saves a round trip."""
 
 
 def _drop(connection: Connection) -> None:
-    # A connection that the server has closed is the pool's already.
+    # A connection that the server has closed is back in the pool already.
     with suppress(asyncpg.InterfaceError):
         connection.terminate()

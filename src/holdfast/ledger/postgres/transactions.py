@@ -27,7 +27,7 @@ _DIALECT: Final = dialect()  # type: ignore[no-untyped-call]
 
 
 class PostgresTransactions(TransactionRunner):
-    """Runs them."""
+    """Runs transactions on PostgreSQL."""
 
     def __init__(self, store: PostgresStore) -> None:
         self._store = store
@@ -37,11 +37,11 @@ class PostgresTransactions(TransactionRunner):
             answer: Any = None
             while True:
                 try:
-                    wanted = act.send(answer)
+                    statement = act.send(answer)
                 except StopIteration as end:
                     result: T | HoldfastError = end.value
                     return result
-                answer = await _answer(connection, wanted)
+                answer = await _execute(connection, statement)
 
         result = await self._store.transact(work)
         if isinstance(result, HoldfastError):
@@ -49,16 +49,16 @@ class PostgresTransactions(TransactionRunner):
         return result
 
 
-async def _answer(connection: Connection, wanted: Executable | ClockRead) -> Any:
-    if wanted is NOW:
+async def _execute(connection: Connection, statement: Executable | ClockRead) -> Any:
+    if statement is NOW:
         return await connection.fetchval("SELECT clock_timestamp()")
-    compiled = wanted.compile(dialect=_DIALECT, compile_kwargs={"render_postcompile": True})  # type: ignore[attr-defined]
+    compiled = statement.compile(dialect=_DIALECT, compile_kwargs={"render_postcompile": True})  # type: ignore[attr-defined]
     values = (compiled.params[name] for name in compiled.positiontup)
     return await connection.fetch(compiled.string, *(clean(v) if isinstance(v, str) else v for v in values))
 
 
 class PostgresOperatorStore(PostgresTransactions, SqlOperatorStore):
-    """Times are the server's."""
+    """The operator store of a ledger on PostgreSQL. Times are the server's."""
 
 
 _RECORD: Final = f"""
@@ -73,7 +73,7 @@ ON CONFLICT DO NOTHING"""  # noqa: S608 - constants
 
 
 class PostgresTriggerStore(PostgresTransactions, SqlTriggerStore):
-    """Times of presence are the server's."""
+    """The trigger store of a ledger on PostgreSQL. Times of presence are the server's."""
 
     async def record_executions(self, executions: Sequence[Execution]) -> None:
         if executions:
@@ -82,18 +82,19 @@ class PostgresTriggerStore(PostgresTransactions, SqlTriggerStore):
 
 
 _JOBS: Final = """
-UPDATE jobs SET told_at = now() FROM unnest($1::text[], $2::text[], $3::text[]) AS told (tenant_id, queue, job_id)
-WHERE jobs.tenant_id = told.tenant_id AND jobs.queue = told.queue AND jobs.job_id = told.job_id AND told_at IS NULL"""
+UPDATE jobs SET notified_at = now() FROM unnest($1::text[], $2::text[], $3::text[]) AS row (tenant_id, queue, job_id)
+WHERE jobs.tenant_id = row.tenant_id AND jobs.queue = row.queue AND jobs.job_id = row.job_id AND notified_at IS NULL"""
 _APPROVALS: Final = """
-UPDATE approvals SET told = news.status FROM unnest($1::text[], $2::text[], $3::text[]) AS news (tenant_id, id, status)
-WHERE approvals.tenant_id = news.tenant_id AND approval_id = news.id"""
+UPDATE approvals SET notified_status = row.status
+  FROM unnest($1::text[], $2::text[], $3::text[]) AS row (tenant_id, id, status)
+WHERE approvals.tenant_id = row.tenant_id AND approval_id = row.id"""
 _ALERTS: Final = """
-UPDATE operator_events SET told_at = now() FROM unnest($1::text[], $2::text[]) AS told (tenant_id, id)
-WHERE operator_events.tenant_id = told.tenant_id AND operator_events.id = told.id AND told_at IS NULL"""
+UPDATE operator_events SET notified_at = now() FROM unnest($1::text[], $2::text[]) AS row (tenant_id, id)
+WHERE operator_events.tenant_id = row.tenant_id AND operator_events.id = row.id AND notified_at IS NULL"""
 
 
 class PostgresNotificationMarks(NotificationMarks):
-    """Writes them."""
+    """Marks notifications as sent, on PostgreSQL."""
 
     def __init__(self, store: PostgresStore) -> None:
         self._store = store
@@ -103,13 +104,13 @@ class PostgresNotificationMarks(NotificationMarks):
             _JOBS, [key.tenant_id for key in keys], [key.queue for key in keys], [key.job_id for key in keys]
         )
 
-    async def approvals(self, told: Sequence[ApprovalNotification]) -> None:
+    async def approvals(self, notifications: Sequence[ApprovalNotification]) -> None:
         await self._store.execute(
             _APPROVALS,
-            [one.tenant_id for one in told],
-            [one.approval_id for one in told],
-            [str(one.status) for one in told],
+            [one.tenant_id for one in notifications],
+            [one.approval_id for one in notifications],
+            [str(one.status) for one in notifications],
         )
 
-    async def alerts(self, told: Sequence[AlertNotification]) -> None:
-        await self._store.execute(_ALERTS, [one.tenant_id for one in told], [one.id for one in told])
+    async def alerts(self, notifications: Sequence[AlertNotification]) -> None:
+        await self._store.execute(_ALERTS, [one.tenant_id for one in notifications], [one.id for one in notifications])

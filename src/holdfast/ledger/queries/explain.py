@@ -1,7 +1,7 @@
-"""A job's story in plain sentences: what happened, why it is where it is, what will happen next. Pure.
+"""Explain a job in plain sentences: what happened, why it is in its state, what happens next. Pure.
 
-It reads events in order, as ledger or feed tell them, and, if there is one, what the engine says of the job right now.
-Every state and every event has its sentence; an event that nobody here knows is told by its name.
+Reads events in order, from ledger or feed, and the engine's current view of the job if there is one. Every state and
+every event type has its sentence; an unknown event is given by its name.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Final
 
 import msgspec
 
-from holdfast.core.job import Event
+from holdfast.core.job import Event, approval_data
 from holdfast.core.states import DUPLICATE_EVENT, EXPEDITED_EVENT, FORKED_EVENT, HEARTBEAT_EVENT, RESTORED_EVENT, State
 from holdfast.ledger.queries.explain_state import (
-    _PRESENT,
+    _STATE_SENTENCES,
     JobFacts,
     OperatorAction,
-    _apart,
+    _disagreement,
     actor_phrase,
     duration_phrase,
     error_of,
@@ -30,126 +30,124 @@ from holdfast.ledger.queries.explain_state import (
 
 
 class Explanation(msgspec.Struct, frozen=True):
-    """Sentences, in the order in which they are to be read."""
+    """Sentences in reading order."""
 
-    happened: list[str]
-    why: list[str]
-    then: list[str]
+    history: list[str]
+    reason: list[str]
+    next_steps: list[str]
 
     @property
     def sentences(self) -> list[str]:
-        return [*self.happened, *self.why, *self.then]
+        return [*self.history, *self.reason, *self.next_steps]
 
 
-def explain(events: Sequence[Event], scene: JobFacts) -> Explanation:
-    """Tell one job's story."""
-    happened = list(_happened(events, scene))
+def explain(events: Sequence[Event], facts: JobFacts) -> Explanation:
+    """Explain one job."""
+    happened = list(_happened(events, facts))
     moves = [event for event in events if event.to_state is not None]
     if not moves:
-        return Explanation(happened, ["Its beginning is not in the ledger."], [])
+        return Explanation(happened, ["Its creation is not in the ledger."], [])
     last = moves[-1]
     state = last.to_state
     assert state is not None
-    why, then = _PRESENT[state](last, events, scene)
-    return Explanation(happened, why, then + _apart(state, scene))
+    why, then = _STATE_SENTENCES[state](last, events, facts)
+    return Explanation(happened, why, then + _disagreement(state, facts))
 
 
 # What happened -------------------------------------------------------------------------------------
 
 
-def _happened(events: Sequence[Event], scene: JobFacts) -> Iterator[str]:
-    began_ms, beats = 0, 0
-    deeds = [deed for deed in scene.operator_actions if deed.type in _DEEDS]
-    if scene.replay_of:
-        yield f"It is a replay of job {scene.replay_of}."
+def _happened(events: Sequence[Event], facts: JobFacts) -> Iterator[str]:
+    started_ms, heartbeats = 0, 0
+    actions = [action for action in facts.operator_actions if action.type in _OPERATOR_PHRASES]
+    if facts.replay_of:
+        yield f"It is a replay of job {facts.replay_of}."
     for event in events:
-        # A vote and the move that it causes may share a millisecond.
-        while deeds and deeds[0].at_ms <= event.at_ms:
-            yield _deed(deeds.pop(0))
+        # A vote and the move that it causes may be in the same millisecond.
+        while actions and actions[0].at_ms <= event.at_ms:
+            yield _operator_sentence(actions.pop(0))
         if event.type == HEARTBEAT_EVENT:
-            # Told once, when it is known how many there were.
-            beats += 1
+            # One sentence for all of them, once their number is known.
+            heartbeats += 1
             continue
-        if beats:
-            yield _beats(beats)
-            beats = 0
+        if heartbeats:
+            yield _heartbeat_sentence(heartbeats)
+            heartbeats = 0
         if event.type == "task.created":
-            event = _with_submission(event, scene)
-        teller = _TELLERS.get(event.type)
-        yield teller(event, event.at_ms - began_ms) if teller else _unknown(event)
+            event = _with_submission(event, facts)
+        sentence = _SENTENCES.get(event.type)
+        yield sentence(event, event.at_ms - started_ms) if sentence else _unknown(event)
         if event.to_state is State.RUNNING:
-            began_ms = event.at_ms
-    if beats:
-        yield _beats(beats)
-    yield from map(_deed, deeds)
+            started_ms = event.at_ms
+    if heartbeats:
+        yield _heartbeat_sentence(heartbeats)
+    yield from map(_operator_sentence, actions)
 
 
-#: What an operator did that no event of the job tells.
-_DEEDS: Final[Mapping[str, str]] = MappingProxyType(
+#: Operator actions that no event of the job records.
+_OPERATOR_PHRASES: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "operator.approve": "said yes to it",
-        "operator.reject": "said no to it",
-        "operator.dlq_replay": "sent its dead letter back to work",
-        "operator.dlq_discard_request": "asked to discard its dead letter",
-        "operator.dlq_discard": "agreed to discard its dead letter",
-        "operator.dlq_keep": "kept its dead letter, which was to be discarded",
+        "operator.approve": "voted to approve it",
+        "operator.reject": "voted to reject it",
+        "operator.dlq_replay": "replayed its dead letter",
+        "operator.dlq_discard_request": "requested the discard of its dead letter",
+        "operator.dlq_discard": "confirmed the discard of its dead letter",
+        "operator.dlq_keep": "withdrew the discard of its dead letter",
     }
 )
 
 
-def _deed(deed: OperatorAction) -> str:
-    why = " ".join(deed.reason.split())[:200]
-    return f"{deed.actor} {_DEEDS[deed.type]} at {time_phrase(deed.at_ms)}{f' ({why})' if why else ''}."
+def _operator_sentence(action: OperatorAction) -> str:
+    reason = " ".join(action.reason.split())[:200]
+    why = f" ({reason})" if reason else ""
+    return f"{action.actor} {_OPERATOR_PHRASES[action.type]} at {time_phrase(action.at_ms)}{why}."
 
 
-def _beats(count: int) -> str:
-    return f"Its worker said {count} {'time' if count == 1 else 'times'} that it was alive."
+def _heartbeat_sentence(count: int) -> str:
+    return f"Its worker sent {count} {'heartbeat' if count == 1 else 'heartbeats'}."
 
 
-def _with_submission(event: Event, scene: JobFacts) -> Event:
-    return msgspec.structs.replace(event, data={"task": scene.task, **(event.data or {})})
+def _with_submission(event: Event, facts: JobFacts) -> Event:
+    return msgspec.structs.replace(event, data={"task": facts.task, **(event.data or {})})
 
 
 def _created(event: Event, _: int) -> str:
     data = event.data or {}
     what = f" to run {data['task']}" if data.get("task") else ""
-    later = int(data.get("run_at_ms") or 0)
-    due = f", no earlier than {time_phrase(later)}" if later > event.at_ms else ""
+    run_at_ms = int(data.get("run_at_ms") or 0)
+    due = f", no earlier than {time_phrase(run_at_ms)}" if run_at_ms > event.at_ms else ""
     return f"It was submitted at {time_phrase(event.at_ms)}{what}{due}."
 
 
 def _approval_requested(event: Event, took_ms: int) -> str:
     if event.from_state is None:
-        return f"It was submitted at {time_phrase(event.at_ms)}, and a person has to approve it before it may run."
+        return f"It was submitted at {time_phrase(event.at_ms)} and needs approval before it can run."
     if event.from_state is State.RUNNING:
-        return (
-            f"After {duration_phrase(took_ms)} attempt {event.attempt} "
-            "asked for a person's approval and gave its worker back."
-        )
-    return f"It was held at {time_phrase(event.at_ms)}: a person has to approve it first{reason_of(event)}."
+        return f"After {duration_phrase(took_ms)} attempt {event.attempt} requested approval and released its worker."
+    return f"It was held for approval at {time_phrase(event.at_ms)}{reason_of(event)}."
 
 
 def _approved(event: Event, _: int) -> str:
-    consent = (event.data or {}).get("consent")
-    people = consent.get("by") if isinstance(consent, dict) else None
-    who = f" by {join_names(people)}" if people else actor_phrase(event)
+    approval = approval_data(event.data, "approval")
+    approvers = approval.get("by") if isinstance(approval, dict) else None
+    who = f" by {join_names(approvers)}" if approvers else actor_phrase(event)
     return f"It was approved at {time_phrase(event.at_ms)}{who}{reason_of(event)}."
 
 
 def _withdrawn(event: Event, _: int) -> str:
-    return f"At {time_phrase(event.at_ms)} the question was withdrawn{reason_of(event)}; the job went back in line."
+    return f"The approval request was withdrawn at {time_phrase(event.at_ms)}{reason_of(event)}; it was queued again."
 
 
 def _rejected(event: Event, _: int) -> str:
-    return f"It was rejected at {time_phrase(event.at_ms)}{actor_phrase(event)}{reason_of(event)}, and so cancelled."
+    return f"It was rejected at {time_phrase(event.at_ms)}{actor_phrase(event)}{reason_of(event)} and cancelled."
 
 
 def _expired(event: Event, _: int) -> str:
-    return f"Nobody had approved it in time; at {time_phrase(event.at_ms)} it was cancelled."
+    return f"It was not approved in time and was cancelled at {time_phrase(event.at_ms)}."
 
 
 def _expedited(event: Event, _: int) -> str:
-    return f"It was made due at once at {time_phrase(event.at_ms)}{actor_phrase(event)}{reason_of(event)}."
+    return f"It was expedited at {time_phrase(event.at_ms)}{actor_phrase(event)}{reason_of(event)}."
 
 
 def _claimed(event: Event, _: int) -> str:
@@ -159,8 +157,8 @@ def _claimed(event: Event, _: int) -> str:
 def _reclaimed(event: Event, took_ms: int) -> str:
     old = (event.data or {}).get("old_worker") or "its worker"
     return (
-        f"{duration_phrase(took_ms)} later {old} had lost its lease (it died, or was cut off): "
-        f"{event.worker or 'another worker'} took over with attempt {event.attempt}."
+        f"{duration_phrase(took_ms)} later the lease of {old} had expired (crash or lost connection): "
+        f"{event.worker or 'another worker'} reclaimed it as attempt {event.attempt}."
     )
 
 
@@ -169,9 +167,9 @@ def _released(event: Event, took_ms: int) -> str:
     due_ms = int(data.get("next_attempt_at_ms") or 0)
     if due_ms:
         return (
-            f"After {duration_phrase(took_ms)} it went to sleep until {time_phrase(due_ms)} and gave its worker back."
+            f"After {duration_phrase(took_ms)} it was put to sleep until {time_phrase(due_ms)} and released its worker."
         )
-    return f"Its worker gave it back unfinished after {duration_phrase(took_ms)}; it went back in line."
+    return f"Its worker released it unfinished after {duration_phrase(took_ms)}; it was queued again."
 
 
 def _succeeded(event: Event, took_ms: int) -> str:
@@ -184,7 +182,7 @@ def _retrying(event: Event, took_ms: int) -> str:
     if not (event.data or {}).get("counted", True):
         return (
             f"Attempt {event.attempt} found a dependency down after {duration_phrase(took_ms)}{error_of(event)}{wait}. "
-            "That uses up no retry."
+            "This does not use up a retry."
         )
     return f"Attempt {event.attempt} failed after {duration_phrase(took_ms)}{error_of(event)}{wait}."
 
@@ -205,7 +203,7 @@ def _resumed(event: Event, _: int) -> str:
 def _dlq_pending(event: Event, took_ms: int) -> str:
     if event.from_state is State.RUNNING:
         return f"Attempt {event.attempt} failed for good after {duration_phrase(took_ms)}{error_of(event)}."
-    return f"It was given up at {time_phrase(event.at_ms)}{error_of(event)}."
+    return f"It was dead-lettered at {time_phrase(event.at_ms)}{error_of(event)}."
 
 
 def _dlq(event: Event, _: int) -> str:
@@ -221,8 +219,8 @@ def _cancelled(event: Event, _: int) -> str:
 
 
 def _restored(event: Event, _: int) -> str:
-    where = "back in line" if event.from_state is State.RUNNING else f"back as {state_phrase(event.to_state)}"
-    return f"The engine had lost it; at {time_phrase(event.at_ms)} it was put {where}, as the ledger knew it."
+    how = "queued again" if event.from_state is State.RUNNING else f"restored as {state_phrase(event.to_state)}"
+    return f"The engine had lost it; at {time_phrase(event.at_ms)} it was {how}, as recorded in the ledger."
 
 
 def _forked(event: Event, _: int) -> str:
@@ -232,20 +230,20 @@ def _forked(event: Event, _: int) -> str:
     else:
         where = f"{state_phrase(event.to_state)}, where the ledger had it {state_phrase(event.from_state)}"
     return (
-        f"At {time_phrase(event.at_ms)} the engine turned out to have forgotten its latest steps "
-        f"(a wipe, or an older copy): it went on from {where}."
+        f"At {time_phrase(event.at_ms)} the engine turned out to have lost its latest events "
+        f"(a wipe, or an older copy): it continued from {where}."
     )
 
 
 def _duplicate(event: Event, _: int) -> str:
-    return f"A second copy of it came in at {time_phrase(event.at_ms)} and was dropped."
+    return f"A second copy of it arrived at {time_phrase(event.at_ms)} and was dropped."
 
 
 def _unknown(event: Event) -> str:
     return f"{event.type} at {time_phrase(event.at_ms)}{reason_of(event)}."
 
 
-_TELLERS: Final[Mapping[str, Callable[[Event, int], str]]] = MappingProxyType(
+_SENTENCES: Final[Mapping[str, Callable[[Event, int], str]]] = MappingProxyType(
     {
         "task.created": _created,
         "approval.requested": _approval_requested,
@@ -271,5 +269,5 @@ _TELLERS: Final[Mapping[str, Callable[[Event, int], str]]] = MappingProxyType(
     }
 )
 
-#: Every event that has a sentence of its own.
-KNOWN_EVENTS: Final = frozenset({*_TELLERS, HEARTBEAT_EVENT})
+#: Every event type that has its own sentence.
+KNOWN_EVENTS: Final = frozenset({*_SENTENCES, HEARTBEAT_EVENT})

@@ -1,8 +1,8 @@
-"""Questions of people and programs to the ledger: lists, one job's whole story, counts. Read-only by construction.
+"""Queries on jobs in the ledger: lists, one job with its history, counts. Read-only.
 
 One implementation in SQLAlchemy Core serves PostgreSQL, a SQLite ledger file, and the embedded engine's file. It is
-given an engine and opens a connection for each question; all methods raise `LedgerUnavailable` when the store does not
-answer. A list's page takes bounded time (see `ledger.listing`).
+given an SQLAlchemy engine and opens a connection for each query; all methods raise `LedgerUnavailable` when the store
+does not answer. A page of a list takes bounded time (see `ledger.queries.job_list`).
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from holdfast.ledger.queries.records import (
 )
 from holdfast.schema.columns import tenants_of
 
-#: Up to here all counts are exact: counting so many takes a few milliseconds.
+#: Counts up to this are exact: counting this many takes a few milliseconds.
 COUNTED: Final = 100_000
-#: Rows fetched at a time by the walks over whole tables.
+#: Rows fetched at a time when whole tables are read.
 CHUNK: Final = 5_000
 
 _JSON: Final = frozenset({"payload", "context", "result", "meta", "data", "history", "value"})
@@ -60,44 +60,44 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 
 class Queries(OperatorQueries):
-    """Asks; never changes anything."""
+    """Read-only queries on jobs, and on what operators decide (`OperatorQueries`)."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self.engine = engine
 
     # Lists -----------------------------------------------------------------------------------------
 
-    async def jobs(self, wanted: JobFilter | None = None, limit: int = 50, cursor: str | None = None) -> JobPage:
-        """A page of jobs, newest first. Raises `UsageError` for a cursor that is none."""
+    async def jobs(self, filters: JobFilter | None = None, limit: int = 50, cursor: str | None = None) -> JobPage:
+        """Return a page of jobs, newest first. Raises `UsageError` for an invalid cursor."""
         check_limit(limit)
-        wanted = wanted or JobFilter()
+        filters = filters or JobFilter()
         after = from_cursor(cursor) if cursor else None
         async with self._connection() as connection:
-            tenants = wanted.chosen_tenants()
+            tenants = filters.chosen_tenants()
             if tenants is None:
                 tenants = await self._tenants(connection)
             rows: list[Any] = []
-            #: How far every search got; the page ends where the first of them stopped.
+            #: Position that every search has reached; the page ends where the first search stopped.
             horizon: JobCursor | None = None
-            for search in searches(wanted, tenants, after):
+            for search in searches(filters, tenants, after):
                 found, end = await self._search(connection, search, limit + 1)
                 rows += found
-                horizon = max((place for place in (horizon, end) if place is not None), default=None)
+                horizon = max((position for position in (horizon, end) if position is not None), default=None)
         return _page(rows, horizon, limit)
 
     async def latest(self, limit: int = 50, tenant_id: str | None = None) -> list[JobRow]:
-        """The newest jobs."""
+        """Return the newest jobs."""
         return (await self.jobs(JobFilter(tenant_id=tenant_id), limit)).jobs
 
     async def tenants(self) -> list[str]:
-        """All tenants that have a job."""
+        """Return all tenants that have a job."""
         async with self._connection() as connection:
             return await self._tenants(connection)
 
     # One job ---------------------------------------------------------------------------------------
 
     async def job(self, job_id: str, tenant_id: str | None = None, queue: str | None = None) -> JobDetail:
-        """The job of that id; the newest one if tenants or queues share the id. Raises `UnknownJob`."""
+        """Return the job with this id; the newest if tenants or queues share it. Raises `UnknownJob`."""
         table, found = schema.jobs, []
         async with self._connection() as connection:
             tenants = [tenant_id] if tenant_id is not None else await self._tenants(connection)
@@ -113,9 +113,9 @@ class Queries(OperatorQueries):
     async def by_prefix(
         self, noun: str, prefix: str, tenants: Sequence[str] | None, queue: str | None, limit: int
     ) -> list[Candidate]:
-        """Ids that begin so, in order, at most `limit`; of an id that queues or tenants share, the newest row.
+        """Return ids with the prefix, in order, at most `limit`.
 
-        `tenants` None is all of them.
+        Of an id that queues or tenants share, the newest row. `tenants` None means all.
         """
         kind, found = KINDS[noun], list[Candidate]()
         async with self._connection() as connection:
@@ -129,20 +129,20 @@ class Queries(OperatorQueries):
         return [newest[name] for name in sorted(newest)][:limit]
 
     async def events(self, key: JobKey) -> list[EventRow]:
-        """All its events, in order."""
+        """Return all events of a job, in order."""
         return await self._of_job(EventRow, schema.job_events, key, schema.job_events.c.seq)
 
     async def dead_letter_of(self, key: JobKey) -> JobDeadLetter | None:
-        """Its dead letter, if it has one."""
-        letters = await self._of_job(JobDeadLetter, schema.dlq_items, key, schema.dlq_items.c.failed_at)
-        return letters[-1] if letters else None
+        """Return the latest dead letter of a job, or None."""
+        dead_letters = await self._of_job(JobDeadLetter, schema.dlq_items, key, schema.dlq_items.c.failed_at)
+        return dead_letters[-1] if dead_letters else None
 
     async def steps(self, key: JobKey) -> list[StepRow]:
-        """Its checkpoints, in order."""
+        """Return the checkpoints of a job, in order."""
         return await self._of_job(StepRow, schema.job_steps, key, schema.job_steps.c.position)
 
     async def effects(self, key: JobKey) -> list[EffectRow]:
-        """Effects whose key it holds or has recorded."""
+        """Return effects whose key the job holds or has recorded."""
         table = schema.idempotency_keys
         return await self._of_job(EffectRow, table, key, table.c.created_at)
 
@@ -151,31 +151,31 @@ class Queries(OperatorQueries):
     async def counts(
         self, tenant_id: str | None = None, queue: str | None = None, *, exact: bool = False
     ) -> StateCounts:
-        """Jobs by state.
+        """Count jobs by state.
 
-        Everything but `succeeded` is counted in a small index, and exact. On PostgreSQL successes are estimated from
-        its statistics once there are more than `COUNTED` of them; with `exact` they are counted, one by one.
+        All states except `succeeded` are counted in a small index and exact. On PostgreSQL, `succeeded` is estimated
+        from statistics above `COUNTED` jobs; with `exact` it is counted.
         """
         conditions = [column == clean(value) for column, value in self._narrow(tenant_id, queue)]
         async with self._connection() as connection:
-            guess = None if exact or self._is_sqlite else await self._estimate(connection, conditions)
-            if guess is None or guess <= COUNTED:
+            estimate = None if exact or self._is_sqlite else await self._estimate(connection, conditions)
+            if estimate is None or estimate <= COUNTED:
                 return StateCounts(await self._grouped(connection, conditions))
             ordinary = schema.jobs.c.state != State.SUCCEEDED.value
             states = await self._grouped(connection, [*conditions, ordinary])
-        return StateCounts({**states, State.SUCCEEDED: guess}, frozenset({State.SUCCEEDED}))
+        return StateCounts({**states, State.SUCCEEDED: estimate}, frozenset({State.SUCCEEDED}))
 
-    # Walks over everything, for those who check ---------------------------------------------------------
+    # Whole tables, for verification ----------------------------------------------------------------
 
     @asynccontextmanager
     async def snapshot(self) -> AsyncIterator[Snapshot]:
-        """One moment of the whole ledger, to be read row by row in constant memory."""
+        """Open a snapshot of the whole ledger, to be read row by row in constant memory."""
         async with self._connection() as connection:
             begin = "BEGIN" if self._is_sqlite else "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"
             await connection.exec_driver_sql(begin)
             yield Snapshot(connection)
 
-    # Inside ----------------------------------------------------------------------------------------
+    # Internals -------------------------------------------------------------------------------------
 
     @property
     def _is_sqlite(self) -> bool:
@@ -187,8 +187,8 @@ class Queries(OperatorQueries):
             async with self.engine.connect() as connection:
                 yield connection
         except (DBAPIError, PoolTimeout, OSError, TimeoutError) as exc:
-            said = getattr(exc, "orig", None) or exc
-            raise LedgerUnavailable(f"the ledger does not answer: {said}; check that it is up, then try again") from exc
+            cause = getattr(exc, "orig", None) or exc
+            raise LedgerUnavailable(f"the ledger does not answer: {cause}; check that it is up, then retry") from exc
 
     async def _tenants(self, connection: AsyncConnection) -> list[str]:
         return list((await connection.execute(tenants_of(schema.jobs))).scalars())
@@ -225,7 +225,7 @@ class Queries(OperatorQueries):
         return {state: counted.get(state, 0) for state in State}
 
     async def _estimate(self, connection: AsyncConnection, conditions: list[Any]) -> int:
-        """How many successes the planner expects."""
+        """Return how many `succeeded` jobs the planner expects."""
         counted = select(schema.jobs.c.state).where(*conditions, schema.jobs.c.state == State.SUCCEEDED.value)
         sql = counted.compile(dialect=self.engine.dialect)
         values = tuple(sql.params[name] for name in sql.positiontup or ())
@@ -235,19 +235,19 @@ class Queries(OperatorQueries):
 
 
 class Snapshot:
-    """Whole tables at one moment, in the order of their keys, so that they can be read side by side."""
+    """Reads whole tables as of one moment."""
 
     def __init__(self, connection: AsyncConnection) -> None:
         self._connection = connection
 
     async def rows(self, statement: Select[Any]) -> AsyncIterator[Any]:
-        """Rows of a statement, a chunk in memory at a time."""
+        """Iterate over the rows of a statement, with one chunk in memory at a time."""
         result = await self._connection.stream(statement.execution_options(yield_per=CHUNK))
         async for row in result:
             yield row
 
     async def scalar(self, statement: Select[Any]) -> Any:
-        """The only value of a statement."""
+        """Return the only value of a statement."""
         return (await self._connection.execute(statement)).scalar_one()
 
 

@@ -20,7 +20,7 @@ LOG: Final = ListSpec(operator_events, "at", "id")
 
 
 class ApprovalFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Which approvals. Everything given must hold; nothing given is every approval."""
+    """Filter of approvals: all given conditions must hold; without any, every approval matches."""
 
     #: None: of all tenants.
     tenants: Sequence[str] | None = None
@@ -28,7 +28,7 @@ class ApprovalFilter(msgspec.Struct, frozen=True, kw_only=True):
     job_type: str | None = None
     queues: frozenset[str] = frozenset()
     job_id: str | None = None
-    #: Asked for at this instant or later …
+    #: Requested at this instant or later …
     since: datetime | None = None
     #: … and before this one.
     until: datetime | None = None
@@ -37,18 +37,18 @@ class ApprovalFilter(msgspec.Struct, frozen=True, kw_only=True):
         check_instants(since=self.since, until=self.until)
 
     def limited_to(self, tenants: Sequence[str] | None) -> ApprovalFilter:
-        """The same, of these tenants only; None: no fewer."""
+        """Return the filter restricted to these tenants; None: not restricted."""
         return msgspec.structs.replace(self, tenants=visible_tenants(self.tenants, tenants))
 
     def index_conditions(self) -> list[Conditions]:
-        """What an index knows; a search for each status, since that comes before the time in it."""
+        """Conditions that an index covers, one search per status: in the index, the status precedes the time."""
         span = between(approvals.c.requested_at, self.since, self.until)
         if self.job_id is not None:
             return [[*span, approvals.c.job_id == clean(self.job_id)]]
         return [[*span, approvals.c.status == status.value] for status in sorted(self.statuses or ApprovalStatus)]
 
     def row_conditions(self, columns: Any = approvals.c) -> Conditions:
-        """What is checked row by row."""
+        """Conditions that are checked row by row."""
         conditions: Conditions = []
         if self.statuses and self.job_id is not None:
             conditions.append(columns.status.in_(sorted(status.value for status in self.statuses)))
@@ -60,21 +60,21 @@ class ApprovalFilter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ApprovalPage(msgspec.Struct, frozen=True):
-    """Approvals, newest first. While there is a cursor there may be more, even after a short page."""
+    """Approvals, newest first. A cursor means that there may be more, even after a short page."""
 
     approvals: list[ApprovalRow]
     cursor: str | None
 
 
 class AuditFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Which lines of the operators' log. Everything given must hold; nothing given is all of it."""
+    """Filter of audit entries: all given conditions must hold; without any, every entry matches."""
 
     #: None: of all tenants.
     tenants: Sequence[str] | None = None
-    #: `operator.cancel` …; alerts are in the log, too.
+    #: `operator.cancel` …; the log also has alerts.
     types: frozenset[str] = frozenset()
     actor: str | None = None
-    #: What it was done to: `job`, `queue`, `dlq`, `approval`, `token`.
+    #: What was changed: `job`, `queue`, `dlq`, `approval`, `token`.
     target: str | None = None
     target_id: str | None = None
     queues: frozenset[str] = frozenset()
@@ -85,15 +85,15 @@ class AuditFilter(msgspec.Struct, frozen=True, kw_only=True):
         check_instants(since=self.since, until=self.until)
 
     def limited_to(self, tenants: Sequence[str] | None) -> AuditFilter:
-        """The same, of these tenants only; None: no fewer."""
+        """Return the filter restricted to these tenants; None: not restricted."""
         return msgspec.structs.replace(self, tenants=visible_tenants(self.tenants, tenants))
 
     def driving(self) -> Conditions:
-        """What an index knows."""
+        """Conditions that an index covers."""
         return between(operator_events.c.at, self.since, self.until)
 
     def residual(self, columns: Any = operator_events.c) -> Conditions:
-        """What is checked row by row."""
+        """Conditions that are checked row by row."""
         conditions: Conditions = []
         if self.types:
             conditions.append(columns.type.in_(sorted(map(clean, self.types))))
@@ -104,7 +104,7 @@ class AuditFilter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AuditRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the operators' log."""
+    """One entry of the audit log."""
 
     tenant_id: str
     id: str
@@ -120,7 +120,7 @@ class AuditRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AuditPage(msgspec.Struct, frozen=True):
-    """Lines, newest first. While there is a cursor there may be more, even after a short page."""
+    """Audit entries, newest first. A cursor means that there may be more, even after a short page."""
 
     entries: list[AuditRow]
     cursor: str | None
@@ -135,16 +135,16 @@ def to_audit_row(row: Any) -> AuditRow:
 
 
 REGISTER: Final = ListSpec(dlq_items, "failed_at", "dlq_id")
-#: Groups are made of so many of a tenant's letters, the newest.
+#: Groups cover at most this many of a tenant's dead letters, the newest.
 GROUPED: Final = 100_000
-#: The most frequent kinds of errors; who has more looks at the letters.
+#: At most this many groups are returned, the most frequent.
 GROUPS: Final = 500
-#: Of a group's error, as a sample.
+#: Characters of a group's sample error.
 _SAMPLE: Final = 500
 
 
 class DeadLetterFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Which dead letters. Everything given must hold; nothing given is every letter."""
+    """Filter of dead letters: all given conditions must hold; without any, every dead letter matches."""
 
     #: None: of all tenants.
     tenants: Sequence[str] | None = None
@@ -152,11 +152,11 @@ class DeadLetterFilter(msgspec.Struct, frozen=True, kw_only=True):
     job_type: str | None = None
     queues: frozenset[str] = frozenset()
     error_code: str | None = None
-    #: Those that died of the same kind of error (`LetterGroup.fingerprint`).
+    #: Kind of error (`DeadLetterGroup.fingerprint`).
     fingerprint: str | None = None
-    #: Text in the error, in any case.
+    #: Text in the error, case-insensitive.
     text: str | None = None
-    #: Died at this instant or later …
+    #: Failed at this instant or later …
     since: datetime | None = None
     #: … and before this one.
     until: datetime | None = None
@@ -165,18 +165,18 @@ class DeadLetterFilter(msgspec.Struct, frozen=True, kw_only=True):
         check_instants(since=self.since, until=self.until)
 
     def limited_to(self, tenants: Sequence[str] | None) -> DeadLetterFilter:
-        """The same, of these tenants only; None: no fewer."""
+        """Return the filter restricted to these tenants; None: not restricted."""
         return msgspec.structs.replace(self, tenants=visible_tenants(self.tenants, tenants))
 
     def driving(self) -> Conditions:
-        """What an index knows."""
+        """Conditions that an index covers."""
         conditions = between(dlq_items.c.failed_at, self.since, self.until)
         if self.fingerprint is not None:
             conditions.append(dlq_items.c.fingerprint == clean(self.fingerprint))
         return conditions
 
     def residual(self, columns: Any = dlq_items.c) -> Conditions:
-        """What is checked row by row."""
+        """Conditions that are checked row by row."""
         conditions: Conditions = []
         if self.statuses:
             conditions.append(columns.status.in_(sorted(status.value for status in self.statuses)))
@@ -192,7 +192,7 @@ class DeadLetterFilter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeadLetterRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A dead letter as lists show it."""
+    """A dead letter as shown in lists."""
 
     tenant_id: str
     dlq_id: str
@@ -215,29 +215,29 @@ class DeadLetterRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeadLetterDetail(DeadLetterRow, frozen=True, kw_only=True):
-    """A dead letter with all that is needed to decide about it."""
+    """A dead letter with everything needed to decide about it."""
 
     stack: str
     #: Every attempt.
     history: JsonText
-    #: The job's whole story.
+    #: The job's history.
     events: list[EventRow]
 
 
 class DeadLetterPage(msgspec.Struct, frozen=True):
-    """Letters, newest first. While there is a cursor there may be more, even after a short page."""
+    """Dead letters, newest first. A cursor means that there may be more, even after a short page."""
 
     dead_letters: list[DeadLetterRow]
     cursor: str | None
 
 
 class DeadLetterGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """Letters that died of the same kind of error."""
+    """Dead letters with the same kind of error."""
 
     fingerprint: str
     job_type: str
     error_code: str
-    #: Of one of them.
+    #: A sample.
     error: str
     count: int
     first: datetime
@@ -259,13 +259,13 @@ def _given(row: Any) -> dict[str, Any]:
     return {**row._mapping, "payload": JsonText(row.payload), "status": DeadLetterStatus(row.status)}
 
 
-def group_query(wanted: DeadLetterFilter, tenant_id: str) -> Select[Any]:
-    """One tenant's letters by the kind of error, the most frequent first."""
+def group_query(filters: DeadLetterFilter, tenant_id: str) -> Select[Any]:
+    """Select one tenant's dead letters grouped by kind of error, the most frequent first."""
     columns = dlq_items.c
     kind = (columns.fingerprint, columns.job_type, columns.error_code)
     newest = (
         select(*kind, func.substr(columns.error, 1, _SAMPLE).label("error"), columns.failed_at)
-        .where(columns.tenant_id == clean(tenant_id), *wanted.driving(), *wanted.residual())
+        .where(columns.tenant_id == clean(tenant_id), *filters.driving(), *filters.residual())
         .order_by(columns.failed_at.desc())
         .limit(GROUPED)
         .subquery()
@@ -288,17 +288,17 @@ def group_query(wanted: DeadLetterFilter, tenant_id: str) -> Select[Any]:
     )
 
 
-def count_query(wanted: DeadLetterFilter, tenant_id: str) -> Select[Any]:
-    """How many of one tenant's letters there are."""
+def count_query(filters: DeadLetterFilter, tenant_id: str) -> Select[Any]:
+    """Count one tenant's dead letters."""
     return (
         select(func.count())
         .select_from(dlq_items)
-        .where(dlq_items.c.tenant_id == clean(tenant_id), *wanted.driving(), *wanted.residual())
+        .where(dlq_items.c.tenant_id == clean(tenant_id), *filters.driving(), *filters.residual())
     )
 
 
 def merge_groups(rows: Sequence[Any]) -> list[DeadLetterGroup]:
-    """Groups of several tenants, the most frequent first, then the latest."""
+    """Merge groups of several tenants, the most frequent first, then the latest."""
     groups: dict[tuple[str, str, str], DeadLetterGroup] = {}
     for row in rows:
         group = DeadLetterGroup(**row._mapping)

@@ -68,30 +68,30 @@ _OF_JOB: Final = and_(
 
 
 class PendingNotifications:
-    """Reads what is untold, oldest first within a tenant. All raise `LedgerUnavailable`."""
+    """Reads what has not been sent, oldest first within a tenant. All raise `LedgerUnavailable`."""
 
     def __init__(self, engine: AsyncEngine, mark: NotificationMarks) -> None:
         self._engine = engine
         self.mark = mark
 
     async def finished_jobs(self, limit: int) -> list[FinishedJob]:
-        """Jobs that have ended and have somebody to tell."""
+        """Return jobs that have ended and have a webhook."""
         query = (
             select(jobs)
-            .where(jobs.c.webhook.is_not(None), jobs.c.told_at.is_(None), jobs.c.finished_at.is_not(None))
+            .where(jobs.c.webhook.is_not(None), jobs.c.notified_at.is_(None), jobs.c.finished_at.is_not(None))
             .order_by(jobs.c.tenant_id, jobs.c.finished_at)
             .limit(limit)
         )
-        return [_ended(row) for row in await self._rows(query)]
+        return [_finished_job(row) for row in await self._rows(query)]
 
     async def approvals(self, limit: int) -> list[ApprovalNotification]:
-        """Approvals that were asked for or decided lately."""
+        """Return approvals requested or decided within `MAX_NOTIFICATION_AGE`."""
         since = datetime.now(UTC) - MAX_NOTIFICATION_AGE
         query = (
             select(approvals, jobs.c.trace_id, jobs.c.meta)
             .outerjoin(jobs, _OF_JOB)
             .where(
-                or_(approvals.c.told.is_(None), approvals.c.told != approvals.c.status),
+                or_(approvals.c.notified_status.is_(None), approvals.c.notified_status != approvals.c.status),
                 or_(approvals.c.requested_at > since, approvals.c.decided_at > since),
             )
             .order_by(approvals.c.tenant_id, approvals.c.requested_at)
@@ -100,11 +100,11 @@ class PendingNotifications:
         return [_approval(row) for row in await self._rows(query)]
 
     async def alerts(self, limit: int) -> list[AlertNotification]:
-        """Alerts of late."""
+        """Return alerts raised or cleared within `MAX_NOTIFICATION_AGE`."""
         query = (
             select(operator_events)
             .where(
-                operator_events.c.told_at.is_(None),
+                operator_events.c.notified_at.is_(None),
                 operator_events.c.type.like(f"{ALERT_PREFIX}%"),
                 operator_events.c.at > datetime.now(UTC) - MAX_NOTIFICATION_AGE,
             )
@@ -117,13 +117,13 @@ class PendingNotifications:
         try:
             async with self._engine.connect() as connection:
                 found = (await connection.execute(query)).mappings()
-                # SQLAlchemy's names are a kind of text of their own, which msgspec does not take.
+                # SQLAlchemy's column names are a subclass of str, which msgspec does not accept.
                 return [{str(name): value for name, value in row.items()} for row in found]
         except (DBAPIError, PoolTimeout, OSError, TimeoutError) as exc:
             raise LedgerUnavailable(f"the ledger does not answer: {type(exc).__name__}") from exc
 
 
-def _ended(row: dict[str, Any]) -> FinishedJob:
+def _finished_job(row: dict[str, Any]) -> FinishedJob:
     key = JobKey(row["tenant_id"], row["queue"], row["job_id"])
     return msgspec.convert({**row, "key": key, "traceparent": _traceparent(row)}, FinishedJob)
 
@@ -135,7 +135,7 @@ def _approval(row: dict[str, Any]) -> ApprovalNotification:
 
 def _traceparent(row: dict[str, Any]) -> str:
     meta: str = row["meta"] or ""
-    # Most have none, and need not be read.
+    # Most have none and need not be decoded.
     if '"traceparent"' not in meta:
         return ""
     try:
@@ -145,7 +145,7 @@ def _traceparent(row: dict[str, Any]) -> str:
 
 
 class OperatorQueries:
-    """Lists in keyset pages, newest first. Raises `UsageError` for a cursor that is none."""
+    """Lists in keyset pages, newest first. Lists raise `UsageError` for an invalid cursor."""
 
     def _connection(self) -> AbstractAsyncContextManager[AsyncConnection]:
         raise NotImplementedError
@@ -156,25 +156,25 @@ class OperatorQueries:
     # Approvals -------------------------------------------------------------------------------------
 
     async def approvals(
-        self, wanted: ApprovalFilter | None = None, limit: int = 50, cursor: str | None = None
+        self, filters: ApprovalFilter | None = None, limit: int = 50, cursor: str | None = None
     ) -> ApprovalPage:
-        """A page of approvals, with their votes."""
-        wanted = wanted or ApprovalFilter()
+        """Return a page of approvals, with their votes."""
+        filters = filters or ApprovalFilter()
         async with self._connection() as connection:
-            rows, further = await read_page(
+            rows, next_cursor = await read_page(
                 connection,
                 operator_filters.APPROVALS,
                 list(schema.approvals.c),
-                wanted.tenants,
-                wanted.index_conditions(),
-                wanted.row_conditions,
+                filters.tenants,
+                filters.index_conditions(),
+                filters.row_conditions,
                 limit,
                 cursor,
             )
-            return ApprovalPage(await _with_votes(connection, rows), further)
+            return ApprovalPage(await _with_votes(connection, rows), next_cursor)
 
     async def approval(self, tenants: Sequence[str] | None, approval_id: str) -> ApprovalRow:
-        """One, with its votes. Raises `Unknown`."""
+        """Return one approval, with its votes. Raises `NotFound`."""
         async with self._connection() as connection:
             row = await _one(connection, schema.approvals, "approval_id", "approval", approval_id, tenants)
             return (await _with_votes(connection, [row]))[0]
@@ -182,66 +182,66 @@ class OperatorQueries:
     # Dead letters ----------------------------------------------------------------------------------
 
     async def dead_letters(
-        self, wanted: DeadLetterFilter | None = None, limit: int = 50, cursor: str | None = None
+        self, filters: DeadLetterFilter | None = None, limit: int = 50, cursor: str | None = None
     ) -> DeadLetterPage:
-        """A page of dead letters."""
-        wanted = wanted or DeadLetterFilter()
+        """Return a page of dead letters."""
+        filters = filters or DeadLetterFilter()
         async with self._connection() as connection:
-            rows, further = await read_page(
+            rows, next_cursor = await read_page(
                 connection,
                 operator_filters.REGISTER,
                 operator_filters.COLUMNS,
-                wanted.tenants,
-                [wanted.driving()],
-                wanted.residual,
+                filters.tenants,
+                [filters.driving()],
+                filters.residual,
                 limit,
                 cursor,
-                cost=TEXT_COST if wanted.text else 1,
+                cost=TEXT_COST if filters.text else 1,
             )
-        return DeadLetterPage([operator_filters.to_dead_letter(row) for row in rows], further)
+        return DeadLetterPage([operator_filters.to_dead_letter(row) for row in rows], next_cursor)
 
     async def dead_letter(self, tenants: Sequence[str] | None, dlq_id: str) -> DeadLetterDetail:
-        """One with all that is known of it, and its job's story. Raises `Unknown`."""
+        """Return one dead letter with its job's history. Raises `NotFound`."""
         async with self._connection() as connection:
             row = await _one(connection, schema.dlq_items, "dlq_id", "dead letter", dlq_id, tenants)
         return operator_filters.to_detail(row, await self.events(JobKey(row.tenant_id, row.queue, row.job_id)))
 
-    async def dead_letter_groups(self, wanted: DeadLetterFilter | None = None) -> list[DeadLetterGroup]:
-        """Letters by the kind of error that they died of, the most frequent first; of each tenant's newest letters."""
-        wanted = wanted or DeadLetterFilter()
+    async def dead_letter_groups(self, filters: DeadLetterFilter | None = None) -> list[DeadLetterGroup]:
+        """Group each tenant's newest dead letters by kind of error, the most frequent first."""
+        filters = filters or DeadLetterFilter()
         rows: list[Any] = []
         async with self._connection() as connection:
-            for tenant in await _tenants(connection, schema.dlq_items, wanted.tenants):
-                rows += (await connection.execute(operator_filters.group_query(wanted, tenant))).all()
+            for tenant in await _tenants(connection, schema.dlq_items, filters.tenants):
+                rows += (await connection.execute(operator_filters.group_query(filters, tenant))).all()
         return operator_filters.merge_groups(rows)
 
-    async def dead_letter_count(self, wanted: DeadLetterFilter | None = None) -> int:
-        """How many letters there are; counted one by one."""
-        wanted, count = wanted or DeadLetterFilter(), 0
+    async def dead_letter_count(self, filters: DeadLetterFilter | None = None) -> int:
+        """Count dead letters exactly."""
+        filters, count = filters or DeadLetterFilter(), 0
         async with self._connection() as connection:
-            for tenant in await _tenants(connection, schema.dlq_items, wanted.tenants):
-                count += (await connection.execute(operator_filters.count_query(wanted, tenant))).scalar_one()
+            for tenant in await _tenants(connection, schema.dlq_items, filters.tenants):
+                count += (await connection.execute(operator_filters.count_query(filters, tenant))).scalar_one()
         return count
 
-    # The operators' log ----------------------------------------------------------------------------
+    # Audit log -------------------------------------------------------------------------------------
 
     async def audit_log(
-        self, wanted: AuditFilter | None = None, limit: int = 50, cursor: str | None = None
+        self, filters: AuditFilter | None = None, limit: int = 50, cursor: str | None = None
     ) -> AuditPage:
-        """A page of what people did, and of alerts."""
-        wanted = wanted or AuditFilter()
+        """Return a page of audit entries and alerts."""
+        filters = filters or AuditFilter()
         async with self._connection() as connection:
-            rows, further = await read_page(
+            rows, next_cursor = await read_page(
                 connection,
                 operator_filters.LOG,
                 operator_filters.LOG_COLUMNS,
-                wanted.tenants,
-                [wanted.driving()],
-                wanted.residual,
+                filters.tenants,
+                [filters.driving()],
+                filters.residual,
                 limit,
                 cursor,
             )
-        return AuditPage([operator_filters.to_audit_row(row) for row in rows], further)
+        return AuditPage([operator_filters.to_audit_row(row) for row in rows], next_cursor)
 
 
 async def _tenants(connection: AsyncConnection, table: Table, tenants: Sequence[str] | None) -> Sequence[str]:
@@ -269,27 +269,27 @@ async def _with_votes(connection: AsyncConnection, rows: Sequence[Any]) -> list[
     if rows:
         names = [(row.tenant_id, row.approval_id) for row in rows]
         found = select(schema.approval_votes).where(tuple_(votes.tenant_id, votes.approval_id).in_(names))
-        for row in await connection.execute(found.order_by(votes.at, votes.person)):
+        for row in await connection.execute(found.order_by(votes.at, votes.voter)):
             cast.setdefault((row.tenant_id, row.approval_id), []).append(to_vote(dict(row._mapping)))
     return [to_approval(dict(row._mapping), tuple(cast.get((row.tenant_id, row.approval_id), ()))) for row in rows]
 
 
-#: Tenants with the most are told; a metric must not have a line for each of a million.
+#: Only tenants with the highest counts are reported; a metric must not have a million series.
 MAX_TENANTS: Final = 1_000
 
 
 class LedgerGauges(msgspec.Struct, frozen=True):
-    """Numbers by tenant, and the keys of the alerts that stand."""
+    """Counts by tenant, and the keys of standing alerts."""
 
-    #: Dead letters whose jobs still wait in `dlq_pending` for the engine to be told.
+    #: Dead letters whose jobs are still in `dlq_pending` because the engine was not notified yet.
     dlq_pending: dict[str, int]
     approvals_waiting: dict[str, int]
     alerts: list[str]
 
 
 async def read_gauges(queries: Queries) -> LedgerGauges:
-    """All of them, at about the same moment. Raises `LedgerUnavailable`."""
-    letters, approvals = schema.dlq_items, schema.approvals
+    """Read all gauges at about the same moment. Raises `LedgerUnavailable`."""
+    dead_letters, approvals = schema.dlq_items, schema.approvals
     try:
         async with queries.engine.connect() as connection:
 
@@ -300,17 +300,17 @@ async def read_gauges(queries: Queries) -> LedgerGauges:
                 return dict(rows.all())
 
             return LedgerGauges(
-                await by_tenant(letters, letters.c.acked_at.is_(None)),
+                await by_tenant(dead_letters, dead_letters.c.acked_at.is_(None)),
                 await by_tenant(approvals, approvals.c.status == ApprovalStatus.REQUESTED.value),
                 list((await connection.execute(select(schema.alerts.c.key))).scalars()),
             )
     except (DBAPIError, PoolTimeout, OSError, TimeoutError) as exc:
-        said = getattr(exc, "orig", None) or exc
-        raise LedgerUnavailable(f"the ledger does not answer: {said}; check that it is up, then try again") from exc
+        cause = getattr(exc, "orig", None) or exc
+        raise LedgerUnavailable(f"the ledger does not answer: {cause}; check that it is up, then retry") from exc
 
 
 class EffectKeyRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One key. `value` is JSON text."""
+    """One effect key. `value` is JSON text."""
 
     tenant_id: str
     key: str
@@ -332,7 +332,7 @@ _COLUMNS = tuple(keys.c[name] for name in EffectKeyRow.__struct_fields__)
 
 
 class EffectQueries:
-    """Read-only; on PostgreSQL and SQLite alike."""
+    """Read-only queries on effect keys, on PostgreSQL and SQLite."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
@@ -340,16 +340,16 @@ class EffectQueries:
     async def unresolved(
         self, tenant_id: str | None = None, state: EffectState | None = None, limit: int = 100
     ) -> list[EffectKeyRow]:
-        """Keys that are reserved or in doubt, the longest unchanged first. There are few: done ones are not read."""
-        wanted = select(*_COLUMNS).where(keys.c.state != EffectState.DONE.value)
+        """Return keys that are reserved or in doubt, the longest unchanged first. Done keys are not read."""
+        query = select(*_COLUMNS).where(keys.c.state != EffectState.DONE.value)
         if tenant_id is not None:
-            wanted = wanted.where(keys.c.tenant_id == tenant_id)
+            query = query.where(keys.c.tenant_id == tenant_id)
         if state is not None:
-            wanted = wanted.where(keys.c.state == state.value)
-        return await self._rows(wanted.order_by(keys.c.updated_at).limit(limit))
+            query = query.where(keys.c.state == state.value)
+        return await self._rows(query.order_by(keys.c.updated_at).limit(limit))
 
     async def find(self, tenant_id: str, key: str) -> EffectKeyRow | None:
-        """One key."""
+        """Return one key, or None."""
         rows = await self._rows(select(*_COLUMNS).where(keys.c.tenant_id == tenant_id, keys.c.key == key))
         return rows[0] if rows else None
 

@@ -32,24 +32,24 @@ _NAME: Final = "-([0-9a-f]{2})*"
 
 
 def cursor_pattern(names: int) -> str:
-    """The shape of a cursor with so many names."""
+    """Return the pattern of a cursor with this many names."""
     return f"^{_INSTANT}({_NAME}){{{names}}}$"
 
 
 def encode_cursor(instant_us: int, *names: str) -> str:
-    """A place as text."""
+    """Encode a position as text."""
     return "-".join((str(instant_us), *(name.encode("utf-8", "surrogatepass").hex() for name in names)))
 
 
 def decode_cursor(cursor: str, names: int) -> tuple[int, list[str]]:
-    """The place again. Raises `UsageError` for what is no cursor."""
+    """Decode a position. Raises `UsageError` if the cursor is invalid."""
     if not re.fullmatch(cursor_pattern(names), cursor):
-        raise UsageError(f"{cursor[:80]!r} is no cursor of a list; take it from the page before")
+        raise UsageError(f"{cursor[:80]!r} is not a cursor; use the cursor of the previous page")
     instant, *encoded = cursor.split("-")
     return int(instant), [decode_text(bytes.fromhex(name)) for name in encoded]
 
 
-#: Rows that are looked through for one page, by all its searches together …
+#: Rows scanned for one page by all its searches together …
 SCANNED: Final = 6_000
 #: … and by each at least.
 SCANNED_EACH: Final = 300
@@ -66,7 +66,7 @@ Conditions = list[ColumnElement[bool]]
 
 
 class ListCursor(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """A place in the order of a list."""
+    """A position in the order of a list."""
 
     at_us: int
     id: str
@@ -79,38 +79,38 @@ class ListCursor(msgspec.Struct, frozen=True, array_like=True, order=True):
 
 @dataclass(frozen=True, slots=True)
 class ListSpec:
-    """A table that is listed: by which instant, under which name."""
+    """A listed table: the column that orders it and the column that names its rows."""
 
     table: Table
     instant: str
     name: str
 
     def cursor_of(self, row: Any) -> ListCursor:
-        """Where a row stands."""
+        """Return the position of a row."""
         return ListCursor((getattr(row, self.instant) - _EPOCH) // _MICROSECOND, getattr(row, self.name), row.tenant_id)
 
 
 @dataclass(frozen=True, slots=True)
 class ListSearch:
-    """One tenant's share of a list."""
+    """One tenant's part of a list."""
 
     register: ListSpec
     columns: Sequence[ColumnElement[Any]]
     tenant_id: str
-    #: What the index knows beside tenant and instant.
+    #: Conditions that the index covers besides tenant and instant.
     driving: Conditions
-    #: What is checked row by row.
+    #: Conditions that are checked row by row.
     residual: Callable[[Any], Conditions]
     after: ListCursor | None
     scanned: int
 
     @property
     def is_exact(self) -> bool:
-        """Whether the index gives nothing that is not wanted."""
+        """Whether every row that the index returns matches."""
         return not self.residual(self.register.table.c)
 
     def page(self, limit: int) -> Select[Any]:
-        """The first matches."""
+        """Select the first matches."""
         if self.is_exact:
             return self._ordered(select(*self.columns)).limit(limit)
         scanned = self._ordered(select(*self.columns)).limit(self.scanned).subquery()
@@ -119,10 +119,10 @@ class ListSearch:
         return matches.order_by(instant.desc(), name.desc()).limit(limit)
 
     def end(self) -> Select[Any]:
-        """The last row that `page` looked through, if there may be more behind it."""
+        """Select the last row that `page` scanned, if there are more."""
         register = self.register
-        place = select(*(register.table.c[name] for name in (register.instant, register.name, "tenant_id")))
-        return self._ordered(place).offset(self.scanned - 1).limit(1)
+        cursor_columns = select(*(register.table.c[name] for name in (register.instant, register.name, "tenant_id")))
+        return self._ordered(cursor_columns).offset(self.scanned - 1).limit(1)
 
     def _ordered(self, statement: Select[Any]) -> Select[Any]:
         columns = self.register.table.c
@@ -133,18 +133,18 @@ class ListSearch:
                 tuple_(instant, name),
                 tuple_(literal(self.after.at, instant.type), literal(clean(self.after.id))),
             )
-            # The tenant comes last in the order: of equal places, those of smaller tenants are still to come.
+            # The tenant comes last in the order: at an equal position, rows of smaller tenants are still to come.
             statement = statement.where(here <= there if self.tenant_id < self.after.tenant_id else here < there)
-            # Said again for indexes that have the instant only.
+            # Repeated for indexes that have the instant only.
             statement = statement.where(instant <= self.after.at)
         return statement.order_by(instant.desc(), name.desc())
 
 
-def visible_tenants(wanted: Sequence[str] | None, seen: Sequence[str] | None) -> Sequence[str] | None:
-    """Those of the wanted tenants that somebody may see; None is all."""
-    if wanted is None or seen is None:
-        return seen if wanted is None else wanted
-    return [tenant for tenant in wanted if tenant in seen]
+def visible_tenants(tenants: Sequence[str] | None, visible: Sequence[str] | None) -> Sequence[str] | None:
+    """Return the requested tenants that are visible; None means all."""
+    if tenants is None or visible is None:
+        return visible if tenants is None else tenants
+    return [tenant for tenant in tenants if tenant in visible]
 
 
 def between(column: ColumnElement[Any], since: datetime | None, until: datetime | None) -> Conditions:
@@ -158,10 +158,10 @@ def between(column: ColumnElement[Any], since: datetime | None, until: datetime 
 
 
 def check_instants(**instants: datetime | None) -> None:
-    """Raise `InvalidOption` for one without a time zone."""
+    """Raise `InvalidOption` for an instant without a time zone."""
     for name, value in instants.items():
         if value is not None and value.tzinfo is None:
-            raise InvalidOption(f"{name} has no time zone; give an aware datetime")
+            raise InvalidOption(f"{name} has no time zone; pass an aware datetime")
 
 
 async def read_page(
@@ -175,8 +175,11 @@ async def read_page(
     cursor: str | None,
     cost: int = 1,
 ) -> tuple[list[Any], str | None]:
-    """Rows of a page, and where the next one begins. `driving` are searches within each tenant that exclude another;
-    `cost` is that of a row, as in `listing.TEXT_COST`."""
+    """Return the rows of a page and the cursor of the next one.
+
+    `driving` are searches within each tenant that exclude each other; `cost` is that of a row, as in
+    `job_list.TEXT_COST`.
+    """
     check_limit(limit)
     after = from_cursor(cursor) if cursor else None
     if tenants is None:
@@ -185,11 +188,11 @@ async def read_page(
     rows: list[Any] = []
     horizon: ListCursor | None = None
     for tenant in tenants:
-        for known in driving:
-            search = ListSearch(register, columns, tenant, known, residual, after, each)
+        for conditions in driving:
+            search = ListSearch(register, columns, tenant, conditions, residual, after, each)
             found, end = await _search(connection, search, limit + 1)
             rows += found
-            horizon = max((spot for spot in (horizon, end) if spot is not None), default=None)
+            horizon = max((position for position in (horizon, end) if position is not None), default=None)
     ordered = sorted(rows, key=register.cursor_of, reverse=True)
     whole = [row for row in ordered if horizon is None or register.cursor_of(row) >= horizon]
     shown = whole[:limit]
@@ -199,7 +202,7 @@ async def read_page(
 
 
 async def all_tenants(connection: AsyncConnection, table: Table) -> list[str]:
-    """All that have a row there."""
+    """Return all tenants that have a row in the table."""
     return list((await connection.execute(tenants_of(table))).scalars())
 
 
@@ -214,17 +217,17 @@ async def _search(connection: AsyncConnection, search: ListSearch, limit: int) -
 
 
 def check_limit(limit: int) -> None:
-    """Raise `InvalidOption` for a page that is none."""
+    """Raise `InvalidOption` for a limit out of range."""
     if not 1 <= limit <= MAX_LIMIT:
         raise InvalidOption(f"limit must be from 1 to {MAX_LIMIT}, got {limit}")
 
 
-def to_cursor(spot: ListCursor) -> str:
-    """A place as text."""
-    return encode_cursor(spot.at_us, spot.id, spot.tenant_id)
+def to_cursor(position: ListCursor) -> str:
+    """Encode a position as text."""
+    return encode_cursor(position.at_us, position.id, position.tenant_id)
 
 
 def from_cursor(cursor: str) -> ListCursor:
-    """Raises `UsageError` for what is no cursor."""
+    """Decode a cursor. Raises `UsageError` if it is invalid."""
     at_us, names = decode_cursor(cursor, CURSOR_NAMES)
     return ListCursor(at_us, *names)

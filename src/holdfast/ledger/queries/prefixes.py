@@ -1,7 +1,7 @@
-"""Whole ids from their beginnings: what a person typed or copied in part.
+"""Find ids by prefix.
 
-A search by prefix is a range of the primary key's index, for each tenant that the asker may see; ids of other tenants
-neither match nor count. Ids are compared byte by byte, as everywhere: case matters, and no character is a wildcard.
+A search by prefix is a range scan of the primary key's index, once for each tenant that the caller may see; ids of
+other tenants neither match nor count. Ids are compared byte by byte: case matters, and no character is a wildcard.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from sqlalchemy import ColumnElement, Dialect, Select, Table, and_, func, litera
 from holdfast.core.text import clean
 from holdfast.schema import approvals, dlq_items, jobs
 
-#: Sorts after all characters that ids are made of.
+#: Sorts after every character used in ids.
 _LAST: Final = "\U0010ffff"
-#: Tells SQLite's planner that the range is narrow; without it the embedded file is searched by tenant.
+#: Selectivity hint for SQLite's planner; without it the embedded file is scanned by tenant.
 _FEW: Final[ColumnElement[float]] = literal_column("0.000001")
 
 
@@ -32,7 +32,7 @@ class Identified(msgspec.Struct, frozen=True, kw_only=True):
     at: str
 
 
-#: What a row is → its table.
+#: Kind of row → its table.
 KINDS: Final = {
     "job": Identified(table=jobs, id="job_id", state="state", at="created_at"),
     "approval": Identified(table=approvals, id="approval_id", state="status", at="requested_at"),
@@ -41,7 +41,7 @@ KINDS: Final = {
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """One of several ids that begin alike."""
+    """One of the ids with the same prefix."""
 
     id: str
     task: str
@@ -50,7 +50,7 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 def matching_ids(kind: Identified, tenant: str, prefix: str, queue: str | None, dialect: Dialect) -> Select[Any]:
-    """The ids of a tenant that begin so, in order; the caller limits them."""
+    """Select a tenant's ids with the prefix, in order; the caller sets the limit."""
     column = _columns(kind)[kind.id]
     start = clean(prefix)
     bounds = [column >= start, column < start + _LAST]
@@ -61,7 +61,7 @@ def matching_ids(kind: Identified, tenant: str, prefix: str, queue: str | None, 
 
 
 def candidates(kind: Identified, tenant: str, ids: Sequence[str], queue: str | None) -> Select[Any]:
-    """What tells these ids of a tenant apart."""
+    """Select what distinguishes these ids of a tenant: task, state and time."""
     columns = _columns(kind)
     shown = (columns[name] for name in (kind.id, kind.task, kind.state, kind.at))
     return select(*shown).where(_of(kind, tenant, queue), columns[kind.id].in_(list(ids)))

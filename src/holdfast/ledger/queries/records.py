@@ -1,4 +1,4 @@
-"""What the ledger's queries answer with: rows as frozen structs, instants aware, JSON decoded when it is asked for."""
+"""Results of ledger queries: rows as frozen structs, with aware instants and JSON decoded on access."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class JsonText(msgspec.Struct, frozen=True):
 
     @property
     def value(self) -> Any:
-        """Decoded; what is no JSON (a foreign message may carry anything) is its text."""
+        """The decoded value; the text itself if it is not JSON (a foreign message may carry anything)."""
         try:
             return msgspec.json.decode(self.text)
         except (msgspec.DecodeError, RecursionError, UnicodeError):
@@ -27,7 +27,7 @@ class JsonText(msgspec.Struct, frozen=True):
 
 
 class JobRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A job as lists show it."""
+    """A job as shown in lists."""
 
     tenant_id: str
     queue: str
@@ -57,7 +57,7 @@ class JobRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobDetail(JobRow, frozen=True, kw_only=True):
-    """A job with all that it carries."""
+    """A job with payload, context, result and metadata."""
 
     payload: JsonText
     context: JsonText | None
@@ -66,15 +66,18 @@ class JobDetail(JobRow, frozen=True, kw_only=True):
 
 
 class JobPage(msgspec.Struct, frozen=True):
-    """Jobs, newest first. While there is a cursor there may be more, even where a page is short or empty: filters that
-    no index serves look through a bounded number of jobs at a time."""
+    """Jobs, newest first. A cursor means that there may be more.
+
+    A page may be short or empty and still have a cursor: a filter that no index serves scans a bounded number of jobs
+    per page.
+    """
 
     jobs: list[JobRow]
     cursor: str | None
 
 
 class EventRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of a job's story."""
+    """One event of a job's history."""
 
     tenant_id: str
     queue: str
@@ -95,7 +98,7 @@ class EventRow(msgspec.Struct, frozen=True, kw_only=True):
         return JobKey(self.tenant_id, self.queue, self.job_id)
 
     def event(self) -> Event:
-        """As the feed told it."""
+        """Convert to an `Event` as in the feed."""
         data = self.data.value if self.data is not None else None
         return Event(
             type=self.type,
@@ -113,7 +116,7 @@ class EventRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobDeadLetter(msgspec.Struct, frozen=True, kw_only=True):
-    """A job that was given up, with everything that is needed to decide about it (requirement D2)."""
+    """The dead letter of a job, with everything needed to decide about it (requirement D2)."""
 
     tenant_id: str
     dlq_id: str
@@ -161,7 +164,7 @@ class EffectRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StateCounts(msgspec.Struct, frozen=True):
-    """Jobs by state. Counts of the states in `estimated` are the planner's guess, all others are exact."""
+    """Jobs by state. Counts of states in `estimated` are the planner's estimate; all others are exact."""
 
     states: Mapping[State, int]
     estimated: frozenset[State] = frozenset()

@@ -1,1 +1,1 @@
-"""The ledger on SQLite: in a file of its own, or embedded in the engine's."""
+"""The ledger on SQLite: in its own file, or embedded in the engine's."""

@@ -1,7 +1,7 @@
-"""Effects and steps on SQLite: in the file's one writer, so that nothing else writes meanwhile.
+"""Effects and steps on SQLite: run by the file's one writer, so nothing else writes meanwhile.
 
-A batch is a few steps of SQLite however many keys it has: rows go in and come out as one JSON text, since every step
-gives up the interpreter's lock and has to win it back.
+A batch takes a few steps of SQLite however many keys it has: rows are passed and returned as one JSON text, because
+every step releases the GIL and has to acquire it again.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ ON CONFLICT (tenant_id, key) DO UPDATE SET
     job_id = excluded.job_id, attempt = excluded.attempt, worker = excluded.worker
 WHERE (held.state = 'done' AND held.expires_at <= :now_ms)
     OR (held.state <> 'done' AND held.token IN (SELECT value FROM json_each(:instead_of)))
-"""  # noqa: S608 - names of our own
+"""  # noqa: S608 - constants
 
-_LOOK: Final = f"""
+_READ: Final = f"""
 SELECT json_group_array(
     json_array(held.tenant_id, held.key, state, held.value, {_COLUMNS}, coalesce(reason, ''), updated_at)
 )
 FROM json_each(:keys) AS row JOIN idempotency_keys AS held
     ON held.tenant_id = row.value ->> 0 AND held.key = row.value ->> 1
-"""  # noqa: S608 - names of our own
+"""  # noqa: S608 - constants
 
 _CONCLUDE: Final = f"""
 UPDATE idempotency_keys AS held
@@ -62,7 +62,7 @@ SET state = ended.state, value = ended.result, reason = ended.reason, updated_at
     expires_at = :now_ms + ended.ttl_ms
 FROM (SELECT {_fields("tenant_id, key, token, state, result, reason, ttl_ms")} FROM json_each(:rows) AS row) AS ended
 WHERE held.tenant_id = ended.tenant_id AND held.key = ended.key AND held.token = ended.token AND held.state <> 'done'
-"""  # noqa: S608 - names of our own
+"""  # noqa: S608 - constants
 
 _FREE: Final = """
 DELETE FROM idempotency_keys
@@ -76,21 +76,21 @@ _STEPS: Final = f"""
 SELECT json_group_array({_STEP})
 FROM json_each(:jobs) AS row JOIN job_steps AS step
     ON step.tenant_id = row.value ->> 0 AND step.queue = row.value ->> 1 AND step.job_id = row.value ->> 2
-"""  # noqa: S608 - names of our own
+"""  # noqa: S608 - constants
 
 _RECORD: Final = f"""
 INSERT INTO job_steps (tenant_id, queue, job_id, position, name, result, attempt, at)
 SELECT {_fields("tenant_id, queue, job_id, position, name, result, attempt")}, :now_ms
 FROM json_each(:rows) AS row WHERE true
 ON CONFLICT (tenant_id, job_id, queue, position) DO NOTHING
-"""  # noqa: S608 - names of our own
+"""  # noqa: S608 - constants
 
 _RECORDED: Final = f"""
 SELECT json_group_array({_STEP})
 FROM json_each(:rows) AS row JOIN job_steps AS step
     ON step.tenant_id = row.value ->> 0 AND step.queue = row.value ->> 1 AND step.job_id = row.value ->> 2
     AND step.position = row.value ->> 3
-"""  # noqa: S608 - names of our own
+"""  # noqa: S608 - constants
 
 #: tenant, key, state, value, function, fingerprint, token, queue, job, attempt, worker, reason, updated
 _HeldRow = tuple[str, str, EffectState, str | None, str, str, str, str, str, int, str, str, int]
@@ -102,28 +102,28 @@ _Key = tuple[str, str]
 
 
 class SqliteEffectStore(EffectStore):
-    """Role `Effects` of a ledger on SQLite, in a file of its own or in the engine's."""
+    """The effect store of a ledger on SQLite, in its own file or in the engine's."""
 
     def __init__(self, store: FileWriter, clock: Clock) -> None:
         self._store = store
         self._clock = clock
 
-    async def reserve(self, wishes: Sequence[Reservation]) -> list[EffectKey]:
-        return await self._store.write(_reserve, wishes, self._clock.now_ms())
+    async def reserve(self, reservations: Sequence[Reservation]) -> list[EffectKey]:
+        return await self._store.write(_reserve, reservations, self._clock.now_ms())
 
     async def conclude(self, outcomes: Sequence[EffectOutcome]) -> list[bool]:
         return await self._store.write(_conclude, outcomes, self._clock.now_ms())
 
     async def get(self, keys: Sequence[tuple[str, str]]) -> list[EffectKey | None]:
-        found = await self._store.write(_look, keys, lazy=True)
+        found = await self._store.write(_read, keys, lazy=True)
         return [found.get(key) for key in keys]
 
     async def steps(self, jobs: Sequence[JobKey]) -> list[list[Step]]:
-        wanted = [_cleaned(job) for job in jobs]
+        cleaned = [_clean_key(job) for job in jobs]
         found: dict[JobKey, list[Step]] = {}
-        for step in await self._store.write(_steps, dict.fromkeys(wanted), lazy=True):
+        for step in await self._store.write(_steps, dict.fromkeys(cleaned), lazy=True):
             found.setdefault(step.key, []).append(step)
-        return [found.get(job, []) for job in wanted]
+        return [found.get(job, []) for job in cleaned]
 
     async def record_steps(self, steps: Sequence[Step]) -> list[Step]:
         return await self._store.write(_record, steps, self._clock.now_ms())
@@ -132,46 +132,46 @@ class SqliteEffectStore(EffectStore):
 # In the writer's thread ----------------------------------------------------------------------------
 
 
-def _reserve(transaction: Transaction, wishes: Sequence[Reservation], now_ms: int) -> list[EffectKey]:
+def _reserve(transaction: Transaction, reservations: Sequence[Reservation], now_ms: int) -> list[EffectKey]:
     answers: dict[int, EffectKey] = {}
-    for turn in rounds(wishes, lambda wish: (wish.tenant_id, wish.key)):
-        mine = [wishes[number] for number in turn]
+    for numbers in rounds(reservations, lambda reservation: (reservation.tenant_id, reservation.key)):
+        some = [reservations[number] for number in numbers]
         rows = [
             (
-                w.tenant_id,
-                w.key,
-                w.function,
-                w.fingerprint,
-                w.token,
-                w.queue,
-                clean(w.job_id),
-                w.attempt,
-                clean(w.worker),
+                r.tenant_id,
+                r.key,
+                r.function,
+                r.fingerprint,
+                r.token,
+                r.queue,
+                clean(r.job_id),
+                r.attempt,
+                clean(r.worker),
             )
-            for w in mine
+            for r in some
         ]
-        instead_of = [wish.replaces_token for wish in mine if wish.replaces_token]
+        instead_of = [r.replaces_token for r in some if r.replaces_token]
         transaction.execute(_RESERVE, {"rows": _json(rows), "instead_of": _json(instead_of), "now_ms": now_ms})
-        found = _look(transaction, [(wish.tenant_id, wish.key) for wish in mine])
-        answers |= {number: found[wish.tenant_id, wish.key] for number, wish in zip(turn, mine, strict=True)}
-    return [answers[number] for number in range(len(wishes))]
+        found = _read(transaction, [(r.tenant_id, r.key) for r in some])
+        answers |= {number: found[r.tenant_id, r.key] for number, r in zip(numbers, some, strict=True)}
+    return [answers[number] for number in range(len(reservations))]
 
 
-def _look(transaction: Transaction, keys: Iterable[_Key]) -> dict[_Key, EffectKey]:
-    (text,) = transaction.execute(_LOOK, {"keys": _json(list(dict.fromkeys(keys)))}).fetchone()
-    return {(row[0], row[1]): _held(row) for row in _held_rows.decode(text)}
+def _read(transaction: Transaction, keys: Iterable[_Key]) -> dict[_Key, EffectKey]:
+    (text,) = transaction.execute(_READ, {"keys": _json(list(dict.fromkeys(keys)))}).fetchone()
+    return {(row[0], row[1]): _effect_key(row) for row in _held_rows.decode(text)}
 
 
 def _conclude(transaction: Transaction, outcomes: Sequence[EffectOutcome], now_ms: int) -> list[bool]:
     answers: dict[int, bool] = {}
-    for turn in rounds(outcomes, lambda outcome: (outcome.tenant_id, outcome.key)):
-        mine = [outcomes[number] for number in turn]
-        found = _look(transaction, [(outcome.tenant_id, outcome.key) for outcome in mine])
-        for number, outcome in zip(turn, mine, strict=True):
+    for numbers in rounds(outcomes, lambda outcome: (outcome.tenant_id, outcome.key)):
+        some = [outcomes[number] for number in numbers]
+        found = _read(transaction, [(outcome.tenant_id, outcome.key) for outcome in some])
+        for number, outcome in zip(numbers, some, strict=True):
             held = found.get((outcome.tenant_id, outcome.key))
             answers[number] = holds_key(outcome, None if held is None else held.token)
-        kept = [_ending(outcome) for outcome in mine if outcome.state is not None]
-        freed = [(outcome.tenant_id, outcome.key, outcome.token) for outcome in mine if outcome.state is None]
+        kept = [_ending(outcome) for outcome in some if outcome.state is not None]
+        freed = [(outcome.tenant_id, outcome.key, outcome.token) for outcome in some if outcome.state is None]
         if kept:
             transaction.execute(_CONCLUDE, {"rows": _json(kept), "now_ms": now_ms})
         if freed:
@@ -180,21 +180,22 @@ def _conclude(transaction: Transaction, outcomes: Sequence[EffectOutcome], now_m
 
 
 def _steps(transaction: Transaction, jobs: Iterable[JobKey]) -> list[Step]:
-    wanted = [(job.tenant_id, job.queue, job.job_id) for job in jobs]
-    (text,) = transaction.execute(_STEPS, {"jobs": _json(wanted)}).fetchone()
+    rows = [(job.tenant_id, job.queue, job.job_id) for job in jobs]
+    (text,) = transaction.execute(_STEPS, {"jobs": _json(rows)}).fetchone()
     return sorted(map(_step, _step_rows.decode(text)), key=lambda step: step.position)
 
 
 def _record(transaction: Transaction, steps: Sequence[Step], now_ms: int) -> list[Step]:
     rows = []
     for step in steps:
-        key = _cleaned(step.key)
-        place = (key.tenant_id, key.queue, key.job_id, step.position)
-        rows.append((*place, clean(step.name), step.result.decode(), step.attempt))
+        job = _clean_key(step.key)
+        rows.append(
+            (job.tenant_id, job.queue, job.job_id, step.position, clean(step.name), step.result.decode(), step.attempt)
+        )
     transaction.execute(_RECORD, {"rows": _json(rows), "now_ms": now_ms})
     (text,) = transaction.execute(_RECORDED, {"rows": _json(rows)}).fetchone()
     recorded = {(step.key, step.position): step for step in map(_step, _step_rows.decode(text))}
-    return [recorded[_cleaned(step.key), step.position] for step in steps]
+    return [recorded[_clean_key(step.key), step.position] for step in steps]
 
 
 def _ending(outcome: EffectOutcome) -> tuple[Any, ...]:
@@ -204,7 +205,7 @@ def _ending(outcome: EffectOutcome) -> tuple[Any, ...]:
     return (outcome.tenant_id, outcome.key, outcome.token, outcome.state, value, reason, ttl_ms)
 
 
-def _held(row: _HeldRow) -> EffectKey:
+def _effect_key(row: _HeldRow) -> EffectKey:
     _, _, state, value, function, fingerprint, token, queue, job_id, attempt, worker, reason, updated_at_ms = row
     return EffectKey(
         state=state,
@@ -228,7 +229,7 @@ def _step(row: _StepRow) -> Step:
     )
 
 
-def _cleaned(job: JobKey) -> JobKey:
+def _clean_key(job: JobKey) -> JobKey:
     return JobKey(job.tenant_id, job.queue, clean(job.job_id))
 
 

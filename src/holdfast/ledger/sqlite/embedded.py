@@ -1,4 +1,4 @@
-"""The ledger in the engine's file: its roles, loaded on first use, so that workers do without SQLAlchemy."""
+"""The ledger in the engine's file: its roles, loaded on first use, so that workers need not load SQLAlchemy."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class EmbeddedLedger:
-    """On the file of an engine, which makes and keeps its tables."""
+    """A ledger in the file of an engine, which creates and upgrades its tables."""
 
     #: Nothing to project: engine and ledger are one file, one transaction.
     projection: Projection | None = None
 
-    def __init__(self, place: DatabaseFile, clock: Clock) -> None:
-        self._place = place
+    def __init__(self, file: DatabaseFile, clock: Clock) -> None:
+        self._file = file
         self._clock = clock
 
     @cached_property
@@ -35,7 +35,7 @@ class EmbeddedLedger:
         from holdfast.engine.sqlite.schema import prepare_schema
         from holdfast.ledger.sqlite.store import SqliteLedgerStore
 
-        return SqliteLedgerStore(self._place, prepare_schema)
+        return SqliteLedgerStore(self._file, prepare_schema)
 
     @cached_property
     def effects(self) -> EffectStore:
@@ -81,10 +81,10 @@ class EmbeddedLedger:
         return SqliteOutboxStore(self.store, self._clock)
 
     async def open(self) -> None:
-        """The engine has opened the file, or the first write here does."""
+        """Nothing to do: the engine opens the file, or the first write does."""
 
     async def close(self) -> None:
-        """Give connections back. Safe to call twice."""
+        """Close connections. Safe to call twice."""
         if "outbox" in self.__dict__:
             await self.outbox.close()
         if "store" in self.__dict__:
@@ -92,20 +92,20 @@ class EmbeddedLedger:
 
     def clone(self) -> EmbeddedLedger:
         """For another event loop."""
-        return EmbeddedLedger(self._place, self._clock)
+        return EmbeddedLedger(self._file, self._clock)
 
     async def prune(self, keep_ms: int, limit: int, marks: PruneCursors | None = None) -> int:
-        """Nothing: the engine prunes its file, by the same setting."""
+        """Nothing to do: the engine prunes its file, by the same setting."""
         return 0
 
     async def diagnose(self) -> list[Finding]:
-        """What is wrong with the file the engine says."""
+        """Findings about the outbox; the engine reports faults of the file."""
         from holdfast.ledger.checks import outbox_findings
 
-        fine = Finding("ledger", True, f"embedded in {self._place.path}: every move is in the engine's own commit")
+        fine = Finding("ledger", True, f"embedded in {self._file.path}: every move is in the engine's own commit")
         try:
             backlog, now_ms = await self.outbox.backlog(), await self.outbox.now_ms()
         except (LedgerUnavailable, SchemaMismatch, InvalidOption) as exc:
-            said, _, advice = str(exc).rpartition("; ")
-            return [Finding("ledger", False, said or str(exc), advice)]
+            cause, _, advice = str(exc).rpartition("; ")
+            return [Finding("ledger", False, cause or str(exc), advice)]
         return [fine, *outbox_findings(backlog, now_ms)]

@@ -37,9 +37,9 @@ _NOTE = "UPDATE ledger_owner SET engine = ?"
 
 
 def owner_check(namespace: str, clock: Clock, engine: str = "") -> Guard:
-    """Raises `InvalidOption` for another namespace's ledger; warns if it was another engine's."""
+    """A check that raises `InvalidOption` for another namespace's ledger, and warns if it was another engine's."""
 
-    def look(transaction: Transaction, where: str) -> None:
+    def check(transaction: Transaction, where: str) -> None:
         row = transaction.execute(READ_OWNER).fetchone()
         if row is None:
             transaction.execute(_CLAIM, (namespace, engine, clock.now_ms()))
@@ -48,22 +48,22 @@ def owner_check(namespace: str, clock: Clock, engine: str = "") -> Guard:
         if engine_changed(where, row[1], engine):
             transaction.execute(_NOTE, (engine,))
 
-    return look
+    return check
 
 
 async def examine(store: SqliteLedgerStore, outbox: OutboxStore) -> list[Finding]:
-    """Never raises for a file that cannot be used: that is the finding."""
+    """Never raises for an unusable file: that is the finding."""
     try:
         await store.open()
         async with store.read_engine.connect() as connection:
             odd = (await connection.execute(select(func.count()).select_from(anomalies))).scalar_one()
         backlog, now_ms = await outbox.backlog(), await outbox.now_ms()
     except (LedgerUnavailable, SchemaMismatch, InvalidOption) as exc:
-        said, _, advice = str(exc).rpartition("; ")
-        return [Finding("ledger", False, said or str(exc), advice)]
+        cause, _, advice = str(exc).rpartition("; ")
+        return [Finding("ledger", False, cause or str(exc), advice)]
     findings = [Finding("ledger", True, f"{store.name}, schema {HEAD}")]
     if odd:
-        found = f"{odd} events did not fit their job's story"
+        found = f"{odd} events did not fit their job's history"
         findings.append(
             Finding("ledger anomalies", False, found, "`holdfast verify --ledger` lists them", warning=True)
         )
@@ -71,7 +71,7 @@ async def examine(store: SqliteLedgerStore, outbox: OutboxStore) -> list[Finding
 
 
 class SqliteLedger:
-    """A ledger in a SQLite file of its own."""
+    """A ledger in its own SQLite file."""
 
     def __init__(self, store: SqliteLedgerStore, clock: Clock, publishing: EventPublishing | None = None) -> None:
         self.store = store

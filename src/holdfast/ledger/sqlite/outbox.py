@@ -34,8 +34,8 @@ from holdfast.ledger.waiters import CommitWaiter
 from holdfast.sqlite.transaction import Transaction, json_list
 
 
-def _in_the_way(event: str) -> str:
-    """Whether an earlier event of the same key is retried, or dead where that counts."""
+def _is_blocked(event: str) -> str:
+    """Whether an earlier event of the same key is retried, or dead where dead events block."""
     earlier = (
         f"SELECT 1 FROM outbox_events b"  # noqa: S608 - constants
         f" WHERE b.destination = {event}.destination AND b.topic = {event}.topic"
@@ -48,11 +48,11 @@ def _in_the_way(event: str) -> str:
 
 
 def _retries(lane: str) -> str:
-    """Events of a lane whose next try is due, and nothing of their key before them."""
+    """Events of a lane whose retry is due, without an earlier unsent event of their key."""
     return f"""
         SELECT r.position FROM outbox_events r
          WHERE r.lane = {lane} AND r.status = 'RETRYING' AND r.next_retry_at <= :now
-           AND r.destination IN (SELECT value FROM json_each(:destinations)) AND NOT {_in_the_way("r")}
+           AND r.destination IN (SELECT value FROM json_each(:destinations)) AND NOT {_is_blocked("r")}
            AND NOT (coalesce(r.key, '') <> '' AND EXISTS (
                SELECT 1 FROM outbox_events n INDEXED BY outbox_events_by_key
                 WHERE n.status = 'NEW' AND n.lane = r.lane
@@ -69,36 +69,36 @@ def _first(lane: str, destination: str, columns: str = "w.position") -> str:
          ORDER BY w.position LIMIT :window"""  # noqa: S608 - constants
 
 
-#: Lanes that are free or ours, longest free first: whether something is due, and whether others stand in the way of the
-#: whole window, so that there may be something behind it.
-LOOK: Final = f"""
+#: Lanes that are free or leased by this relay, longest free first: whether something is due, and whether the whole
+#: window is blocked, so that there may be due events behind it.
+FIND_LANES: Final = f"""
 SELECT json_group_array(json_array(lane, ready, NOT ready AND crowded)) FROM (
     SELECT l.lane,
            EXISTS ({_retries("l.lane")}) OR EXISTS (
                SELECT 1 FROM json_each(:destinations) d CROSS JOIN outbox_events e
-                ON e.position IN ({_first("l.lane", "d.value")}) AND NOT {_in_the_way("e")}) AS ready,
+                ON e.position IN ({_first("l.lane", "d.value")}) AND NOT {_is_blocked("e")}) AS ready,
            EXISTS (SELECT 1 FROM json_each(:destinations) d
                     WHERE (SELECT count(*) FROM ({_first("l.lane", "d.value")})) = :window) AS crowded
-      FROM outbox_lanes l WHERE l.relay = :relay OR l.until <= :now
-     ORDER BY l.until, l.lane)
+      FROM outbox_lanes l WHERE l.relay = :relay OR l.lease_expires_at <= :now
+     ORDER BY l.lease_expires_at, l.lane)
  WHERE ready OR crowded"""  # noqa: S608 - constants
 
-#: Those of the lanes that are free, or ours.
+#: Those of the lanes that are free or leased by this relay.
 FREE: Final = """
 SELECT json_group_array(lane) FROM outbox_lanes
- WHERE lane IN (SELECT value FROM json_each(:lanes)) AND (relay = :relay OR until <= :now)"""
+ WHERE lane IN (SELECT value FROM json_each(:lanes)) AND (relay = :relay OR lease_expires_at <= :now)"""
 
 TAKE: Final = """
-UPDATE outbox_lanes SET relay = :relay, until = :until WHERE lane IN (SELECT value FROM json_each(:lanes))"""
+UPDATE outbox_lanes SET relay = :relay, lease_expires_at = :until WHERE lane IN (SELECT value FROM json_each(:lanes))"""
 
-#: Those of the lanes that are ours.
+#: Those of the lanes that are leased by this relay.
 MINE: Final = """
 SELECT json_group_array(lane) FROM outbox_lanes
- WHERE lane IN (SELECT value FROM json_each(:lanes)) AND relay = :relay AND until > :now"""
+ WHERE lane IN (SELECT value FROM json_each(:lanes)) AND relay = :relay AND lease_expires_at > :now"""
 
-#: Lane, destination, position and whether something is in the way, of the first new events of each lane.
+#: Lane, destination, position and whether it is blocked, of the first new events of each lane.
 SEEN: Final = f"""
-SELECT json_group_array(json_array(e.lane, e.destination, e.position, {_in_the_way("e")}))
+SELECT json_group_array(json_array(e.lane, e.destination, e.position, {_is_blocked("e")}))
   FROM json_each(:lanes) l CROSS JOIN json_each(:destinations) d
  CROSS JOIN outbox_events e ON e.position IN ({_first("l.value", "d.value")})"""  # noqa: S608 - constants
 
@@ -107,7 +107,7 @@ SELECT json_group_array(e.position)
   FROM json_each(:lanes) l CROSS JOIN outbox_events e
     ON e.position IN ({_retries("l.value")} LIMIT :limit)"""  # noqa: S608 - constants
 
-#: Of these positions, up to so many bytes.
+#: The events at these positions, up to `:bytes` bytes.
 EVENTS: Final = """
 SELECT json_group_array(json_object(
     'tenant_id', tenant_id, 'id', id, 'destination', destination, 'topic', topic, 'key', key, 'payload', payload,
@@ -123,8 +123,8 @@ SELECT json_group_array(json_object(
 
 def _next_key(lane: str, destination: str, topic: str, key: str) -> str:
     """The first event of the next key: of the same topic, else of the next topic, else of the next destination. Not as
-    one comparison of all three, for which SQLite would go through the key's whole line."""
-    same = (
+    one comparison of all three, for which SQLite would read all events of the key."""
+    conditions = (
         f"n.destination = {destination} AND n.topic = {topic} AND coalesce(n.key, '') > {key}",
         f"n.destination = {destination} AND n.topic > {topic}",
         f"n.destination > {destination}",
@@ -133,13 +133,13 @@ def _next_key(lane: str, destination: str, topic: str, key: str) -> str:
         f"""(SELECT n.position FROM outbox_events n INDEXED BY outbox_events_by_key
               WHERE n.status = 'NEW' AND n.lane = {lane} AND {condition}
               ORDER BY n.destination, n.topic, coalesce(n.key, ''), n.position LIMIT 1)"""  # noqa: S608 - constants
-        for condition in same
+        for condition in conditions
     )
     return f"coalesce({', '.join(steps)})"
 
 
 def _obstacle(status: str) -> str:
-    """Where the first event of a key is that stands in the way."""
+    """The position of the first event that blocks its key."""
     return f"""
         coalesce((SELECT b.position FROM outbox_events b
                    WHERE b.destination = w.destination AND b.topic = w.topic AND b.key = w.key AND b.key <> ''
@@ -149,8 +149,8 @@ def _obstacle(status: str) -> str:
 
 _FAR: Final = 2**63 - 1
 
-#: From key to key, beginning in each lane after a given one: where to go on, if there is more, and lane and position of
-#: what is due.
+#: From key to key, beginning in each lane after a given one: where to continue, if there is more, and lane and position
+#: of due events.
 WALK: Final = f"""
 WITH RECURSIVE keys (position, step) AS (
     SELECT {_next_key("p.value ->> 0", "p.value ->> 1", "p.value ->> 2", "p.value ->> 3")}, 0 FROM json_each(:places) p
@@ -177,7 +177,8 @@ SELECT json_array(
          ORDER BY n.position LIMIT :limit)))"""  # noqa: S608 - constants
 
 RENEW: Final = """
-UPDATE outbox_lanes SET until = max(until, :until) WHERE lane IN (SELECT value FROM json_each(:lanes))"""
+UPDATE outbox_lanes SET lease_expires_at = max(lease_expires_at, :until)
+ WHERE lane IN (SELECT value FROM json_each(:lanes))"""
 
 MARK: Final = """
 UPDATE outbox_events
@@ -186,29 +187,29 @@ UPDATE outbox_events
   FROM json_each(:marks) m
  WHERE outbox_events.tenant_id = m.value ->> 0 AND outbox_events.id = m.value ->> 1 AND status <> 'SENT'"""
 
-#: Changes with every event that is written, whoever writes it.
+#: Changes with every event that is written, whichever program writes it.
 NUMBER: Final = "SELECT seq FROM sqlite_sequence WHERE name = 'outbox_events'"
 
 
 class SqliteOutboxStore(SqliteTransactions, SqlOutboxStore):
-    """Times are the given clock's."""
+    """The outbox store of a ledger on SQLite. Times are the given clock's."""
 
     _store: SqliteLedgerStore
 
     def __init__(self, store: SqliteLedgerStore, clock: Clock) -> None:
         super().__init__(store, clock)
         self._waiting = ExitStack()
-        self._turn: CommitWaiter | None = None
+        self._waiter: CommitWaiter | None = None
         self._number: int | None = None
-        self._places = WalkCursors()
+        self._cursors = WalkCursors()
 
     async def open(self) -> None:
         await self._store.open()
         await self._make_lanes()
 
     async def close(self) -> None:
-        """Nobody waits any longer. The file is the ledger's."""
-        self._turn = None
+        """Stop waiting for commits. The file belongs to the ledger and stays open."""
+        self._waiter = None
         self._waiting.close()
 
     async def now_ms(self) -> int:
@@ -218,23 +219,23 @@ class SqliteOutboxStore(SqliteTransactions, SqlOutboxStore):
         self, relay: str, destinations: Sequence[str], most: int, lease_ms: int, *, dead_blocks: bool = False
     ) -> list[int]:
         await self._make_lanes()
-        # Before the look: what comes after it is news.
+        # Before the query: later events must wake the relay.
         self._listen()
         self._lease_ms = lease_ms
-        asked = self._asked(relay, destinations, dead_blocks, WINDOW) | {"limit": 1}
-        # Lazy: most looks find nothing, and need not keep others from writing.
-        work = (_take, asked, list(destinations), self._places, most, lease_ms)
+        values = self._values(relay, destinations, dead_blocks, WINDOW) | {"limit": 1}
+        # Lazy: most calls find nothing, and need not keep others from writing.
+        work = (_take, values, list(destinations), self._cursors, most, lease_ms)
         lanes: list[int] = await self._store.write(*work, lazy=True)
         return sorted(lanes)
 
     async def due_events(
         self, relay: str, lanes: Sequence[int], destinations: Sequence[str], limit: int, *, dead_blocks: bool
     ) -> list[OutboxEvent]:
-        asked = self._asked(relay, destinations, dead_blocks, window_for(limit, len(lanes))) | {"limit": limit}
-        text = await self._store.write(_due, list(lanes), asked, list(destinations), self._places, lazy=True)
+        values = self._values(relay, destinations, dead_blocks, window_for(limit, len(lanes))) | {"limit": limit}
+        text = await self._store.write(_due, list(lanes), values, list(destinations), self._cursors, lazy=True)
         return [event_from_row(row) for row in msgspec.json.decode(text)]
 
-    def _asked(self, relay: str, destinations: Sequence[str], dead_blocks: bool, window: int) -> dict[str, Any]:
+    def _values(self, relay: str, destinations: Sequence[str], dead_blocks: bool, window: int) -> dict[str, Any]:
         return {
             "relay": relay,
             "destinations": json_list(list(destinations)),
@@ -249,20 +250,20 @@ class SqliteOutboxStore(SqliteTransactions, SqlOutboxStore):
         return await self._store.write(_mark, relay, sorted(set(lanes)), now_ms, now_ms + self._lease_ms, rows)
 
     async def wait_for_events(self, timeout_s: float) -> None:
-        turn, loop = self._listen(), asyncio.get_running_loop()
+        waiter, loop = self._listen(), asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         while (left := deadline - loop.time()) > 0:
-            if not await turn.wait(left) or await self._has_news():
+            if not await waiter.wait(left) or await self._has_changed():
                 return
 
     def _listen(self) -> CommitWaiter:
-        if self._turn is None:
-            # Kept until the end: what is written while nobody waits is news for the next one who does.
-            self._turn = self._waiting.enter_context(self._store.news.of(OUTBOX_CHANGED))
-        return self._turn
+        if self._waiter is None:
+            # Kept until `close`: an event that is written while no caller waits wakes the next one.
+            self._waiter = self._waiting.enter_context(self._store.commits.of(OUTBOX_CHANGED))
+        return self._waiter
 
-    async def _has_news(self) -> bool:
-        """Whether it was about the outbox: others write all the time into an engine's file."""
+    async def _has_changed(self) -> bool:
+        """Whether the commit changed the outbox: an engine's file has many other commits."""
         number, self._number = self._number, await self._store.write(_number, lazy=True)
         return number != self._number
 
@@ -272,65 +273,65 @@ class SqliteOutboxStore(SqliteTransactions, SqlOutboxStore):
 
 def _take(
     transaction: Transaction,
-    asked: dict[str, Any],
+    values: dict[str, Any],
     destinations: list[str],
-    places: WalkCursors,
+    cursors: WalkCursors,
     most: int,
     lease_ms: int,
 ) -> list[int]:
-    lanes = _ready(transaction, asked, destinations, places, most)
+    lanes = _ready(transaction, values, destinations, cursors, most)
     if lanes:
         transaction.begin()
-        # Looked at again: from here on nobody else writes.
-        lanes = _json(transaction, FREE, asked | {"lanes": json_list(lanes)})
-        until = asked["now"] + lease_ms
-        transaction.execute(TAKE, {"relay": asked["relay"], "until": until, "lanes": json_list(lanes)})
+        # Checked again: from here on no other process writes.
+        lanes = _json(transaction, FREE, values | {"lanes": json_list(lanes)})
+        until = values["now"] + lease_ms
+        transaction.execute(TAKE, {"relay": values["relay"], "until": until, "lanes": json_list(lanes)})
     return lanes
 
 
 def _ready(
-    transaction: Transaction, asked: dict[str, Any], destinations: list[str], places: WalkCursors, most: int
+    transaction: Transaction, values: dict[str, Any], destinations: list[str], cursors: WalkCursors, most: int
 ) -> list[int]:
-    looked = _json(transaction, LOOK, asked)
-    ready = {lane for lane, is_ready, _ in looked if is_ready}
-    crowded = [lane for lane, _, is_crowded in looked if is_crowded]
+    lanes = _json(transaction, FIND_LANES, values)
+    ready = {lane for lane, is_ready, _ in lanes if is_ready}
+    crowded = [lane for lane, _, is_crowded in lanes if is_crowded]
     if crowded and len(ready) < most:
-        walk = places.start(crowded, destinations)
-        last, found = _walk(transaction, walk, asked)
-        # Where something was found `due` has to begin at the same place.
-        places.resume(walk, last, destinations, but=found)
+        walk = cursors.start(crowded, destinations)
+        last, found = _walk(transaction, walk, values)
+        # Where something was found, `due_events` must begin at the same cursor.
+        cursors.resume(walk, last, destinations, but=found)
         ready |= found.keys()
-    return [lane for lane, *_ in looked if lane in ready][:most]
+    return [lane for lane, *_ in lanes if lane in ready][:most]
 
 
 def _due(
-    transaction: Transaction, lanes: list[int], asked: dict[str, Any], destinations: list[str], places: WalkCursors
+    transaction: Transaction, lanes: list[int], values: dict[str, Any], destinations: list[str], cursors: WalkCursors
 ) -> str:
-    mine: list[int] = _json(transaction, MINE, asked | {"lanes": json_list(lanes)})
-    asked |= {"lanes": json_list(mine)}
-    positions: set[int] = set(_json(transaction, AGAIN, asked))
-    seen: dict[tuple[int, str], list[bool]] = {}
-    for lane, destination, position, blocked in _json(transaction, SEEN, asked):
-        seen.setdefault((lane, destination), []).append(bool(blocked))
+    mine: list[int] = _json(transaction, MINE, values | {"lanes": json_list(lanes)})
+    values |= {"lanes": json_list(mine)}
+    positions: set[int] = set(_json(transaction, AGAIN, values))
+    windows: dict[tuple[int, str], list[bool]] = {}
+    for lane, destination, position, blocked in _json(transaction, SEEN, values):
+        windows.setdefault((lane, destination), []).append(bool(blocked))
         if not blocked:
             positions.add(position)
-    crowded = {lane for (lane, _), blocked in seen.items() if any(blocked) and len(blocked) == asked["window"]}
-    if crowded and len(positions) < asked["limit"]:
-        walk = places.start(sorted(crowded), destinations)
-        last, found = _walk(transaction, walk, asked)
-        places.resume(walk, last, destinations)
+    crowded = {lane for (lane, _), blocked in windows.items() if any(blocked) and len(blocked) == values["window"]}
+    if crowded and len(positions) < values["limit"]:
+        walk = cursors.start(sorted(crowded), destinations)
+        last, found = _walk(transaction, walk, values)
+        cursors.resume(walk, last, destinations)
         positions.update(*found.values())
-    # Of each key these are the first, so that the first of all are, too.
-    chosen = json_list(sorted(positions)[: asked["limit"]])
+    # These are the first events of each key, so a prefix by position keeps the order within a key.
+    chosen = json_list(sorted(positions)[: values["limit"]])
     (text,) = transaction.execute(EVENTS, {"positions": chosen, "bytes": BATCH_BYTES}).fetchone()
     return str(text)
 
 
 def _walk(
-    transaction: Transaction, walk: Sequence[Place], asked: dict[str, Any]
+    transaction: Transaction, walk: Sequence[Place], values: dict[str, Any]
 ) -> tuple[list[Place], dict[int, list[int]]]:
-    """Where to go on, and what is due in lanes that are full of events behind others."""
-    last, rows = _json(transaction, WALK, asked | {"places": json_list(walk), "steps": STEPS})
+    """Where to continue, and what is due in lanes that are full of blocked events."""
+    last, rows = _json(transaction, WALK, values | {"places": json_list(walk), "steps": STEPS})
     found: dict[int, list[int]] = {}
     for lane, position in rows:
         found.setdefault(lane, []).append(position)
@@ -340,16 +341,16 @@ def _walk(
 def _mark(
     transaction: Transaction, relay: str, lanes: list[int], now_ms: int, until: int, marks: list[tuple[Any, ...]]
 ) -> bool:
-    asked = {"relay": relay, "lanes": json_list(lanes), "now": now_ms, "until": until, "marks": json_list(marks)}
-    if len(_json(transaction, MINE, asked)) != len(lanes):
+    values = {"relay": relay, "lanes": json_list(lanes), "now": now_ms, "until": until, "marks": json_list(marks)}
+    if len(_json(transaction, MINE, values)) != len(lanes):
         return False
-    transaction.execute(RENEW, asked)
-    transaction.execute(MARK, asked)
+    transaction.execute(RENEW, values)
+    transaction.execute(MARK, values)
     return True
 
 
-def _json(transaction: Transaction, statement: str, asked: dict[str, Any]) -> Any:
-    (text,) = transaction.execute(statement, asked).fetchone()
+def _json(transaction: Transaction, statement: str, values: dict[str, Any]) -> Any:
+    (text,) = transaction.execute(statement, values).fetchone()
     return msgspec.json.decode(text)
 
 

@@ -1,7 +1,7 @@
-"""Feed → a SQLite file of its own. One operation of the file's writer a batch, so one savepoint in one commit.
+"""Projects a feed into a ledger's own SQLite file. A batch is one operation of the file's writer, so one savepoint.
 
-Here a look-up costs no round trip, so that every batch is folded on what the ledger knows. Rows go in and come out as
-one JSON text a statement: every step of SQLite gives up the interpreter's lock and has to win it back.
+A look-up costs no round trip here, so every batch is folded onto what the ledger has. Rows are passed and returned as
+one JSON text per statement, because every step of SQLite releases the GIL and has to acquire it again.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ _log: Final = logging.getLogger("holdfast.ledger")
 
 
 class SqliteProjection(Projection):
-    """The projector's writing end on a SQLite file."""
+    """The projection of a ledger in its own SQLite file."""
 
     def __init__(self, store: SqliteLedgerStore, clock: Clock, publishing: EventPublishing | None = None) -> None:
         self._store = store
         self._publishing = publishing
         self._clock = clock
-        self._presence = RecordedWaiter(self._look, store.news)
+        self._presence = RecordedWaiter(self._find_recorded, store.commits)
 
-    # Who projects ----------------------------------------------------------------------------------
+    # Lease on the feed -----------------------------------------------------------------------------
 
     async def acquire(self, queue: str, projector: str, lease_ms: int) -> FeedPosition | None:
         now_ms = self._clock.now_ms()
@@ -109,21 +109,21 @@ class SqliteProjection(Projection):
             "old_position": old.position,
             "old_nonce": old.nonce,
         }
-        spoken = [(entry.position, entry.nonce) for entry in entries if entry.position]
+        positioned = [(entry.position, entry.nonce) for entry in entries if entry.position]
 
         def write(transaction: Transaction) -> tuple[int, int]:
             if not old.position:
                 transaction.execute(sql.FIRST, (queue, now_ms))
             if transaction.execute(sql.MOVE, move).rowcount != 1:
                 raise PositionMoved(queue)
-            transaction.execute(sql.ENTRIES, {"queue": queue, "now": now_ms, "rows": to_json(spoken)})
+            transaction.execute(sql.ENTRIES, {"queue": queue, "now": now_ms, "rows": to_json(positioned)})
             transaction.effects.recorded.add(queue)
             return _write_carefully(transaction, queue, events, self._publishing)
 
-        anomalies, letters = await self._store.write(write)
-        return ProjectionResult(FeedPosition(last.position, last.nonce), len(events), anomalies, letters)
+        anomalies, dead_letters = await self._store.write(write)
+        return ProjectionResult(FeedPosition(last.position, last.nonce), len(events), anomalies, dead_letters)
 
-    # Looking ---------------------------------------------------------------------------------------
+    # Reading ---------------------------------------------------------------------------------------
 
     async def already_written(self, queue: str, entries: Sequence[FeedEntry]) -> set[str]:
         rows = to_json([(entry.position, entry.nonce) for entry in entries])
@@ -138,12 +138,11 @@ class SqliteProjection(Projection):
 
     async def dead_letters(self, keys: Sequence[JobKey]) -> list[RecordedDeadLetter]:
         names = to_json([(clean(key.tenant_id), clean(key.job_id), key.queue) for key in keys])
-        return [
-            RecordedDeadLetter(keys[place], dlq_id) for place, dlq_id in await self._read(sql.LETTERS, {"rows": names})
-        ]
+        rows = await self._read(sql.DEAD_LETTERS, {"rows": names})
+        return [RecordedDeadLetter(keys[index], dlq_id) for index, dlq_id in rows]
 
-    async def ack_dead_letters(self, letters: Sequence[RecordedDeadLetter]) -> None:
-        rows = to_json([(letter.key.tenant_id, letter.dlq_id) for letter in letters])
+    async def ack_dead_letters(self, dead_letters: Sequence[RecordedDeadLetter]) -> None:
+        rows = to_json([(one.key.tenant_id, one.dlq_id) for one in dead_letters])
         values = {"rows": rows, "now": self._clock.now_ms()}
         await self._store.write(lambda transaction: transaction.execute(sql.ACK, values).rowcount)
 
@@ -154,18 +153,18 @@ class SqliteProjection(Projection):
         return FeedPosition(*row) if row else FeedPosition()
 
     async def wait_position_change(self, queue: str, than: FeedPosition, wait_ms: int) -> FeedPosition:
-        return await wait_position_change(self, self._store.news, queue, than, wait_ms)
+        return await wait_position_change(self, self._store.commits, queue, than, wait_ms)
 
     async def wait_recorded(self, keys: Sequence[JobKey], wait_ms: int) -> set[JobKey]:
         return await self._presence.wait(keys, wait_ms)
 
     async def close(self) -> None:
-        """Nobody waits any longer."""
+        """Cancel all waiting callers."""
         await self._presence.close()
 
-    async def _look(self, queue: str, keys: Sequence[JobKey]) -> set[JobKey]:
+    async def _find_recorded(self, queue: str, keys: Sequence[JobKey]) -> set[JobKey]:
         names = to_json([(clean(key.tenant_id), clean(key.job_id)) for key in keys])
-        return {keys[place] for (place,) in await self._read(sql.PRESENT, {"queue": queue, "names": names})}
+        return {keys[index] for (index,) in await self._read(sql.PRESENT, {"queue": queue, "names": names})}
 
     async def _read(self, statement: str, values: dict[str, Any]) -> list[Any]:
         return await self._store.write(_rows, statement, values, lazy=True)
@@ -183,8 +182,8 @@ def _rows(transaction: Transaction, statement: str, values: dict[str, Any]) -> l
 def _write_carefully(
     transaction: Transaction, queue: str, events: list[Event], publishing: EventPublishing | None
 ) -> tuple[int, int]:
-    """Anomalies and dead letters that were written. Always comes to an end: a batch that the file refuses is halved
-    until the one event is found that it cannot take."""
+    """The numbers of anomalies and dead letters that were written. Always ends: a batch that the file refuses is halved
+    until the refused event is isolated."""
     transaction.execute("SAVEPOINT part")
     try:
         folded = fold_known(events, _look_up(transaction, queue, events))
@@ -194,33 +193,33 @@ def _write_carefully(
     except Exception as exc:
         if not _is_refused(exc):
             raise
-        _log.debug("a batch of %s is halved: %r", queue, exc)
+        _log.debug("batch of queue %s refused, halving it: %r", queue, exc)
         transaction.execute("ROLLBACK TO part")
         transaction.execute("RELEASE part")
         if len(events) == 1:
-            return _give_up(transaction, queue, events[0], exc), 0
+            return _record_refused(transaction, queue, events[0], exc), 0
         parts = [_write_carefully(transaction, queue, half, publishing) for half in split_batch(events)]
-        return sum(anomalies for anomalies, _ in parts), sum(letters for _, letters in parts)
+        return sum(anomalies for anomalies, _ in parts), sum(dead_letters for _, dead_letters in parts)
     transaction.execute("RELEASE part")
     return done
 
 
-def _give_up(transaction: Transaction, queue: str, event: Event, error: Exception) -> int:
-    _log.error("an event of job %.100s in queue %s cannot be written: %s", event.job_id, queue, error)
+def _record_refused(transaction: Transaction, queue: str, event: Event, error: Exception) -> int:
+    _log.error("cannot write an event of job %.100s in queue %s: %s", event.job_id, queue, error)
     rows = anomaly_rows([Anomaly(event, f"the ledger refused it: {error}")], queue, _instant)
     try:
         transaction.execute(sql.INSERT_ANOMALIES, (to_json(rows),))
     except Exception as exc:
         if not _is_refused(exc):
             raise
-        _log.error("nor can it be kept as an anomaly: %s", exc)
+        _log.error("cannot record the event as an anomaly: %s", exc)
     return 1
 
 
 def _look_up(transaction: Transaction, queue: str, events: Iterable[Event]) -> dict[Name, RecordedJob]:
     names = list(dict.fromkeys((event.tenant_id, event.job_id) for event in events))
     rows = _rows(transaction, sql.LOOK_UP, {"queue": queue, "names": to_json(names)})
-    return {names[place]: RecordedJob(State(state), *counts) for place, state, *counts in rows}
+    return {names[index]: RecordedJob(State(state), *counts) for index, state, *counts in rows}
 
 
 def _write(transaction: Transaction, queue: str, folded: FoldedBatch) -> tuple[int, int]:
@@ -240,16 +239,16 @@ def _write(transaction: Transaction, queue: str, folded: FoldedBatch) -> tuple[i
     _update(transaction, sql.NOTE, queue, noted)
     _update(transaction, sql.CHANGE, queue, moved)
     transaction.execute(sql.INSERT_EVENTS, (to_json(event_rows(drafts, queue, _instant)),))
-    _write_answers(transaction, queue, drafts)
+    _write_approvals(transaction, queue, drafts)
     if folded.audit_events:
         rows = [audit_row(event, queue, _instant) for event in folded.audit_events]
-        transaction.execute(sql.DEEDS, (to_json(rows),))
-    letters = [draft for draft in drafts if draft.dead_letter is not None]
-    if letters:
-        _bury(transaction, queue, letters)
+        transaction.execute(sql.INSERT_AUDIT, (to_json(rows),))
+    dead = [draft for draft in drafts if draft.dead_letter is not None]
+    if dead:
+        _insert_dead_letters(transaction, queue, dead)
     if folded.anomalies:
         transaction.execute(sql.INSERT_ANOMALIES, (to_json(anomaly_rows(folded.anomalies, queue, _instant)),))
-    return len(folded.anomalies), sum(draft.state is not State.FAILED for draft in letters)
+    return len(folded.anomalies), sum(draft.state is not State.FAILED for draft in dead)
 
 
 def _publish(transaction: Transaction, queue: str, folded: FoldedBatch, publishing: EventPublishing) -> None:
@@ -259,34 +258,33 @@ def _publish(transaction: Transaction, queue: str, folded: FoldedBatch, publishi
         transaction.effects.recorded.add(OUTBOX_CHANGED)
 
 
-def _write_answers(transaction: Transaction, queue: str, drafts: Sequence[JobDraft]) -> None:
-    """What jobs ask people, and questions that are void."""
-    asked, closed = approval_changes(drafts)
-    if asked:
-        transaction.execute(
-            sql.ASK, {"queue": queue, "rows": to_json([approval_request_row(*one, _instant) for one in asked])}
-        )
+def _write_approvals(transaction: Transaction, queue: str, drafts: Sequence[JobDraft]) -> None:
+    """Insert new approval requests, and close those that are superseded."""
+    requested, closed = approval_changes(drafts)
+    if requested:
+        rows = [approval_request_row(*one, _instant) for one in requested]
+        transaction.execute(sql.INSERT_APPROVALS, {"queue": queue, "rows": to_json(rows)})
     if closed:
         rows = [approval_closing_row(closing, _instant) for closing in closed]
-        transaction.execute(sql.CLOSE, {"queue": queue, "rows": to_json(rows)})
+        transaction.execute(sql.CLOSE_APPROVALS, {"queue": queue, "rows": to_json(rows)})
 
 
 def _update(transaction: Transaction, statement: str, queue: str, rows: Sequence[Row]) -> None:
     if rows:
         changed = transaction.execute(statement, {"queue": queue, "rows": to_json(rows)}).rowcount
         if changed != len(rows):
-            raise BatchMismatch(f"{len(rows) - changed} of {len(rows)} jobs are elsewhere")
+            raise BatchMismatch(f"{len(rows) - changed} of {len(rows)} jobs do not match")
 
 
-def _bury(transaction: Transaction, queue: str, drafts: Sequence[JobDraft]) -> None:
+def _insert_dead_letters(transaction: Transaction, queue: str, drafts: Sequence[JobDraft]) -> None:
     names = to_json([(draft.tenant_id, draft.job_id) for draft in drafts])
-    stories: list[list[Event]] = [[] for _ in drafts]
+    histories: list[list[Event]] = [[] for _ in drafts]
     types = [UNKNOWN_TASK] * len(drafts)
-    for place, job_type, *row in _rows(transaction, sql.STORIES, {"queue": queue, "names": names}):
-        stories[place].append(_event(drafts[place].job_id, *row))
-        types[place] = job_type
-    rows = [dead_letter_row(*of_one, _instant) for of_one in zip(drafts, types, stories, strict=True)]
-    transaction.execute(sql.BURY, {"queue": queue, "rows": to_json(rows)})
+    for index, job_type, *row in _rows(transaction, sql.HISTORIES, {"queue": queue, "names": names}):
+        histories[index].append(_event(drafts[index].job_id, *row))
+        types[index] = job_type
+    rows = [dead_letter_row(*job, _instant) for job in zip(drafts, types, histories, strict=True)]
+    transaction.execute(sql.INSERT_DEAD_LETTERS, {"queue": queue, "rows": to_json(rows)})
 
 
 def _event(job_id: str, kind: str, from_state: Any, to_state: Any, attempt: int, *rest: Any) -> Event:
@@ -310,7 +308,7 @@ def _instant(ms: int) -> int | None:
 
 
 def _is_refused(error: Exception) -> bool:
-    """Whether the rows are at fault, and not the store: they break a rule, or hold what cannot be stored."""
+    """Whether the rows are at fault, not the store: they violate a constraint, or cannot be stored."""
     if isinstance(error, sqlite3.Error):
         return isinstance(error, sqlite3.IntegrityError | sqlite3.DataError) or "malformed JSON" in str(error)
     if isinstance(error, PositionMoved):

@@ -1,4 +1,4 @@
-"""The projection's SQL for SQLite: who projects, the position, and many rows at a time from one JSON text."""
+"""The projection's SQL for SQLite: the lease on a feed, the position, and many rows at a time from one JSON text."""
 
 from __future__ import annotations
 
@@ -26,24 +26,26 @@ def _insert(table: str, columns: Sequence[str]) -> str:
 
 
 TAKE: Final = """
-INSERT INTO feed_positions AS p (feed, position, nonce, projector, until, updated_at)
+INSERT INTO feed_positions AS p (feed, position, nonce, projector, lease_expires_at, updated_at)
 VALUES (:queue, '', '', :projector, :until, :now)
-ON CONFLICT (feed) DO UPDATE SET projector = excluded.projector, until = excluded.until
- WHERE p.projector IS NULL OR p.projector = excluded.projector OR p.until IS NULL OR p.until < :now
+ON CONFLICT (feed) DO UPDATE SET projector = excluded.projector, lease_expires_at = excluded.lease_expires_at
+ WHERE p.projector IS NULL OR p.projector = excluded.projector OR p.lease_expires_at IS NULL
+    OR p.lease_expires_at < :now
 RETURNING position, nonce"""
 
 TAKEN: Final = """
 SELECT json_group_array(feed) FROM feed_positions
- WHERE feed IN (SELECT row.value FROM json_each(:queues) AS row) AND projector <> :projector AND until >= :now"""
+ WHERE feed IN (SELECT row.value FROM json_each(:queues) AS row)
+   AND projector <> :projector AND lease_expires_at >= :now"""
 
-RELEASE: Final = "UPDATE feed_positions SET projector = NULL, until = NULL WHERE feed = ? AND projector = ?"
+RELEASE: Final = "UPDATE feed_positions SET projector = NULL, lease_expires_at = NULL WHERE feed = ? AND projector = ?"
 
 FIRST: Final = """
 INSERT INTO feed_positions (feed, position, nonce, updated_at) VALUES (?, '', '', ?) ON CONFLICT DO NOTHING"""
 
 MOVE: Final = """
 UPDATE feed_positions
-   SET position = :position, nonce = :nonce, projector = :projector, until = :until, updated_at = :now
+   SET position = :position, nonce = :nonce, projector = :projector, lease_expires_at = :until, updated_at = :now
  WHERE feed = :queue AND position = :old_position AND nonce = :old_nonce"""
 
 ENTRIES: Final = """
@@ -96,9 +98,9 @@ UPDATE jobs
        error_message = iif(u.keeps_errors, jobs.error_message, u.error_message)
   FROM (SELECT {_fields(CHANGED)} FROM json_each(:rows) AS row) AS u
  WHERE jobs.tenant_id = u.tenant_id AND jobs.job_id = u.job_id AND jobs.queue = :queue AND jobs.state = u.came_from
-"""  # noqa: S608 - names of our own
+"""  # noqa: S608 - constants
 
-#: Before what else the batch has of them: they may have gone on since.
+#: Runs before the batch's other updates of these jobs: they may have moved since.
 EXPEDITE: Final = """
 UPDATE jobs
    SET run_at = min(jobs.run_at, u.at), next_retry_at = min(jobs.next_retry_at, u.at), updated_at = u.at
@@ -111,14 +113,14 @@ SELECT json_group_array(json_array(row.key, jobs.state, jobs.last_seq, jobs.atte
   FROM json_each(:names) AS row CROSS JOIN jobs
     ON jobs.tenant_id = row.value ->> 0 AND jobs.job_id = row.value ->> 1 AND jobs.queue = :queue"""
 
-#: A job whose creation nobody told us, or that could not be written, cannot be restored: it is not there.
+#: A job whose creation event was lost or refused cannot be restored, so it does not count as recorded.
 PRESENT: Final = f"""
 SELECT json_group_array(json_array(row.key))
   FROM json_each(:names) AS row CROSS JOIN jobs
     ON jobs.tenant_id = row.value ->> 0 AND jobs.job_id = row.value ->> 1 AND jobs.queue = :queue
  WHERE NOT (jobs.job_type = '{UNKNOWN_TASK}' AND jobs.payload = '{UNKNOWN_PAYLOAD}')"""  # noqa: S608
 
-STORIES: Final = """
+HISTORIES: Final = """
 SELECT json_group_array(
     json_array(place, job_type, type, from_state, to_state, attempt, worker, message, data, at)
 ) FROM (
@@ -127,8 +129,8 @@ SELECT json_group_array(
         ON e.tenant_id = j.tenant_id AND e.job_id = j.job_id AND e.queue = j.queue
      ORDER BY row.key, e.seq)"""
 
-#: Not a second time: a question is asked once, and may have been answered.
-ASK: Final = f"""
+#: Not a second time: a request is made once, and may have been decided.
+INSERT_APPROVALS: Final = f"""
 INSERT INTO approvals (queue, job_type, {", ".join(APPROVAL_REQUEST_COLUMNS)})
 SELECT jobs.queue, jobs.job_type, {_fields(APPROVAL_REQUEST_COLUMNS)}
   FROM json_each(:rows) AS row CROSS JOIN jobs
@@ -136,8 +138,8 @@ SELECT jobs.queue, jobs.job_type, {_fields(APPROVAL_REQUEST_COLUMNS)}
  WHERE true
 ON CONFLICT DO NOTHING"""  # noqa: S608
 
-#: Their jobs went on; nobody has to be told of it.
-CLOSE: Final = f"""
+#: Their jobs have continued, so there is nothing to deliver: `acked_at` is set.
+CLOSE_APPROVALS: Final = f"""
 UPDATE approvals
    SET status = u.status, decided_by = u.decided_by, decided_at = u.at, decision_reason = u.decision_reason,
        acked_at = u.at
@@ -145,11 +147,11 @@ UPDATE approvals
  WHERE approvals.tenant_id = u.tenant_id AND approvals.job_id = u.job_id AND approvals.queue = :queue
    AND approvals.status = 'requested' AND approvals.approval_id <> u.stays"""  # noqa: S608
 
-DEEDS: Final = f"{_insert('operator_events', AUDIT_COLUMNS)} WHERE true ON CONFLICT DO NOTHING"
+INSERT_AUDIT: Final = f"{_insert('operator_events', AUDIT_COLUMNS)} WHERE true ON CONFLICT DO NOTHING"
 
-#: A job that dies twice (after a fork) has one item, of its last death. The same letter again (the engine had forgotten
-#: it, and is told of it anew) keeps what people made of it.
-BURY: Final = """
+#: A job that is dead-lettered twice (after a fork) has one dead letter, the last. A dead letter that is written again
+#: (the engine lost its confirmation) keeps what operators decided about it.
+INSERT_DEAD_LETTERS: Final = """
 INSERT INTO dlq_items (
     tenant_id, dlq_id, job_id, queue, job_type, trace_id, payload, error_code, error, stack, retry_count, history,
     failed_at, acked_at, fingerprint)
@@ -176,7 +178,7 @@ SELECT json_group_array(json_array(tenant_id, job_id, dlq_id)) FROM (
      WHERE acked_at IS NULL AND queue = :queue AND (tenant_id, dlq_id) > (:tenant_id, :dlq_id)
      ORDER BY tenant_id, dlq_id LIMIT :limit)"""
 
-LETTERS: Final = """
+DEAD_LETTERS: Final = """
 SELECT json_group_array(json_array(row.key, d.dlq_id)) FROM json_each(:rows) AS row CROSS JOIN dlq_items AS d
     ON d.tenant_id = row.value ->> 0 AND d.job_id = row.value ->> 1 AND d.queue = row.value ->> 2"""
 

@@ -1,4 +1,4 @@
-"""Retention on SQLite: old stories go in small steps of the writer, so that nobody waits long (requirement L5)."""
+"""Retention on SQLite: old jobs are deleted in small operations of the writer, to keep waits short (requirement L5)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ANOMALY_TENANTS: Final = _TENANTS.format(table="anomalies")
 _LOG_TENANTS: Final = _TENANTS.format(table="operator_events")
 _EXECUTION_TENANTS: Final = _TENANTS.format(table="queue_executions")
 
-#: At a time, some 30 ms: nobody else writes meanwhile.
+#: Rows per operation, some 30 ms: nothing else is written meanwhile.
 _MOST_ROWS: Final = 2_000
 
 _OLD_JOBS: Final = """
@@ -57,12 +57,12 @@ _PRUNE_LOG: Final = """
 DELETE FROM operator_events WHERE rowid IN (
     SELECT rowid FROM operator_events WHERE tenant_id = ?1 AND at < ?2 ORDER BY at LIMIT ?3)
 """
-#: What became of messages.
+#: Executions of triggers.
 _PRUNE_EXECUTIONS: Final = """
 DELETE FROM queue_executions WHERE rowid IN (
     SELECT rowid FROM queue_executions WHERE tenant_id = ?1 AND started_at < ?2 ORDER BY started_at LIMIT ?3)
 """
-#: Of all tenants at once. What waits or is dead stays.
+#: Sent events of all tenants at once; waiting and dead ones are kept.
 _PRUNE_OUTBOX: Final = """
 DELETE FROM outbox_events WHERE position IN (
     SELECT position FROM outbox_events WHERE status = 'SENT' AND sent_at < ?1 ORDER BY sent_at LIMIT ?2)
@@ -72,7 +72,7 @@ DELETE FROM idempotency_keys WHERE rowid IN (
     SELECT rowid FROM idempotency_keys
     WHERE tenant_id = ?1 AND expires_at IS NOT NULL AND expires_at < ?2 AND state = 'done' ORDER BY expires_at LIMIT ?3)
 """
-#: Of jobs that the ledger does not have, or no longer: the others go with their job.
+#: Anomalies of jobs that are not in the ledger; the others are deleted with their job.
 _PRUNE_ANOMALIES: Final = """
 DELETE FROM anomalies WHERE rowid IN (
     SELECT rowid FROM anomalies a WHERE tenant_id = ?1 AND at < ?2
@@ -88,11 +88,11 @@ DELETE FROM feed_entries WHERE rowid IN (
 
 
 def prune(transaction: Transaction, now_ms: int, keep_ms: int, limit: int, marks: PruneCursors | None = None) -> int:
-    """At most about `limit` rows; how many went."""
+    """Delete at most about `limit` rows; the number that was deleted."""
     gone, old, limit = 0, now_ms - keep_ms, min(limit, _MOST_ROWS)
     marks = {} if marks is None else marks
     tenants = [tenant for (tenant,) in transaction.execute(_JOB_TENANTS).fetchall()]
-    # Who is furthest behind comes first: one that always has more would keep the others waiting for ever.
+    # The tenant furthest behind comes first: one that always has more would starve the others.
     for tenant in sorted(tenants, key=lambda tenant: marks.get(tenant, (0, ""))):
         start = marks.get(tenant, (0, ""))
         for *job, created_at in transaction.execute(_OLD_JOBS, (tenant, old, limit - gone, *start)).fetchall():
@@ -100,7 +100,7 @@ def prune(transaction: Transaction, now_ms: int, keep_ms: int, limit: int, marks
             marks[tenant] = (created_at, job[1])
         if gone >= limit:
             return gone
-        # A job has two rows or more, so that was all.
+        # A job has two rows or more, so none is left.
         marks[tenant] = (old, "")
     for (tenant,) in transaction.execute(_ANOMALY_TENANTS).fetchall():
         gone += transaction.execute(_PRUNE_ANOMALIES, (tenant, old, max(0, limit - gone))).rowcount
@@ -117,7 +117,7 @@ def prune(transaction: Transaction, now_ms: int, keep_ms: int, limit: int, marks
 
 
 def prune_keys(transaction: Transaction, now_ms: int, limit: int) -> int:
-    """Effect keys that have expired."""
+    """Delete effect keys that have expired; the number that was deleted."""
     gone = 0
     for (tenant,) in transaction.execute(_KEY_TENANTS).fetchall():
         gone += transaction.execute(_PRUNE_KEYS, (tenant, now_ms, max(0, limit - gone))).rowcount

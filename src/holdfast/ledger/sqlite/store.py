@@ -35,13 +35,13 @@ APPLICATION_ID: Final = 0x68666C67
 
 
 def prepare_ledger(connection: sqlite3.Connection, path: Path) -> None:
-    """Make the tables in an empty file. Raises `InvalidOption` for a file of another kind, `SchemaMismatch` for another
-    release's."""
+    """Create the tables in an empty file. Raises `InvalidOption` for a file of another kind, `SchemaMismatch` for
+    another release's."""
     if _is_current(connection, path):
         return
     connection.execute("BEGIN IMMEDIATE")
     try:
-        # Looked at again: another process may have been faster.
+        # Checked again: another process may have been faster.
         if not _is_current(connection, path):
             _create(connection)
         connection.execute("COMMIT")
@@ -52,13 +52,13 @@ def prepare_ledger(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def foreign(path: Path, owner: int) -> InvalidOption:
-    """Says whose it is."""
+    """The error for a file that is not a ledger's."""
     if owner == ENGINE_ID:
         return InvalidOption(
             f"{path} is an engine's database, not a ledger's; name another file, or leave HOLDFAST_LEDGER unset where "
-            "HOLDFAST_URL is this one: then it is the ledger, too"
+            "HOLDFAST_URL is this file: then it contains the ledger, too"
         )
-    return InvalidOption(f"{path} belongs to another program; give the ledger a file of its own")
+    return InvalidOption(f"{path} belongs to another program; give the ledger another file")
 
 
 def _is_current(connection: sqlite3.Connection, path: Path) -> bool:
@@ -90,15 +90,15 @@ def _create(connection: sqlite3.Connection) -> None:
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
 
 
-#: As aiosqlite has it: how many rows are fetched at a time.
+#: Rows that are fetched at a time, as in aiosqlite.
 _ROWS: Final = 64
 
 
 class InterruptibleConnection(aiosqlite.Connection):
-    """One that may be stopped twice.
+    """A connection that may be stopped twice.
 
-    aiosqlite (0.22) answers no second `stop`: its thread has ended with the first. SQLAlchemy stops a connection once
-    more if whoever waits for it to be closed is cancelled, as happens when a process ends in the middle of a long
+    aiosqlite (0.22) never answers a second `stop`, because its thread has ended with the first. SQLAlchemy stops a
+    connection again if the caller that closes it is cancelled, for example when a process ends in the middle of a long
     query, and then the event loop would never end.
     """
 
@@ -111,7 +111,7 @@ class InterruptibleConnection(aiosqlite.Connection):
 
 
 def connect(database: str, **options: Any) -> InterruptibleConnection:
-    """To be awaited. What its thread is in the middle of does not keep the process from ending."""
+    """A connection, to be awaited. A call that its thread is running does not keep the process from ending."""
     connection = InterruptibleConnection(partial(sqlite3.connect, database, **options), _ROWS)
     connection._thread.daemon = True
     return connection
@@ -119,36 +119,36 @@ def connect(database: str, **options: Any) -> InterruptibleConnection:
 
 T = TypeVar("T")
 
-#: Looks at a ledger before anything else does, and raises if it is not ours to use.
+#: Checks a ledger before its first use, and raises if this process must not use it.
 Guard = Callable[[Transaction, str], None]
 
-#: Connections that queries keep, and how many more they may make for a moment. Each is a thread.
+#: Connections that queries keep, and how many more they may open for a moment. Each is a thread.
 _KEPT_READERS: Final = 1
 _MORE_READERS: Final = 4
 
 
 class FileCommitListener:
-    """Who waits for the file to move: told by the writer, which also looks for other processes' commits."""
+    """The waiters for commits, notified by the writer, which also detects commits of other processes."""
 
     def __init__(self, watch: Callable[[int], None]) -> None:
-        self._room = CommitWaiters(watch)
+        self._waiters = CommitWaiters(watch)
 
     def of(self, queue: str) -> AbstractContextManager[CommitWaiter]:
-        """Be told when this queue's feed has moved in the ledger (`transaction.effects.recorded`)."""
-        return self._room.waiting_for(queue)
+        """A waiter that is notified when this queue's feed has moved in the ledger (`transaction.effects.recorded`)."""
+        return self._waiters.waiting_for(queue)
 
     def tell(self, effects: CommitNotices) -> None:
         if effects.external:
-            self._room.notify_all()
+            self._waiters.notify_all()
         else:
-            self._room.notify(effects.recorded)
+            self._waiters.notify(effects.recorded)
 
 
 class SqliteLedgerStore:
     """Used on one event loop. Opens the file when first needed."""
 
-    def __init__(self, place: DatabaseFile, prepare: Prepare, guard: Guard | None = None) -> None:
-        self.place = place
+    def __init__(self, file: DatabaseFile, prepare: Prepare, guard: Guard | None = None) -> None:
+        self.file = file
         self._guard = guard
         self._prepare = prepare
         self._writer: Writer | None = None
@@ -157,39 +157,39 @@ class SqliteLedgerStore:
         self._opening: asyncio.Lock | None = None
         self._closed = False
         self._waiting = 0
-        self.news = FileCommitListener(self._watch)
+        self.commits = FileCommitListener(self._watch)
 
     @property
     def path(self) -> Path:
-        return self.place.path
+        return self.file.path
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The path, for messages."""
         return str(self.path)
 
     def sibling(self) -> SqliteLedgerStore:
-        """For another event loop; the writer is shared."""
-        return SqliteLedgerStore(self.place, self._prepare, self._guard)
+        """A store for another event loop; the writer is shared."""
+        return SqliteLedgerStore(self.file, self._prepare, self._guard)
 
     async def open(self) -> Writer:
-        """Raises `LedgerUnavailable` if the file cannot be used; what `prepare` raises if it is not ours.
+        """Raises `LedgerUnavailable` if the file cannot be used, or what `prepare` and the check raise.
 
-        Not needed before the first use, but after `close`."""
+        Optional before the first use, required after `close`."""
         self._closed = False
         return await self._ready()
 
     async def _ready(self) -> Writer:
         if self._closed:
-            # Somebody who was still at it when the app was closed.
+            # A caller was still running when the app was closed.
             raise LedgerUnavailable(f"the ledger {self.name} has been closed; open it to use it again")
         if self._writer is None:
             self._opening = self._opening or asyncio.Lock()
             async with self._opening:
                 if self._writer is None:
                     writer = await asyncio.to_thread(self._acquire)
-                    await self._look(writer)
-                    self._subscriber = CommitSubscriber(asyncio.get_running_loop(), self.news.tell)
+                    await self._check(writer)
+                    self._subscriber = CommitSubscriber(asyncio.get_running_loop(), self.commits.tell)
                     writer.subscribe(self._subscriber)
                     self._writer = writer
                     self._watch_again()
@@ -209,7 +209,8 @@ class SqliteLedgerStore:
     async def write(self, work: Callable[..., T], *arguments: Any, lazy: bool = False) -> T:
         """Run `work(transaction, *arguments)` in the writer's thread; its result, once it is committed.
 
-        Many share a commit; each is a savepoint. What moves a feed adds its queue to `transaction.effects.recorded`.
+        Many calls share a commit; each is a savepoint. Work that moves a feed adds its queue to
+        `transaction.effects.recorded`.
         """
         writer = self._writer or await self._ready()
         return await writer.perform(work, *arguments, lazy=lazy, unavailable=LedgerUnavailable)
@@ -231,7 +232,7 @@ class SqliteLedgerStore:
             event.listen(self._readers.sync_engine, "handle_error", self._translate_query)
         return self._readers
 
-    async def _look(self, writer: Writer) -> None:
+    async def _check(self, writer: Writer) -> None:
         if self._guard is not None:
             try:
                 await writer.perform(self._guard, self.name, unavailable=LedgerUnavailable)
@@ -241,14 +242,14 @@ class SqliteLedgerStore:
 
     def _acquire(self) -> Writer:
         return acquire_writer(
-            self.path, durable=not self.place.temporary, prepare=self._prepare, unavailable=LedgerUnavailable
+            self.path, durable=not self.file.temporary, prepare=self._prepare, unavailable=LedgerUnavailable
         )
 
     def _watch_again(self) -> None:
-        """Those who began to wait before the file was open are watched for, too, and look once more."""
+        """Watch also for callers that began to wait before the file was open, and have them check again."""
         if self._waiting and self._writer is not None and self._subscriber is not None:
             self._writer.watch(self._subscriber, self._waiting)
-            self.news.tell(CommitNotices(external=True))
+            self.commits.tell(CommitNotices(external=True))
 
     def _watch(self, change: int) -> None:
         self._waiting += change
@@ -256,9 +257,11 @@ class SqliteLedgerStore:
             self._writer.watch(self._subscriber, change)
 
     def _must_exist(self, *_: object) -> None:
-        # Not made by who only looks.
+        # A query does not create the file.
         if not self.path.exists():
-            raise LedgerUnavailable(f"there is no ledger {self.path} yet; a worker or `holdfast migrate up` makes it")
+            raise LedgerUnavailable(
+                f"there is no ledger {self.path} yet; start a worker or run `holdfast migrate up` to create it"
+            )
 
     def _translate_query(self, context: ExceptionContext) -> BaseException | None:
         original = context.original_exception

@@ -33,7 +33,7 @@ _DIALECT: Final = dialect()
 
 
 class SqliteTransactions(TransactionRunner):
-    """Runs them."""
+    """Runs transactions on SQLite."""
 
     def __init__(self, store: FileWriter, clock: Clock) -> None:
         self._store = store
@@ -41,40 +41,40 @@ class SqliteTransactions(TransactionRunner):
 
     async def _run(self, act: SqlTransaction[T]) -> T:
         result: T | HoldfastError = await self._store.write(self._perform, act)
-        return _told(result)
+        return _unwrap(result)
 
-    async def _look(self, act: SqlTransaction[T]) -> T:
+    async def _read(self, act: SqlTransaction[T]) -> T:
         # Lazy: it begins no transaction.
         result: T | HoldfastError = await self._store.write(self._perform, act, lazy=True)
-        return _told(result)
+        return _unwrap(result)
 
     def _perform(self, transaction: Transaction, act: SqlTransaction[T]) -> T | HoldfastError:
-        """In the writer's thread."""
+        """Runs in the writer's thread."""
         answer: Any = None
         while True:
             try:
-                wanted = act.send(answer)
+                statement = act.send(answer)
             except StopIteration as end:
                 result: T | HoldfastError = end.value
                 return result
-            answer = self._now() if wanted is NOW else _rows(transaction, wanted)
+            answer = self._now() if statement is NOW else _rows(transaction, statement)
 
     def _now(self) -> datetime:
         return datetime.fromtimestamp(self._clock.now_ms() / 1000, UTC)
 
 
-def _told(result: T | HoldfastError) -> T:
+def _unwrap(result: T | HoldfastError) -> T:
     if isinstance(result, HoldfastError):
         raise result
     return result
 
 
-def _rows(transaction: Transaction, wanted: Executable | ClockRead) -> list[dict[str, Any]]:
-    compiled = wanted.compile(dialect=_DIALECT, compile_kwargs={"render_postcompile": True})  # type: ignore[union-attr]
+def _rows(transaction: Transaction, statement: Executable | ClockRead) -> list[dict[str, Any]]:
+    compiled = statement.compile(dialect=_DIALECT, compile_kwargs={"render_postcompile": True})  # type: ignore[union-attr]
     cursor = transaction.execute(compiled.string, [_value(compiled.params[name]) for name in compiled.positiontup])
     if cursor.description is None:
         return []
-    instants = {column.name for column in wanted.exported_columns if isinstance(column.type, InstantColumn)}  # type: ignore[union-attr]
+    instants = {column.name for column in statement.exported_columns if isinstance(column.type, InstantColumn)}  # type: ignore[union-attr]
     names = [column[0] for column in cursor.description]
     return [{name: _read(name, value, instants) for name, value in zip(names, row, strict=True)} for row in cursor]
 
@@ -90,7 +90,7 @@ def _read(name: str, value: Any, instants: set[str]) -> Any:
 
 
 class SqliteOperatorStore(SqliteTransactions, SqlOperatorStore):
-    """Times are the given clock's."""
+    """The operator store of a ledger on SQLite. Times are the given clock's."""
 
 
 _FIELDS: Final = ", ".join(f"row.value ->> {number}" for number in range(len(EXECUTION_COLUMNS)))
@@ -101,7 +101,7 @@ ON CONFLICT DO NOTHING"""  # noqa: S608 - constants
 
 
 class SqliteTriggerStore(SqliteTransactions, SqlTriggerStore):
-    """Times of presence are the given clock's."""
+    """The trigger store of a ledger on SQLite. Times of presence are the given clock's."""
 
     async def record_executions(self, executions: Sequence[Execution]) -> None:
         if executions:
@@ -113,19 +113,19 @@ def _record(transaction: Transaction, rows: str) -> None:
 
 
 _JOBS: Final = """
-UPDATE jobs SET told_at = :now_ms FROM json_each(:rows) AS row
+UPDATE jobs SET notified_at = :now_ms FROM json_each(:rows) AS row
 WHERE jobs.tenant_id = row.value ->> 0 AND jobs.queue = row.value ->> 1 AND jobs.job_id = row.value ->> 2
-    AND told_at IS NULL"""
+    AND notified_at IS NULL"""
 _APPROVALS: Final = """
-UPDATE approvals SET told = row.value ->> 2 FROM json_each(:rows) AS row
+UPDATE approvals SET notified_status = row.value ->> 2 FROM json_each(:rows) AS row
 WHERE approvals.tenant_id = row.value ->> 0 AND approval_id = row.value ->> 1"""
 _ALERTS: Final = """
-UPDATE operator_events SET told_at = :now_ms FROM json_each(:rows) AS row
-WHERE operator_events.tenant_id = row.value ->> 0 AND operator_events.id = row.value ->> 1 AND told_at IS NULL"""
+UPDATE operator_events SET notified_at = :now_ms FROM json_each(:rows) AS row
+WHERE operator_events.tenant_id = row.value ->> 0 AND operator_events.id = row.value ->> 1 AND notified_at IS NULL"""
 
 
 class SqliteNotificationMarks(NotificationMarks):
-    """Writes them."""
+    """Marks notifications as sent, on SQLite."""
 
     def __init__(self, store: SqliteLedgerStore, clock: Clock) -> None:
         self._store = store
@@ -134,11 +134,11 @@ class SqliteNotificationMarks(NotificationMarks):
     async def jobs(self, keys: Sequence[JobKey]) -> None:
         await self._write(_JOBS, [(key.tenant_id, key.queue, key.job_id) for key in keys])
 
-    async def approvals(self, told: Sequence[ApprovalNotification]) -> None:
-        await self._write(_APPROVALS, [(one.tenant_id, one.approval_id, one.status) for one in told])
+    async def approvals(self, notifications: Sequence[ApprovalNotification]) -> None:
+        await self._write(_APPROVALS, [(one.tenant_id, one.approval_id, one.status) for one in notifications])
 
-    async def alerts(self, told: Sequence[AlertNotification]) -> None:
-        await self._write(_ALERTS, [(one.tenant_id, one.id) for one in told])
+    async def alerts(self, notifications: Sequence[AlertNotification]) -> None:
+        await self._write(_ALERTS, [(one.tenant_id, one.id) for one in notifications])
 
     async def _write(self, statement: str, rows: Sequence[tuple[Any, ...]]) -> None:
         await self._store.write(_mark, statement, {"rows": json_list(rows), "now_ms": self._clock.now_ms()})

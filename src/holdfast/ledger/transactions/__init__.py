@@ -1,1 +1,1 @@
-"""What people do, step by step: statements out, rows in, no store in sight."""
+"""Transactions of operators, triggers and outbox, written once for every SQL store."""

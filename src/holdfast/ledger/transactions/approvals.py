@@ -1,6 +1,6 @@
-"""Approvals: votes, deadlines, and what the engine has still to be told (requirements A2, A3).
+"""Transactions on approvals: votes, deadlines, and decisions the engine has not applied yet (A2, A3).
 
-Whoever wants to change an approval locks its row first, so that of two votes one is the second.
+A vote locks the approval's row first, so that concurrent votes are serialised.
 """
 
 from __future__ import annotations
@@ -21,30 +21,31 @@ from holdfast.schema import approval_votes, approvals
 from holdfast.schema.columns import tenants_of
 
 _REQUESTED = ApprovalStatus.REQUESTED.value
-#: Word for word what the indexes say.
+_EXPIRED = "no decision before the deadline"
+#: Word for word the predicates of the indexes.
 _HAS_DEADLINE = (approvals.c.status == _REQUESTED, approvals.c.deadline.is_not(None))
 _UNDELIVERED = (approvals.c.acked_at.is_(None), approvals.c.decided_at.is_not(None))
 
 
 def vote(
-    tenants: Sequence[str] | None, approval_id: str, *, person: str, approve: bool, reason: str
+    tenants: Sequence[str] | None, approval_id: str, *, actor: str, approve: bool, reason: str
 ) -> SqlTransaction[ApprovalRow]:
     row = yield from lock_row(approvals, approvals.c.approval_id, "approval", approval_id, tenants)
     now = yield NOW
     if row["status"] != _REQUESTED:
-        raise Conflict(f"approval {approval_id} is {row['status']} already; nobody can vote on it any more")
+        raise Conflict(f"approval {approval_id} is already {row['status']}; voting is closed")
     if row["deadline"] is not None and row["deadline"] <= now:
         yield _decided(row, ApprovalStatus.EXPIRED, now)
-        return Conflict(f"approval {approval_id} has expired; the job is cancelled, submit it again")
-    if row["requested_by"] and row["requested_by"] == clean(person):
-        raise Forbidden(f"{person} asked for approval {approval_id}; somebody else has to answer it")
+        return Conflict(f"approval {approval_id} has expired and the job is cancelled; submit it again")
+    if row["requested_by"] and row["requested_by"] == clean(actor):
+        raise Forbidden(f"{actor} requested approval {approval_id}; another person has to vote")
     cast = (yield from _votes([row]))[0]
-    if any(earlier.person == clean(person) for earlier in cast):
-        raise Conflict(f"{person} has voted on approval {approval_id} already; somebody else has to")
+    if any(earlier.voter == clean(actor) for earlier in cast):
+        raise Conflict(f"{actor} has already voted on approval {approval_id}; another person has to vote")
     yield insert(approval_votes).values(
         tenant_id=row["tenant_id"],
         approval_id=row["approval_id"],
-        person=person,
+        voter=actor,
         approve=int(approve),
         reason=reason,
         at=now,
@@ -53,12 +54,12 @@ def vote(
     if not approve:
         status = ApprovalStatus.REJECTED
     elif len(cast) + 1 >= row["quorum"]:
-        # One no would have decided it: all earlier votes are yes.
+        # A rejection would have decided it, so all earlier votes approve.
         status = ApprovalStatus.APPROVED
     if status is not ApprovalStatus.REQUESTED:
-        yield _decided(row, status, now, person, reason)
-    yield insert_audit([_voted(row, person, approve, reason, status)], now)
-    return (yield from _again(row))
+        yield _decided(row, status, now, actor, reason)
+    yield insert_audit([_vote_entry(row, actor, approve, reason, status)], now)
+    return (yield from _reread(row))
 
 
 def withdraw(tenant_id: str, approval_id: str, reason: str) -> SqlTransaction[None]:
@@ -70,7 +71,7 @@ def withdraw(tenant_id: str, approval_id: str, reason: str) -> SqlTransaction[No
 
 
 def is_overdue() -> SqlTransaction[bool]:
-    """Whether there is anything to expire. Reads only."""
+    """Whether any approval is past its deadline. Reads only."""
     now = yield NOW
     for tenant in (yield tenants_of(approvals, *_HAS_DEADLINE)):
         mine = approvals.c.tenant_id == tenant["tenant_id"]
@@ -90,30 +91,34 @@ def expire(limit: int) -> SqlTransaction[list[ApprovalRow]]:
                 .where(mine, *_HAS_DEADLINE, approvals.c.deadline <= now)
                 .order_by(approvals.c.deadline)
                 .limit(limit - len(due))
-                # A row that somebody votes on is that one's to expire.
+                # A locked row is being voted on; that transaction expires it.
                 .with_for_update(skip_locked=True)
             )
     for row in due:
         yield _decided(row, ApprovalStatus.EXPIRED, now)
-    changed = {"status": ApprovalStatus.EXPIRED.value, "decided_at": now, "decision_reason": "nobody answered in time"}
+    changed = {
+        "status": ApprovalStatus.EXPIRED.value,
+        "decided_at": now,
+        "decision_reason": _EXPIRED,
+    }
     return (yield from _with_votes([{**row, **changed} for row in due]))
 
 
 def undelivered(limit: int, after: ApprovalRow | None) -> SqlTransaction[list[ApprovalRow]]:
-    place = tuple_(approvals.c.tenant_id, approvals.c.decided_at, approvals.c.approval_id)
-    wanted = select(approvals).where(*_UNDELIVERED)
+    position = tuple_(approvals.c.tenant_id, approvals.c.decided_at, approvals.c.approval_id)
+    query = select(approvals).where(*_UNDELIVERED)
     if after is not None:
-        wanted = wanted.where(place > tuple_(after.tenant_id, after.decided_at, after.approval_id))
-    rows = yield wanted.order_by(*place.clauses).limit(limit)
+        query = query.where(position > tuple_(after.tenant_id, after.decided_at, after.approval_id))
+    rows = yield query.order_by(*position.clauses).limit(limit)
     return (yield from _with_votes(rows))
 
 
-def mark_delivered(told: Sequence[ApprovalRow]) -> SqlTransaction[None]:
+def mark_delivered(rows: Sequence[ApprovalRow]) -> SqlTransaction[None]:
     now = yield NOW
-    for some in chunks(told):
+    for chunk in chunks(rows):
         yield (
             update(approvals)
-            .where(_named([(row.tenant_id, row.approval_id) for row in some]), *_UNDELIVERED)
+            .where(_has_id([(row.tenant_id, row.approval_id) for row in chunk]), *_UNDELIVERED)
             .values(acked_at=now)
         )
     return None
@@ -121,7 +126,7 @@ def mark_delivered(told: Sequence[ApprovalRow]) -> SqlTransaction[None]:
 
 def mark_undelivered(queue: str, since_ms: int) -> SqlTransaction[int]:
     now = yield NOW
-    again: list[Row] = yield (
+    undelivered_rows: list[Row] = yield (
         update(approvals)
         .where(
             approvals.c.queue == queue,
@@ -131,13 +136,13 @@ def mark_undelivered(queue: str, since_ms: int) -> SqlTransaction[int]:
         .values(acked_at=None)
         .returning(approvals.c.approval_id)
     )
-    return len(again)
+    return len(undelivered_rows)
 
 
-def _voted(row: Row, person: str, approve: bool, reason: str, status: ApprovalStatus) -> AuditEntry:
+def _vote_entry(row: Row, actor: str, approve: bool, reason: str, status: ApprovalStatus) -> AuditEntry:
     return AuditEntry(
         type="operator.approve" if approve else "operator.reject",
-        actor=person,
+        actor=actor,
         tenant_id=row["tenant_id"],
         target="approval",
         target_id=row["approval_id"],
@@ -148,11 +153,11 @@ def _voted(row: Row, person: str, approve: bool, reason: str, status: ApprovalSt
     )
 
 
-def _deciding(status: ApprovalStatus, now: datetime, person: str | None, reason: str) -> Update:
+def _deciding(status: ApprovalStatus, now: datetime, actor: str | None, reason: str) -> Update:
     return (
         update(approvals)
         .where(approvals.c.status == _REQUESTED)
-        .values(status=status.value, decided_by=person, decided_at=now, decision_reason=reason)
+        .values(status=status.value, decided_by=actor, decided_at=now, decision_reason=reason)
     )
 
 
@@ -160,16 +165,16 @@ def _decided(
     row: Row,
     status: ApprovalStatus,
     now: datetime,
-    person: str | None = None,
-    reason: str = "nobody answered in time",
+    actor: str | None = None,
+    reason: str = _EXPIRED,
 ) -> Executable:
-    return _deciding(status, now, person, reason).where(
+    return _deciding(status, now, actor, reason).where(
         approvals.c.tenant_id == row["tenant_id"], approvals.c.approval_id == row["approval_id"]
     )
 
 
-def _again(row: Row) -> Generator[Executable | ClockRead, Any, ApprovalRow]:
-    rows = yield select(approvals).where(_named([(row["tenant_id"], row["approval_id"])]))
+def _reread(row: Row) -> Generator[Executable | ClockRead, Any, ApprovalRow]:
+    rows = yield select(approvals).where(_has_id([(row["tenant_id"], row["approval_id"])]))
     return (yield from _with_votes(rows))[0]
 
 
@@ -179,30 +184,30 @@ def _with_votes(rows: Sequence[Row]) -> Generator[Executable | ClockRead, Any, l
 
 
 def _votes(rows: Sequence[Row]) -> Generator[Executable | ClockRead, Any, list[tuple[VoteRow, ...]]]:
-    """Of each, in the order in which they were cast."""
+    """Return the votes of each approval, in the order in which they were cast."""
     cast: dict[tuple[str, str], list[VoteRow]] = {}
-    names = [(row["tenant_id"], row["approval_id"]) for row in rows]
-    for some in chunks(names):
+    ids = [(row["tenant_id"], row["approval_id"]) for row in rows]
+    for chunk in chunks(ids):
         found = yield (
             select(approval_votes)
-            .where(tuple_(approval_votes.c.tenant_id, approval_votes.c.approval_id).in_(some))
-            .order_by(approval_votes.c.at, approval_votes.c.person)
+            .where(tuple_(approval_votes.c.tenant_id, approval_votes.c.approval_id).in_(chunk))
+            .order_by(approval_votes.c.at, approval_votes.c.voter)
         )
         for row in found:
             cast.setdefault((row["tenant_id"], row["approval_id"]), []).append(to_vote(row))
-    return [tuple(cast.get(name, ())) for name in names]
+    return [tuple(cast.get(name, ())) for name in ids]
 
 
-def _named(names: Sequence[tuple[str, str]]) -> Any:
-    return tuple_(approvals.c.tenant_id, approvals.c.approval_id).in_(names)
+def _has_id(ids: Sequence[tuple[str, str]]) -> Any:
+    return tuple_(approvals.c.tenant_id, approvals.c.approval_id).in_(ids)
 
 
 def to_vote(row: Row) -> VoteRow:
-    return VoteRow(person=row["person"], approve=bool(row["approve"]), reason=row["reason"], at=row["at"])
+    return VoteRow(voter=row["voter"], approve=bool(row["approve"]), reason=row["reason"], at=row["at"])
 
 
 def to_approval(row: Row, votes: tuple[VoteRow, ...] = ()) -> ApprovalRow:
-    """As the tables have it."""
+    """Convert a row and its votes."""
     details = row["details"]
     given = {name: row[name] for name in ApprovalRow.__struct_fields__ if name != "votes"}
     return ApprovalRow(

@@ -26,14 +26,14 @@ from holdfast.schema.columns import tenants_of
 
 T = TypeVar("T")
 
-#: Values of one list in a statement; stores take some 32,000.
+#: Values in one list of a statement; stores accept about 32,000.
 _LISTED: Final = 1_000
 
 
 class ClockRead(Enum):
-    """What an act may want to know beside rows."""
+    """What a transaction may request besides rows."""
 
-    #: The time, as a datetime. After the rows are locked: whoever had to wait is judged by when the wait was over.
+    #: The time, as a datetime. Read after rows are locked, so that waiting for a lock does not make it stale.
     NOW = "now"
 
 
@@ -46,13 +46,13 @@ SqlTransaction = Generator[Executable | ClockRead, Any, T | HoldfastError]
 def lock_row(
     table: Table, column: ColumnElement[str], what: str, name: str, tenants: Sequence[str] | None
 ) -> Generator[Executable | ClockRead, Any, Row]:
-    """The row of that name, ours until the transaction ends. Raises `Unknown` if these tenants have none."""
+    """Lock the row of that name until the transaction ends. Raises `NotFound` if these tenants have none."""
     if tenants is None:
         tenants = [row["tenant_id"] for row in (yield tenants_of(table))]
-    for some in chunks(tenants):
+    for chunk in chunks(tenants):
         rows: list[Row] = yield (
             select(table)
-            .where(table.c.tenant_id.in_([clean(tenant) for tenant in some]), column == clean(name))
+            .where(table.c.tenant_id.in_([clean(tenant) for tenant in chunk]), column == clean(name))
             .with_for_update()
         )
         if rows:
@@ -61,44 +61,44 @@ def lock_row(
 
 
 def chunks(values: Sequence[T]) -> list[Sequence[T]]:
-    """In portions that a statement can list."""
+    """Split values into lists that fit one statement."""
     return [values[start : start + _LISTED] for start in range(0, len(values), _LISTED)]
 
 
-def insert_audit(actions: Sequence[AuditEntry], now: datetime) -> Executable:
-    """Into the operators' log."""
+def insert_audit(entries: Sequence[AuditEntry], now: datetime) -> Executable:
+    """Insert entries into the audit log."""
     return insert(operator_events).values(
         [
             {
-                "tenant_id": action.tenant_id,
-                "id": unique,
-                "type": action.type,
-                "actor": action.actor,
-                "target": action.target,
-                "target_id": action.target_id,
-                "queue": action.queue,
-                "reason": action.reason,
-                "before": json_or_null(action.before),
-                "after": json_or_null(action.after),
+                "tenant_id": entry.tenant_id,
+                "id": entry_id,
+                "type": entry.type,
+                "actor": entry.actor,
+                "target": entry.target,
+                "target_id": entry.target_id,
+                "queue": entry.queue,
+                "reason": entry.reason,
+                "before": json_or_null(entry.before),
+                "after": json_or_null(entry.after),
                 "at": now,
             }
-            for action, unique in zip(actions, new_job_ids(len(actions)), strict=True)
+            for entry, entry_id in zip(entries, new_job_ids(len(entries)), strict=True)
         ]
     )
 
 
 def json_or_null(value: Any) -> str | None:
-    """As a column holds it; of None, nothing."""
+    """Encode for a JSON column; None stays NULL."""
     return None if value is None else msgspec.json.encode(value).decode()
 
 
 class TransactionRunner(ABC):
-    """The roles of a ledger that are written as acts are made of this and of a store's way to run them."""
+    """Base of the ledger roles that are written as `SqlTransaction`s; each store implements `_run`."""
 
     @abstractmethod
-    async def _run(self, act: SqlTransaction[T]) -> T:
-        """In one transaction; what it returns, once that is committed. An error that it returns is raised then."""
+    async def _run(self, transaction: SqlTransaction[T]) -> T:
+        """Run it in one database transaction and return its result after the commit; raise an error it returned."""
 
-    async def _look(self, act: SqlTransaction[T]) -> T:
-        """The same for one that only reads: a store that has one writer need not keep others from writing for it."""
-        return await self._run(act)
+    async def _read(self, transaction: SqlTransaction[T]) -> T:
+        """Run one that only reads; a store with a single writer need not block other writes for it."""
+        return await self._run(transaction)

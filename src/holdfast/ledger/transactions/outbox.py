@@ -1,5 +1,7 @@
-"""Role `OutboxStore`, written once for every store as far as people and upkeep ask; what the relay does all the time is
-each store's own SQL."""
+"""`SqlOutboxStore`: the parts of `OutboxStore` for operators and upkeep, written once for every store.
+
+What the relay does all the time is each store's own SQL.
+"""
 
 from __future__ import annotations
 
@@ -19,27 +21,27 @@ from holdfast.ledger.transactions.base import NOW, Row, SqlTransaction, Transact
 from holdfast.schema import outbox_events, outbox_lanes
 from holdfast.schema.columns import tenants_of
 
-#: How many events of a lane and destination are looked at in order. If others stand in the way of all of them, keys are
-#: gone through one by one.
+#: Events of a lane and destination that are read in order. If all of them are blocked by earlier events, the keys are
+#: walked one by one.
 WINDOW: Final = 64
-#: How many keys are gone through at once; the next look goes on from there.
+#: Keys walked in one call; the next call continues from there.
 STEPS: Final = 5_000
-#: Payloads of one batch, in bytes: one more is read only if there is less.
+#: Payload bytes of one batch: another event is read only below this.
 BATCH_BYTES: Final = 16 * 1024 * 1024
-#: Ids of one revival that its line in the log names.
-_NAMED: Final = 100
+#: Ids listed in the audit entry of one retry.
+_LISTED_IDS: Final = 100
 
 _COLUMNS: Final = tuple(column for column in outbox_events.c if column.name != "lane")
 
 
 def _is(*statuses: OutboxStatus) -> ColumnElement[bool]:
-    """Written out: SQLite uses a partial index only for what the statement itself says."""
-    words: list[ColumnElement[str]] = [literal_column(f"'{status}'") for status in statuses]
-    return outbox_events.c.status == words[0] if len(words) == 1 else outbox_events.c.status.in_(words)
+    """Compare with literals: SQLite uses a partial index only for literals, not for parameters."""
+    literals: list[ColumnElement[str]] = [literal_column(f"'{status}'") for status in statuses]
+    return outbox_events.c.status == literals[0] if len(literals) == 1 else outbox_events.c.status.in_(literals)
 
 
 def window_for(limit: int, lanes: int) -> int:
-    """Events of one lane to look at for `limit` in all."""
+    """Return how many events of one lane to read for `limit` in all."""
     return max(WINDOW, -(-2 * limit // max(1, lanes)))
 
 
@@ -48,20 +50,20 @@ Place = tuple[int, str, str, str]
 
 
 class WalkCursors:
-    """Where walks from key to key go on, for each lane and those who ask: none has to go through all keys at once."""
+    """Where walks over keys continue, per lane and set of destinations, so that no call walks all keys."""
 
     def __init__(self) -> None:
         self._after: dict[tuple[int, tuple[str, ...]], tuple[str, str, str]] = {}
 
     def start(self, lanes: Sequence[int], destinations: Sequence[str]) -> list[Place]:
-        """The place in each lane after which to begin."""
+        """Return the position in each lane after which to start."""
         start = ("", "", "")
         return [(lane, *self._after.get((lane, tuple(destinations)), start)) for lane in lanes]
 
     def resume(
         self, walk: Sequence[Place], last: Sequence[Place], destinations: Sequence[str], but: Collection[int] = ()
     ) -> None:
-        """After a walk that ended at `last`; lanes that are not there have been gone through to the end."""
+        """Record a walk that ended at `last`; lanes missing there were walked to the end. Skips lanes in `but`."""
         for lane, *_ in walk:
             if lane not in but:
                 self._after.pop((lane, tuple(destinations)), None)
@@ -71,14 +73,14 @@ class WalkCursors:
 
 
 class SqlOutboxStore(TransactionRunner, OutboxStore):
-    """A store says how an act is run, and how the relay takes, reads and marks."""
+    """A store adds how transactions are run, and how the relay leases lanes, reads events and records results."""
 
-    #: Of the last `take_lanes`: a mark renews by as much.
+    #: Lease time of the last `acquire_lanes`; `record_results` renews by as much.
     _lease_ms: int = 0
     _has_lanes: bool = False
 
     async def _make_lanes(self) -> None:
-        """Rows of all lanes, on first use."""
+        """Insert the rows of all lanes on first use."""
         if not self._has_lanes:
             await self._run(_make_lanes())
             self._has_lanes = True
@@ -88,17 +90,17 @@ class SqlOutboxStore(TransactionRunner, OutboxStore):
 
     async def next_due_ms(self, destinations: Sequence[str], *, dead_blocks: bool = False) -> int | None:
         await self._make_lanes()
-        return await self._look(_next_due(destinations, dead_blocks))
+        return await self._read(_next_due(destinations, dead_blocks))
 
     async def destinations(self) -> list[str]:
         await self._make_lanes()
-        return await self._look(_destinations())
+        return await self._read(_destinations())
 
     async def backlog(self) -> OutboxBacklog:
-        return await self._look(_backlog())
+        return await self._read(_backlog())
 
     async def get(self, tenant_id: str, event_id: str) -> OutboxEvent | None:
-        found = await self._look(_find([tenant_id], [outbox_events.c.id == clean(event_id)], 1))
+        found = await self._read(_find([tenant_id], [outbox_events.c.id == clean(event_id)], 1))
         return found[0] if found else None
 
     async def find(
@@ -112,16 +114,16 @@ class SqlOutboxStore(TransactionRunner, OutboxStore):
         after: int | None = None,
         limit: int = 100,
     ) -> list[OutboxEvent]:
-        asked = {"destination": destination, "topic": topic, "key": key}
-        conditions = [outbox_events.c[name] == clean(value) for name, value in asked.items() if value]
+        given = {"destination": destination, "topic": topic, "key": key}
+        conditions = [outbox_events.c[name] == clean(value) for name, value in given.items() if value]
         if status is not None:
             conditions.append(outbox_events.c.status == str(status))
         if after is not None:
             conditions.append(outbox_events.c.position < after)
-        return await self._look(_find(tenants, conditions, limit))
+        return await self._read(_find(tenants, conditions, limit))
 
     async def retry_events(self, tenants: Sequence[str] | None, ids: Sequence[str], actor: str, reason: str) -> int:
-        return await self._run(_revive(tenants, ids, actor, reason))
+        return await self._run(_retry(tenants, ids, actor, reason))
 
     async def prune(self, keep_ms: int, limit: int) -> int:
         return await self._run(_prune(keep_ms, limit))
@@ -129,15 +131,15 @@ class SqlOutboxStore(TransactionRunner, OutboxStore):
 
 def _make_lanes() -> SqlTransaction[None]:
     now = yield NOW
-    rows = [{"lane": lane, "relay": "", "until": now} for lane in range(LANES)]
+    rows = [{"lane": lane, "relay": "", "lease_expires_at": now} for lane in range(LANES)]
     yield insert(outbox_lanes).values(rows).on_conflict_do_nothing()
     return None
 
 
 def _release(relay: str, lanes: Sequence[int] | None) -> SqlTransaction[None]:
     now = yield NOW
-    # Not the beginning of time: who has waited for longest is next.
-    freed = update(outbox_lanes).where(outbox_lanes.c.relay == relay).values(relay="", until=now)
+    # Not the epoch: lanes unleased for longest come first.
+    freed = update(outbox_lanes).where(outbox_lanes.c.relay == relay).values(relay="", lease_expires_at=now)
     yield freed if lanes is None else freed.where(outbox_lanes.c.lane.in_(lanes))
     return None
 
@@ -145,7 +147,7 @@ def _release(relay: str, lanes: Sequence[int] | None) -> SqlTransaction[None]:
 def _next_due(destinations: Sequence[str], dead_blocks: bool) -> SqlTransaction[int | None]:
     other, event = outbox_events.alias("other"), outbox_events
     dead = f" OR other.status = '{OutboxStatus.DEAD}'" if dead_blocks else ""
-    in_the_way = exists().where(
+    blocked = exists().where(
         other.c.destination == event.c.destination,
         other.c.topic == event.c.topic,
         other.c.key == event.c.key,
@@ -160,7 +162,7 @@ def _next_due(destinations: Sequence[str], dead_blocks: bool) -> SqlTransaction[
             event.c.lane == outbox_lanes.c.lane,
             _is(OutboxStatus.RETRYING),
             event.c.destination.in_(destinations),
-            ~in_the_way,
+            ~blocked,
         )
         .order_by(event.c.next_retry_at)
         .limit(1)
@@ -176,7 +178,7 @@ def _destinations() -> SqlTransaction[list[str]]:
     rows = yield select(outbox_events.c.destination).where(_is(OutboxStatus.RETRYING)).distinct()
     found, last = {row["destination"] for row in rows}, ""
     while True:
-        # From one to the next in every lane's index: there may be any number of events, but few destinations.
+        # Skip from one to the next in every lane's index: there may be many events, but few destinations.
         after = (
             select(func.min(outbox_events.c.destination))
             .where(
@@ -195,7 +197,7 @@ def _destinations() -> SqlTransaction[list[str]]:
 def _backlog() -> SqlTransaction[OutboxBacklog]:
     counts = []
     for status in (OutboxStatus.NEW, OutboxStatus.RETRYING, OutboxStatus.DEAD):
-        # One by one: each has its index.
+        # One by one: each status has its own index.
         (row,) = yield select(func.count().label("n"), func.min(outbox_events.c.created_at).label("oldest")).where(
             _is(status)
         )
@@ -208,23 +210,23 @@ def _backlog() -> SqlTransaction[OutboxBacklog]:
 def _find(
     tenants: Sequence[str] | None, conditions: Sequence[ColumnElement[bool]], limit: int
 ) -> SqlTransaction[list[OutboxEvent]]:
-    wanted = select(*_COLUMNS).where(*conditions)
+    query = select(*_COLUMNS).where(*conditions)
     if tenants is not None:
-        wanted = wanted.where(outbox_events.c.tenant_id.in_([clean(tenant) for tenant in tenants]))
-    rows = yield wanted.order_by(outbox_events.c.position.desc()).limit(limit)
+        query = query.where(outbox_events.c.tenant_id.in_([clean(tenant) for tenant in tenants]))
+    rows = yield query.order_by(outbox_events.c.position.desc()).limit(limit)
     return [_event(row) for row in rows]
 
 
-def _revive(tenants: Sequence[str] | None, ids: Sequence[str], actor: str, reason: str) -> SqlTransaction[int]:
+def _retry(tenants: Sequence[str] | None, ids: Sequence[str], actor: str, reason: str) -> SqlTransaction[int]:
     if tenants is None:
         tenants = [row["tenant_id"] for row in (yield tenants_of(outbox_events))]
     mine = outbox_events.c.tenant_id.in_([clean(tenant) for tenant in tenants])
-    revived: dict[str, list[str]] = {}
-    for some in chunks(sorted(set(ids))):
+    retried: dict[str, list[str]] = {}
+    for chunk in chunks(sorted(set(ids))):
         rows = yield (
             update(outbox_events)
             .where(
-                outbox_events.c.id.in_([clean(one) for one in some]),
+                outbox_events.c.id.in_([clean(one) for one in chunk]),
                 _is(OutboxStatus.RETRYING, OutboxStatus.DEAD),
                 mine,
             )
@@ -232,14 +234,16 @@ def _revive(tenants: Sequence[str] | None, ids: Sequence[str], actor: str, reaso
             .returning(outbox_events.c.tenant_id, outbox_events.c.id)
         )
         for row in rows:
-            revived.setdefault(row["tenant_id"], []).append(row["id"])
-    if revived:
+            retried.setdefault(row["tenant_id"], []).append(row["id"])
+    if retried:
         now = yield NOW
-        yield insert_audit([_line(tenant, found, actor, reason) for tenant, found in sorted(revived.items())], now)
-    return sum(map(len, revived.values()))
+        yield insert_audit(
+            [_audit_entry(tenant, found, actor, reason) for tenant, found in sorted(retried.items())], now
+        )
+    return sum(map(len, retried.values()))
 
 
-def _line(tenant_id: str, ids: list[str], actor: str, reason: str) -> AuditEntry:
+def _audit_entry(tenant_id: str, ids: list[str], actor: str, reason: str) -> AuditEntry:
     return AuditEntry(
         type="operator.outbox_retry",
         actor=actor,
@@ -247,7 +251,7 @@ def _line(tenant_id: str, ids: list[str], actor: str, reason: str) -> AuditEntry
         target="outbox",
         target_id=ids[0] if len(ids) == 1 else "",
         reason=reason,
-        after={"events": len(ids), "ids": sorted(ids)[:_NAMED]},
+        after={"events": len(ids), "ids": sorted(ids)[:_LISTED_IDS]},
     )
 
 
@@ -265,7 +269,7 @@ def _prune(keep_ms: int, limit: int) -> SqlTransaction[int]:
 
 
 def event_from_row(row: Any) -> OutboxEvent:
-    """With times in milliseconds."""
+    """Convert a row that has times in milliseconds."""
     return OutboxEvent(
         tenant_id=row["tenant_id"],
         id=row["id"],
@@ -284,30 +288,31 @@ def event_from_row(row: Any) -> OutboxEvent:
     )
 
 
-def result_row(mark: PublishResult) -> tuple[Any, ...]:
-    """As statements take it."""
+def result_row(result: PublishResult) -> tuple[Any, ...]:
+    """Return the values that statements take."""
     return (
-        clean(mark.tenant_id),
-        clean(mark.id),
-        str(mark.status),
-        mark.attempt_count,
-        mark.next_retry_at_ms,
-        clean(mark.last_error) or None,
+        clean(result.tenant_id),
+        clean(result.id),
+        str(result.status),
+        result.attempt_count,
+        result.next_retry_at_ms,
+        clean(result.last_error) or None,
     )
 
 
 def headers_of(text: str | None) -> dict[str, str]:
-    """Rows may be written by programs in any language: what is no JSON object of texts is made one."""
+    """Decode headers. Other programs may write rows: without a JSON object there are none; values become text."""
     if not text:
         return {}
     try:
-        said = msgspec.json.decode(text)
+        headers = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):
         return {}
-    if not isinstance(said, dict):
+    if not isinstance(headers, dict):
         return {}
     return {
-        name: value if isinstance(value, str) else msgspec.json.encode(value).decode() for name, value in said.items()
+        name: value if isinstance(value, str) else msgspec.json.encode(value).decode()
+        for name, value in headers.items()
     }
 
 

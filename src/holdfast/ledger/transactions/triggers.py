@@ -1,4 +1,4 @@
-"""Role `TriggerBook`, written once for every store but for its rows of executions, of which there are many."""
+"""`SqlTriggerStore`, the `TriggerStore` written once for every store, except for how it writes executions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from holdfast.ledger.port.messages import Execution, ExecutionStatus, TriggerHea
 from holdfast.ledger.transactions.base import NOW, Row, SqlTransaction, TransactionRunner, insert_audit
 from holdfast.schema import queue_executions, trigger_pauses, trigger_presences
 
-#: What a row of `queue_executions` is written with; `execution_row` gives the values in this order.
+#: Columns written to `queue_executions`; `execution_row` returns the values in this order.
 EXECUTION_COLUMNS = (
     "tenant_id",
     "id",
@@ -32,11 +32,11 @@ EXECUTION_COLUMNS = (
     "retry_count",
     "trace_id",
 )
-_MOST_MS = 2**31 - 1
+_MAX_DURATION_MS = 2**31 - 1
 
 
 def execution_row(execution: Execution) -> tuple[Any, ...]:
-    """With times in milliseconds."""
+    """Return the values of a row, with times in milliseconds."""
     return (
         clean(execution.tenant_id),
         clean(execution.id),
@@ -46,7 +46,7 @@ def execution_row(execution: Execution) -> tuple[Any, ...]:
         str(execution.status),
         execution.started_at_ms,
         execution.completed_at_ms,
-        min(max(0, execution.completed_at_ms - execution.started_at_ms), _MOST_MS),
+        min(max(0, execution.completed_at_ms - execution.started_at_ms), _MAX_DURATION_MS),
         clean(execution.agent_run_id) or None,
         clean(execution.error_message) or None,
         execution.retry_count,
@@ -55,7 +55,7 @@ def execution_row(execution: Execution) -> tuple[Any, ...]:
 
 
 class SqlTriggerStore(TransactionRunner, TriggerStore):
-    """A store says how an act is run, and writes executions its own way."""
+    """A store adds how transactions are run and how executions are written."""
 
     async def executions(
         self,
@@ -66,38 +66,38 @@ class SqlTriggerStore(TransactionRunner, TriggerStore):
         statuses: Collection[ExecutionStatus] = (),
         limit: int = 100,
     ) -> list[Execution]:
-        return await self._look(_executions(tenants, queue_name, message_id, statuses, limit))
+        return await self._read(_executions(tenants, queue_name, message_id, statuses, limit))
 
-    async def heartbeat(self, presences: Sequence[TriggerHeartbeat], *, forget_after_ms: int) -> set[str]:
-        return await self._run(_report(presences, forget_after_ms))
+    async def heartbeat(self, heartbeats: Sequence[TriggerHeartbeat], *, expire_after_ms: int) -> set[str]:
+        return await self._run(_record_heartbeats(heartbeats, expire_after_ms))
 
     async def remove_process(self, process: str) -> None:
-        await self._run(_leave(process))
+        await self._run(_remove_process(process))
 
     async def processes(self) -> list[TriggerHeartbeat]:
-        return await self._look(_present())
+        return await self._read(_processes())
 
     async def pauses(self) -> list[TriggerPause]:
-        return await self._look(_pauses())
+        return await self._read(_pauses())
 
-    async def set_paused(self, name: str, paused: bool, action: AuditEntry) -> bool:
-        return await self._run(_pause(name, action) if paused else _resume(name, action))
+    async def set_paused(self, name: str, paused: bool, entry: AuditEntry) -> bool:
+        return await self._run(_pause(name, entry) if paused else _resume(name, entry))
 
 
 def _executions(
     tenants: Sequence[str] | None, queue_name: str, message_id: str, statuses: Collection[ExecutionStatus], limit: int
 ) -> SqlTransaction[list[Execution]]:
-    wanted = select(queue_executions)
+    query = select(queue_executions)
     if tenants is not None:
-        wanted = wanted.where(queue_executions.c.tenant_id.in_([clean(tenant) for tenant in tenants]))
+        query = query.where(queue_executions.c.tenant_id.in_([clean(tenant) for tenant in tenants]))
     if queue_name:
-        wanted = wanted.where(queue_executions.c.queue_name == queue_name)
+        query = query.where(queue_executions.c.queue_name == queue_name)
     if message_id:
-        wanted = wanted.where(queue_executions.c.message_id == message_id)
+        query = query.where(queue_executions.c.message_id == message_id)
     if statuses:
-        wanted = wanted.where(queue_executions.c.status.in_([str(status) for status in statuses]))
+        query = query.where(queue_executions.c.status.in_([str(status) for status in statuses]))
     newest = (queue_executions.c.started_at.desc(), queue_executions.c.id.desc())
-    rows = yield wanted.order_by(*newest).limit(limit)
+    rows = yield query.order_by(*newest).limit(limit)
     return [_execution(row) for row in rows]
 
 
@@ -119,31 +119,31 @@ def _execution(row: Row) -> Execution:
     )
 
 
-def _report(presences: Sequence[TriggerHeartbeat], forget_after_ms: int) -> SqlTransaction[set[str]]:
-    # The store's time, since those who look compare several processes; theirs may differ.
+def _record_heartbeats(heartbeats: Sequence[TriggerHeartbeat], expire_after_ms: int) -> SqlTransaction[set[str]]:
+    # The store's time: clocks of processes may differ, and readers compare their heartbeats.
     now: datetime = yield NOW
-    yield delete(trigger_presences).where(trigger_presences.c.seen_at < now - timedelta(milliseconds=forget_after_ms))
-    # In one order, so that two processes that report each other's names do not wait for one another.
-    latest = {(presence.name, presence.process): presence for presence in presences}
+    yield delete(trigger_presences).where(trigger_presences.c.seen_at < now - timedelta(milliseconds=expire_after_ms))
+    # Sorted, so that two processes that write the same names do not deadlock.
+    latest = {(heartbeat.name, heartbeat.process): heartbeat for heartbeat in heartbeats}
     for name, process in sorted(latest):
-        presence = latest[name, process]
-        said = {
-            "queue_name": presence.queue_name,
-            "adapter": presence.adapter,
-            "health": msgspec.json.encode(presence.health).decode(),
+        heartbeat = latest[name, process]
+        values = {
+            "queue_name": heartbeat.queue_name,
+            "adapter": heartbeat.adapter,
+            "health": msgspec.json.encode(heartbeat.health).decode(),
             "seen_at": now,
         }
-        row = insert(trigger_presences).values(name=name, process=process, **said)
-        yield row.on_conflict_do_update(index_elements=["name", "process"], set_=said)
+        row = insert(trigger_presences).values(name=name, process=process, **values)
+        yield row.on_conflict_do_update(index_elements=["name", "process"], set_=values)
     return (yield from _paused())
 
 
-def _leave(process: str) -> SqlTransaction[None]:
+def _remove_process(process: str) -> SqlTransaction[None]:
     yield delete(trigger_presences).where(trigger_presences.c.process == process)
     return None
 
 
-def _present() -> SqlTransaction[list[TriggerHeartbeat]]:
+def _processes() -> SqlTransaction[list[TriggerHeartbeat]]:
     rows = yield select(trigger_presences).order_by(trigger_presences.c.name, trigger_presences.c.process)
     return [
         TriggerHeartbeat(
@@ -173,20 +173,20 @@ def _pauses() -> SqlTransaction[list[TriggerPause]]:
     ]
 
 
-def _pause(name: str, action: AuditEntry) -> SqlTransaction[bool]:
+def _pause(name: str, entry: AuditEntry) -> SqlTransaction[bool]:
     now = yield NOW
-    pause = insert(trigger_pauses).values(name=name, paused_by=action.actor, reason=action.reason, paused_at=now)
+    pause = insert(trigger_pauses).values(name=name, paused_by=entry.actor, reason=entry.reason, paused_at=now)
     paused = yield pause.on_conflict_do_nothing().returning(trigger_pauses.c.name)
     if paused:
-        yield insert_audit([action], now)
+        yield insert_audit([entry], now)
     return bool(paused)
 
 
-def _resume(name: str, action: AuditEntry) -> SqlTransaction[bool]:
+def _resume(name: str, entry: AuditEntry) -> SqlTransaction[bool]:
     resumed = yield delete(trigger_pauses).where(trigger_pauses.c.name == name).returning(trigger_pauses.c.name)
     if resumed:
         now = yield NOW
-        yield insert_audit([action], now)
+        yield insert_audit([entry], now)
     return bool(resumed)
 
 

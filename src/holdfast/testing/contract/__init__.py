@@ -1,4 +1,4 @@
-"""The behaviour that every engine must show, as a pytest suite that anyone can run on their own.
+"""Contract suite for engines: pytest tests that every implementation of the engine port must pass.
 
     from holdfast.testing.contract import EngineContract
 
@@ -6,8 +6,8 @@
         @pytest.fixture
         async def harness(self): ...        # an `EngineHarness`
 
-Needs pytest with pytest-asyncio in `auto` mode. Each test gets a store of its own from the harness, and
-lets time pass through it: nothing here sleeps.
+Needs pytest with pytest-asyncio in `auto` mode. The harness gives each test its own store and advances its clock; no
+test sleeps.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class EngineContract(
     ExpediteContract,
     OperatorReadContract,
 ):
-    """All of it. Give it a `harness` fixture."""
+    """The complete engine contract. Subclasses define a `harness` fixture."""
 
 
 __all__ = ["EngineContract", "EngineHarness", "Rig"]

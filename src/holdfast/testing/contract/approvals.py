@@ -1,4 +1,4 @@
-"""People's hands on jobs and queues: controls, questions and answers, what they are shown (A1–A3, H5, H6)."""
+"""Engine contract for queue controls, approvals and operator reads (A1–A3, H5, H6)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from holdfast.engine.port.operators import QueueControl, TenantControl
 from holdfast.errors import ControlChanged, FeedFull, InvalidOption, TransitionInvalid
 from holdfast.testing.contract.harness import FAILURE, OTHER_QUEUE, Contract, EngineHarness, Rig, both_modes, ids
 
-ASK: Final = ApprovalRequest(
+REQUEST: Final = ApprovalRequest(
     approval_id="approval-1",
     payload_hash="ab" * 32,
     reason="more than 100 €",
@@ -27,41 +27,41 @@ ASK: Final = ApprovalRequest(
     requested_by="ada",
     details={"sum": 120},
 )
-OWN_ASK: Final = msgspec.structs.replace(ASK, approval_id="approval-2", name="send it?")
-OWN_CONSENT: Final = Approval(approval_id="approval-2", by=("bob",), at_ms=1_700_000_000_000)
-CONSENT: Final = Approval(approval_id="approval-1", by=("bob", "cy"), at_ms=1_700_000_000_000, reason="fine")
+TASK_REQUEST: Final = msgspec.structs.replace(REQUEST, approval_id="approval-2", name="send it?")
+TASK_APPROVAL: Final = Approval(approval_id="approval-2", by=("bob",), at_ms=1_700_000_000_000)
+APPROVAL: Final = Approval(approval_id="approval-1", by=("bob", "cy"), at_ms=1_700_000_000_000, reason="fine")
 
 MINUTE_MS: Final = 60_000
 
 
 def operators(events: list[Event]) -> list[Event]:
-    """The operators' log in the feed."""
+    """Return the audit entries among the events."""
     return [event for event in events if event.type.startswith("operator.")]
 
 
-def told(event: Event) -> tuple[Any, ...]:
-    """What an entry of the operators' log says."""
+def audit_fields(event: Event) -> tuple[Any, ...]:
+    """Return the fields of an audit entry."""
     assert (event.from_state, event.to_state) == (None, None)
     data = event.data or {}
     return tuple(data[name] for name in ("actor", "reason", "before", "after", "target", "target_id"))
 
 
 class QueueControlContract(Contract):
-    """What `set_control` promises beside what `ControlContract` says."""
+    """Guarantees of `set_control` in addition to `ControlContract`."""
 
     async def test_all_controls_are_kept(self, rig: Rig) -> None:
         tenants = {"acme": TenantControl(weight=3, concurrency=2, intake_limit=100), "zeta é": TenantControl()}
-        wanted = QueueControl(
+        control = QueueControl(
             paused=True, intake_paused=True, concurrency=3, intake_limit=0, backlog_alert=7, tenants=tenants
         )
-        await rig.engine.set_control(rig.queue, wanted)
+        await rig.engine.set_control(rig.queue, control)
         other = await rig.harness.make()
-        assert await other.get_control(rig.queue) == wanted
-        assert (await other.stats(rig.queue)).control == wanted
-        await other.set_control(rig.queue, QueueControl(), expected=wanted)
+        assert await other.get_control(rig.queue) == control
+        assert (await other.stats(rig.queue)).control == control
+        await other.set_control(rig.queue, QueueControl(), expected=control)
         assert await rig.engine.get_control(rig.queue) == QueueControl()
 
-    async def test_controls_that_somebody_changed_meanwhile_are_left_alone(self, rig: Rig) -> None:
+    async def test_set_control_is_refused_if_the_expected_control_has_changed(self, rig: Rig) -> None:
         await rig.engine.set_control(rig.queue, QueueControl(intake_limit=5), expected=QueueControl())
         with pytest.raises(ControlChanged):
             await rig.engine.set_control(
@@ -77,7 +77,7 @@ class QueueControlContract(Contract):
         await rig.engine.set_control(rig.queue, QueueControl(paused=True), expected=QueueControl(intake_limit=5))
         assert await rig.engine.get_control(rig.queue) == QueueControl(paused=True)
 
-    async def test_of_several_at_once_one_wins(self, rig: Rig) -> None:
+    async def test_one_of_several_concurrent_changes_wins(self, rig: Rig) -> None:
         engines = [rig.engine, await rig.harness.make()]
 
         async def change(number: int) -> bool:
@@ -93,7 +93,7 @@ class QueueControlContract(Contract):
         assert sum(won) == 1
         assert await rig.engine.get_control(rig.queue) == QueueControl(intake_limit=won.index(True) + 1)
 
-    async def test_a_change_is_told_with_who_and_why(self, rig: Rig) -> None:
+    async def test_a_control_change_is_audited_with_actor_and_reason(self, rig: Rig) -> None:
         before = QueueControl(intake_limit=5)
         after = QueueControl(paused=True, tenants={"acme": TenantControl(weight=2)})
         await rig.engine.set_control(rig.queue, before)
@@ -103,7 +103,7 @@ class QueueControlContract(Contract):
         (event,) = await rig.events()
         assert (event.type, event.job_id) == ("operator.pause", "")
         plain = [msgspec.to_builtins(control) for control in (before, after)]
-        assert told(event) == ("ann", "a fire", *plain, "queue", rig.queue)
+        assert audit_fields(event) == ("ann", "a fire", *plain, "queue", rig.queue)
         assert event.at_ms <= await rig.engine.now_ms()
 
     @pytest.mark.parametrize(
@@ -116,83 +116,83 @@ class QueueControlContract(Contract):
         ],
         ids=["too many tenants", "no weight", "negative concurrency", "negative limit"],
     )
-    async def test_impossible_controls_are_refused(self, rig: Rig, control: QueueControl) -> None:
+    async def test_invalid_controls_are_refused(self, rig: Rig, control: QueueControl) -> None:
         with pytest.raises(InvalidOption):
             await rig.engine.set_control(rig.queue, control)
         assert await rig.engine.get_control(rig.queue) == QueueControl()
 
-    async def test_as_many_tenants_as_there_are_parts_can_be_named(self, rig: Rig) -> None:
-        wanted = QueueControl(tenants={f"t{number}": TenantControl(weight=2) for number in range(MAX_TENANTS)})
-        await rig.engine.set_control(rig.queue, wanted)
-        assert await rig.engine.get_control(rig.queue) == wanted
-        submitted = await rig.submit(3, tenant_id="somebody else")
+    async def test_up_to_max_tenants_can_have_controls(self, rig: Rig) -> None:
+        control = QueueControl(tenants={f"t{number}": TenantControl(weight=2) for number in range(MAX_TENANTS)})
+        await rig.engine.set_control(rig.queue, control)
+        assert await rig.engine.get_control(rig.queue) == control
+        submitted = await rig.submit(3, tenant_id="another tenant")
         assert ids(await rig.claim()) == submitted
 
 
 class ApprovalContract(Contract):
-    """What jobs that wait for people promise, and what `move` says of them."""
+    """Guarantees for approval requests, decisions and audited moves."""
 
-    async def test_a_question_at_submission_is_in_the_story_and_in_the_job(self, rig: Rig) -> None:
-        job_id = await rig.submit_one(hold=True, meta=Meta(ask=ASK))
+    async def test_an_approval_request_at_submission_is_in_the_event_and_the_job(self, rig: Rig) -> None:
+        job_id = await rig.submit_one(hold=True, meta=Meta(approval_request=REQUEST))
         view = await rig.view(job_id)
-        assert (view.state, view.meta.ask) == (State.WAITING_APPROVAL, ASK)
+        assert (view.state, view.meta.approval_request) == (State.WAITING_APPROVAL, REQUEST)
         (event,) = await rig.events(job_id)
         assert (event.type, event.to_state) == ("approval.requested", State.WAITING_APPROVAL)
-        assert self._meta(event).ask == ASK
+        assert self._meta(event).approval_request == REQUEST
         assert await rig.claim_due() == []
 
-    async def test_a_question_in_the_middle_of_a_run_is_in_the_story_and_in_the_job(self, rig: Rig) -> None:
+    async def test_an_approval_request_during_a_run_is_in_the_event_and_the_job(self, rig: Rig) -> None:
         claim = await rig.start_one()
-        assert await rig.settle(claim, Hold("send it?", OWN_ASK)) is SettleResult.APPLIED
+        assert await rig.settle(claim, Hold("send it?", TASK_REQUEST)) is SettleResult.APPLIED
         view = await rig.view(claim.job_id)
-        assert (view.state, view.meta.ask, view.worker) == (State.WAITING_APPROVAL, OWN_ASK, "")
+        assert (view.state, view.meta.approval_request, view.worker) == (State.WAITING_APPROVAL, TASK_REQUEST, "")
         event = (await rig.events(claim.job_id))[-1]
         assert (event.type, event.from_state) == ("approval.requested", State.RUNNING)
-        assert msgspec.convert((event.data or {})["ask"], ApprovalRequest) == OWN_ASK
+        assert msgspec.convert((event.data or {})["approval_request"], ApprovalRequest) == TASK_REQUEST
 
-    async def test_peoples_yes_to_a_guard_clears_what_was_shown(self, rig: Rig) -> None:
-        job_id = await rig.submit_one(hold=True, meta=Meta(ask=ASK, priority=Priority.LOW))
-        await rig.move(job_id, State.QUEUED, consent=CONSENT, event="approval.approved")
+    async def test_approving_a_guards_request_clears_the_payload_hash(self, rig: Rig) -> None:
+        job_id = await rig.submit_one(hold=True, meta=Meta(approval_request=REQUEST, priority=Priority.LOW))
+        await rig.move(job_id, State.QUEUED, approval=APPROVAL, event="approval.approved")
         claim = await rig.claim_one()
         assert claim.job_id == job_id
-        assert claim.meta == Meta(cleared=ASK.payload_hash, priority=Priority.LOW)
+        assert claim.meta == Meta(approved_hash=REQUEST.payload_hash, priority=Priority.LOW)
         approved = (await rig.events(job_id))[1]
         assert approved.type == "approval.approved"
-        assert msgspec.convert((approved.data or {})["consent"], Approval) == CONSENT
+        assert msgspec.convert((approved.data or {})["approval"], Approval) == APPROVAL
         assert ((approved.data or {})["actor"], (approved.data or {})["reason"]) == ("ann", "because")
 
-    async def test_peoples_yes_to_a_tasks_own_question_is_kept_by_its_name(self, rig: Rig) -> None:
+    async def test_an_approval_of_a_tasks_own_request_is_kept_by_name(self, rig: Rig) -> None:
         claim = await rig.start_one()
-        await rig.settle(claim, Hold("send it?", OWN_ASK))
-        await rig.move(claim.job_id, State.QUEUED, consent=OWN_CONSENT)
+        await rig.settle(claim, Hold("send it?", TASK_REQUEST))
+        await rig.move(claim.job_id, State.QUEUED, approval=TASK_APPROVAL)
         again = await rig.claim_one()
-        assert (again.meta.ask, again.meta.cleared) == (None, "")
-        assert again.meta.consents == {"send it?": OWN_CONSENT}
-        # It stays known, however often the job comes back.
+        assert (again.meta.approval_request, again.meta.approved_hash) == (None, "")
+        assert again.meta.approvals == {"send it?": TASK_APPROVAL}
+        # The approval is kept across retries.
         await rig.settle(again, RetryLater(1_000, FAILURE))
         await rig.harness.advance(1_001)
         (third,) = await rig.claim_due()
-        assert third.meta.consents == {"send it?": OWN_CONSENT}
+        assert third.meta.approvals == {"send it?": TASK_APPROVAL}
 
     @pytest.mark.parametrize("to", [State.QUEUED, State.CANCELLED])
     async def test_a_late_decision_does_not_answer_the_next_request(self, rig: Rig, to: State) -> None:
-        job_id = await rig.submit_one(hold=True, meta=Meta(ask=ASK))
-        late = {"expected": State.WAITING_APPROVAL, "approval_id": ASK.approval_id}
-        await rig.move(job_id, State.QUEUED, consent=CONSENT, **late)
+        job_id = await rig.submit_one(hold=True, meta=Meta(approval_request=REQUEST))
+        late = {"expected": State.WAITING_APPROVAL, "approval_id": REQUEST.approval_id}
+        await rig.move(job_id, State.QUEUED, approval=APPROVAL, **late)
         with pytest.raises(TransitionInvalid):
             await rig.move(job_id, to, **late)
-        await rig.settle(await rig.claim_one(), Hold("send it?", OWN_ASK))
+        await rig.settle(await rig.claim_one(), Hold("send it?", TASK_REQUEST))
         with pytest.raises(TransitionInvalid):
-            await rig.move(job_id, to, consent=CONSENT if to is State.QUEUED else None, **late)
+            await rig.move(job_id, to, approval=APPROVAL if to is State.QUEUED else None, **late)
         view = await rig.view(job_id)
-        assert (view.state, view.meta.ask) == (State.WAITING_APPROVAL, OWN_ASK)
-        await rig.move(job_id, to, **{**late, "approval_id": OWN_ASK.approval_id})
+        assert (view.state, view.meta.approval_request) == (State.WAITING_APPROVAL, TASK_REQUEST)
+        await rig.move(job_id, to, **{**late, "approval_id": TASK_REQUEST.approval_id})
 
-    async def test_a_withdrawn_question_clears_nothing(self, rig: Rig) -> None:
-        job_id = await rig.submit_one(hold=True, meta=Meta(ask=ASK))
+    async def test_a_withdrawn_request_clears_nothing(self, rig: Rig) -> None:
+        job_id = await rig.submit_one(hold=True, meta=Meta(approval_request=REQUEST))
         await rig.move(job_id, State.QUEUED, event="approval.withdrawn")
         claim = await rig.claim_one()
-        assert (claim.meta.ask, claim.meta.cleared, claim.meta.consents) == (None, "", None)
+        assert (claim.meta.approval_request, claim.meta.approved_hash, claim.meta.approvals) == (None, "", None)
         assert (await rig.event_types(job_id))[:2] == ["approval.requested", "approval.withdrawn"]
 
     @pytest.mark.parametrize(
@@ -204,8 +204,10 @@ class ApprovalContract(Contract):
             ("", "CANCELLED"),
         ],
     )
-    async def test_a_no_cancels_the_job_and_says_why(self, rig: Rig, event: str, code: str) -> None:
-        job_id = await rig.submit_one(hold=True, meta=Meta(ask=ASK))
+    async def test_a_rejected_or_expired_request_cancels_the_job_with_the_reason(
+        self, rig: Rig, event: str, code: str
+    ) -> None:
+        job_id = await rig.submit_one(hold=True, meta=Meta(approval_request=REQUEST))
         assert await rig.move(job_id, State.CANCELLED, event=event, reason="too much") is State.WAITING_APPROVAL
         view = await rig.view(job_id)
         assert view.state is State.CANCELLED
@@ -225,7 +227,7 @@ class ApprovalContract(Contract):
             (State.SUSPENDED, State.QUEUED, "approval.approved"),
         ],
     )
-    async def test_a_move_cannot_mean_anything(
+    async def test_a_move_refuses_an_event_that_does_not_belong_to_it(
         self, harness: EngineHarness, state: State, to: State, event: str
     ) -> None:
         rig = await Rig.on(harness, ledger=True)
@@ -236,37 +238,37 @@ class ApprovalContract(Contract):
         assert await rig.state(job_id) is state
         assert await rig.entries() == before
 
-    async def test_an_audited_move_is_one_step_with_its_line_in_the_log(self, rig: Rig) -> None:
+    async def test_a_move_and_its_audit_entry_are_one_step(self, rig: Rig) -> None:
         job_id = await rig.submit_one(tenant_id="acme")
         await rig.move(job_id, State.SUSPENDED, audit="operator.suspend", reason="odd")
         last = (await rig.entries())[-1]
         moved, logged = sorted(last.events, key=lambda event: event.to_state is None)
         assert (moved.type, moved.to_state) == ("task.suspended", State.SUSPENDED)
         assert (logged.type, logged.job_id, logged.tenant_id) == ("operator.suspend", job_id, "acme")
-        assert told(logged) == ("ann", "odd", "queued", "suspended", "job", job_id)
+        assert audit_fields(logged) == ("ann", "odd", "queued", "suspended", "job", job_id)
         check_history(await rig.events())
 
-    async def test_a_refused_move_leaves_no_line(self, rig: Rig) -> None:
+    async def test_a_refused_move_leaves_no_audit_entry(self, rig: Rig) -> None:
         job_id = await rig.submit_one()
         with pytest.raises(TransitionInvalid):
             await rig.move(job_id, State.FAILED, audit="operator.cancel")
         assert operators(await rig.events()) == []
 
-    async def test_a_move_without_an_audit_leaves_no_line(self, rig: Rig) -> None:
+    async def test_a_move_without_audit_leaves_no_audit_entry(self, rig: Rig) -> None:
         job_id = await rig.submit_one()
         await rig.move(job_id, State.CANCELLED)
         assert operators(await rig.events()) == []
 
     def _meta(self, event: Event) -> Meta:
-        """The envelope's, in the creation: as text or as an object."""
-        given = (event.data or {})["meta"]
-        return msgspec.json.decode(given, type=Meta) if isinstance(given, str) else msgspec.convert(given, Meta)
+        """Decode the envelope's `meta` in a creation event, which is text or an object."""
+        meta = (event.data or {})["meta"]
+        return msgspec.json.decode(meta, type=Meta) if isinstance(meta, str) else msgspec.convert(meta, Meta)
 
 
 class OperatorReadContract(Contract):
-    """What people are shown: workers, backlog, the tail of the feed."""
+    """What operators can read: workers, backlog, the tail of the feed."""
 
-    async def test_workers_and_what_they_hold(self, rig: Rig) -> None:
+    async def test_workers_lists_workers_with_their_pending_jobs(self, rig: Rig) -> None:
         assert await rig.engine.workers([rig.queue]) == []
         await rig.submit(3)
         await rig.claim("w2", 2)
@@ -274,25 +276,25 @@ class OperatorReadContract(Contract):
         await rig.harness.advance(10)
         (claim,) = await rig.claim("w1", 1)
         await rig.engine.claim("w1", [OTHER_QUEUE], 1, 0)
-        seen = await rig.engine.workers([rig.queue, OTHER_QUEUE])
-        assert [(each.worker, each.queue, each.pending) for each in seen] == [
+        listed = await rig.engine.workers([rig.queue, OTHER_QUEUE])
+        assert [(each.worker, each.queue, each.pending) for each in listed] == [
             ("w1", OTHER_QUEUE, 0),
             ("w1", rig.queue, 1),
             ("w2", rig.queue, 2),
         ]
         now_ms = await rig.engine.now_ms()
-        assert all(0 < each.seen_at_ms <= now_ms for each in seen)
+        assert all(0 < each.seen_at_ms <= now_ms for each in listed)
         assert before <= now_ms
         await rig.succeed(claim)
         await rig.engine.deregister_worker("w1", [rig.queue])
         assert [(each.worker, each.pending) for each in await rig.engine.workers([rig.queue])] == [("w2", 2)]
         assert await rig.engine.workers([]) == []
 
-    async def test_whoever_took_a_job_is_a_worker(self, rig: Rig) -> None:
+    async def test_claim_job_registers_the_worker(self, rig: Rig) -> None:
         await rig.engine.claim_job("w9", rig.queue, await rig.submit_one())
         assert [(each.worker, each.pending) for each in await rig.engine.workers([rig.queue])] == [("w9", 1)]
 
-    async def test_the_backlog_is_what_is_in_line_or_running(self, harness: EngineHarness) -> None:
+    async def test_the_backlog_is_ready_and_running_jobs(self, harness: EngineHarness) -> None:
         rig = await Rig.on(harness, ledger=True)
         stats = await rig.engine.stats(rig.queue)
         assert (stats.backlog, stats.pending, stats.tenants) == (0, 0, {})
@@ -325,7 +327,7 @@ class OperatorReadContract(Contract):
         assert await rig.entries() == whole[6:]
         assert await rig.engine.read_feed(rig.queue, whole[9].position, 10) == whole[9:]
 
-    async def test_the_tail_of_a_feed_does_not_fill_it(self, harness: EngineHarness) -> None:
+    async def test_the_tail_does_not_count_towards_a_full_feed(self, harness: EngineHarness) -> None:
         rig = await Rig.on(harness, feed_tail=100, feed_max_bytes=20_000)
         await rig.engine.attach_reader(rig.queue)
         payload = b'{"text":"' + b"x" * 500 + b'"}'
@@ -335,10 +337,8 @@ class OperatorReadContract(Contract):
         assert len(await rig.entries()) == 5
         assert len(await rig.submit(1, payload=payload)) == 1
 
-    async def test_of_a_feed_that_is_read_to_its_end_little_more_than_the_tail_is_kept(
-        self, harness: EngineHarness
-    ) -> None:
-        """However its reader came there; at most a tenth more."""
+    async def test_a_fully_read_feed_keeps_little_more_than_its_tail(self, harness: EngineHarness) -> None:
+        """At most a tenth more, however the reader reached the end."""
         rig = await Rig.on(harness, feed_tail=200)
         await rig.engine.attach_reader(rig.queue)
         for step in (1, 300, 7, 30, 19, 1, 100):
@@ -348,8 +348,8 @@ class OperatorReadContract(Contract):
                 await rig.engine.trim_feed(rig.queue, entry.position)
             assert len(await rig.entries()) <= 220
 
-    async def test_a_feed_that_was_full_is_not_full_any_more_once_it_is_read(self, harness: EngineHarness) -> None:
-        """Also if its reader forgets in steps, and nothing new comes in between: what was refused is accepted."""
+    async def test_a_full_feed_accepts_submissions_once_it_has_been_read(self, harness: EngineHarness) -> None:
+        """Also if the reader trims in steps and no entry is added in between."""
         rig = await Rig.on(harness, feed_tail=200, feed_max_bytes=100_000)
         await rig.engine.attach_reader(rig.queue)
         await rig.submit(1)
@@ -359,7 +359,7 @@ class OperatorReadContract(Contract):
             for _ in range(1_000):
                 await rig.submit(1, payload=payload)
         whole = await rig.entries()
-        assert len(whole) < 1_000, "it is never full"
+        assert len(whole) < 1_000, "the feed was never full"
         for entry in (whole[1], whole[-1]):
             await rig.engine.trim_feed(rig.queue, entry.position)
         for _ in range(len(whole) // 2):

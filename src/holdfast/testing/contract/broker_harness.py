@@ -1,13 +1,4 @@
-"""The behaviour that every broker's adapter and publisher must show, sentence by sentence of `brokers/port.py`.
-
-    from holdfast.testing.contract.brokers import BrokerContract, BrokerHarness
-
-    class TestMyBroker(BrokerContract):
-        @pytest.fixture
-        async def harness(self): ...        # a `BrokerHarness`
-
-`BrokerFaultContract` is the part that takes the broker down; its harness starts a server that no other test uses.
-"""
+"""Harness of the broker contract: what an implementation provides, and helpers for the tests in `brokers.py`."""
 
 from __future__ import annotations
 
@@ -19,128 +10,128 @@ from typing import Any, Final
 
 from holdfast.brokers.port import OutgoingMessage, Publisher, QueueAdapter, RawMessage
 
-#: How long a test waits for something that should happen at once, before it is called a failure.
+#: How long a test waits for something that should happen at once.
 SOON_S: Final = 60.0
-#: For so long nothing may come, where nothing should.
+#: How long a test checks that no message arrives.
 QUIET_S: Final = 0.4
-_LOOK_S: Final = 0.02
+_POLL_S: Final = 0.02
 
 EVERY_BYTE: Final = bytes(range(256))
 
 
 class BrokerHarness:
-    """Makes clients of one broker for one test. Subclass it; what it made it closes when the test is over."""
+    """Creates clients of one broker for one test. Subclasses close them when the test ends."""
 
-    #: A body that the broker must take.
+    #: Size in bytes of a body that the broker must accept.
     large_body = 1_000_000
-    #: So many messages make a stream whose order is looked at.
+    #: Number of messages in tests of order.
     many = 200
-    #: A member of a group that is silent for so long would have been given up by the broker.
+    #: After this silence the broker would remove a member from its group.
     silence_s = 1.0
-    #: Whether it carries messages without a value.
+    #: Whether the broker supports messages without a value.
     tombstones = False
-    #: Never to be seen in a log, an error or a `repr`; None: this broker asks for no password.
+    #: The password, which must not appear in a log, an error or a `repr`; None: the broker has none.
     secret: str | None = None
 
     async def new_queue(self) -> str:
-        """The name of a queue (topic, stream) that is there, is empty, and is known to no other test."""
+        """Create an empty queue (topic, stream) for this test and return its name."""
         raise NotImplementedError
 
     def adapter(self, queue: str, *, group: str = "readers", prefetch: int = 10) -> QueueAdapter:
-        """A consumer that is not connected yet, one more at each call."""
+        """Return a new consumer that is not connected."""
         raise NotImplementedError
 
     def publisher(self) -> Publisher:
-        """A publisher that is not connected yet, one more at each call."""
+        """Return a new publisher that is not connected."""
         raise NotImplementedError
 
     def lost_adapter(self, queue: str) -> QueueAdapter:
-        """A consumer whose connection names a port where nobody listens."""
+        """Return a consumer whose connection names a closed port."""
         raise NotImplementedError
 
     def lost_publisher(self) -> Publisher:
-        """A publisher whose connection names a port where nobody listens."""
+        """Return a publisher whose connection names a closed port."""
         raise NotImplementedError
 
     def refused_adapter(self, queue: str) -> QueueAdapter | None:
-        """A consumer with a wrong password; None: this broker asks for none."""
+        """Return a consumer with a wrong password; None: the broker has no password."""
         return None
 
     def dead_letters(self, queue: str) -> str:
-        """The queue of this queue's dead letters."""
+        """Return the name of this queue's dead-letter queue."""
         return f"{queue}.dlq"
 
     async def spoil_dead_letters(self, queue: str) -> bool:
-        """From now on nothing can be written to the queue's dead letters. False: that cannot be arranged."""
+        """Make writes to the dead-letter queue fail from now on. Return False if that is not possible."""
         return False
 
     def impossible(self, topic: str, key: str) -> OutgoingMessage | None:
-        """A message that the broker or its client refuses, where others of topic and key pass. None: there is none."""
+        """Return a message that the broker refuses, unlike others of topic and key. None: there is no such message."""
         return None
 
     async def kill_broker(self) -> None:
-        """End the server at once; what it has confirmed it has on disk."""
+        """Kill the server. What it has confirmed is on disk."""
         raise NotImplementedError
 
     async def start_broker(self) -> None:
-        """Bring it back, under the same address and with its data."""
+        """Start the server again with the same address and data."""
         raise NotImplementedError
 
 
 class MessageReader:
-    """A consumer at work: keeps what comes until a test asks for it."""
+    """A running consumer that keeps its messages until a test asks for them."""
 
     def __init__(self, adapter: QueueAdapter) -> None:
         self.adapter = adapter
-        self._came: asyncio.Queue[RawMessage] = asyncio.Queue()
+        self._received: asyncio.Queue[RawMessage] = asyncio.Queue()
         self.task = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
         async for message in self.adapter.consume():
-            self._came.put_nowait(message)
+            self._received.put_nowait(message)
 
     async def one(self) -> RawMessage:
-        """The next message. If the consumer fails, so does the test."""
-        asking = asyncio.create_task(self._came.get())
-        await asyncio.wait({asking, self.task}, timeout=SOON_S, return_when=asyncio.FIRST_COMPLETED)
-        if asking.done():
-            return asking.result()
-        asking.cancel()
+        """Wait for the next message. Fails if the consumer fails."""
+        receiving = asyncio.create_task(self._received.get())
+        await asyncio.wait({receiving, self.task}, timeout=SOON_S, return_when=asyncio.FIRST_COMPLETED)
+        if receiving.done():
+            return receiving.result()
+        receiving.cancel()
         if self.task.done():
             self.task.result()
-            raise AssertionError("consume() has ended by itself")
+            raise AssertionError("consume() ended before close()")
         raise AssertionError(f"no message within {SOON_S} s")
 
     async def take(self, count: int) -> list[RawMessage]:
         return [await self.one() for _ in range(count)]
 
     async def handle(self, count: int) -> list[RawMessage]:
-        """The next so many, each acknowledged."""
-        taken = []
+        """Wait for the next `count` messages and acknowledge each."""
+        messages = []
         for _ in range(count):
             message = await self.one()
             await self.adapter.ack(message)
-            taken.append(message)
-        return taken
+            messages.append(message)
+        return messages
 
     def waiting(self) -> list[RawMessage]:
-        """What has come and was not asked for yet."""
-        return [self._came.get_nowait() for _ in range(self._came.qsize())]
+        """Remove and return the messages received so far."""
+        return [self._received.get_nowait() for _ in range(self._received.qsize())]
 
     async def quiet(self, for_s: float = QUIET_S) -> None:
-        """Nothing comes."""
+        """Check that no message arrives."""
         with suppress(TimeoutError):
-            message = await asyncio.wait_for(self._came.get(), for_s)
-            raise AssertionError(f"nothing should come, but did: {message}")
+            message = await asyncio.wait_for(self._received.get(), for_s)
+            raise AssertionError(f"unexpected message: {message}")
 
     async def stop(self) -> None:
-        """Close the consumer; `consume` ends."""
+        """Close the consumer and wait until `consume` ends."""
         await self.adapter.close()
         await asyncio.wait_for(self.task, SOON_S)
 
 
 class BrokerRig:
-    """One queue, and whoever writes to it and reads from it."""
+    """One queue with its publisher and consumers."""
 
     def __init__(self, harness: BrokerHarness, queue: str) -> None:
         self.harness = harness
@@ -178,7 +169,7 @@ class BrokerRig:
         assert answers == [None] * len(messages)
 
     async def publish_each(self, numbers: Iterable[int]) -> None:
-        """One message for each number, of a key of its own."""
+        """Publish one message per number, each with its own key."""
         messages = [self.outgoing(b"%d" % number, key=f"key-{number}") for number in numbers]
         assert await (await self.publisher()).publish(messages) == [None] * len(messages)
 
@@ -196,19 +187,19 @@ class BrokerRig:
 
 
 def by_key(messages: Iterable[RawMessage]) -> dict[str, list[bytes | None]]:
-    """The bodies of each key, as they came."""
-    came: defaultdict[str, list[bytes | None]] = defaultdict(list)
+    """Group the bodies by key, in the order of arrival."""
+    bodies: defaultdict[str, list[bytes | None]] = defaultdict(list)
     for message in messages:
-        came[message.key].append(message.body)
-    return dict(came)
+        bodies[message.key].append(message.body)
+    return dict(bodies)
 
 
 async def eventually(holds: Callable[[], Awaitable[bool]]) -> None:
-    """Come back once it holds; fail if it does not do so soon."""
+    """Wait until the condition holds; fail after `SOON_S`."""
     async with asyncio.timeout(SOON_S):
-        while not await holds():  # noqa: ASYNC110  (what is asked for has no event)
-            await asyncio.sleep(_LOOK_S)
+        while not await holds():  # noqa: ASYNC110  (the condition has no event)
+            await asyncio.sleep(_POLL_S)
 
 
-async def equals(ask: Callable[[], Awaitable[Any]], value: Any) -> bool:
-    return bool(await ask() == value)
+async def equals(get: Callable[[], Awaitable[Any]], value: Any) -> bool:
+    return bool(await get() == value)

@@ -1,4 +1,4 @@
-"""What a ledger is told: whose job it is, and all that is needed to write it down and to restore it (L1, L2, S4)."""
+"""Engine contract for feed events: a ledger can record and restore every job from them (L1, L2, S4)."""
 
 from __future__ import annotations
 
@@ -31,15 +31,14 @@ def data_of(event: Event) -> dict[str, Any]:
 
 
 def failure_in(event: Event) -> Failure:
-    """The failure among an event's data."""
-    said = data_of(event)
-    return Failure(said["code"], said["message"], said.get("type", ""), said.get("stack", ""))
+    data = data_of(event)
+    return Failure(data["code"], data["message"], data.get("type", ""), data.get("stack", ""))
 
 
 class FeedEventContract(Contract):
-    """What the feed promises beyond the order of moves."""
+    """Guarantees about the contents of feed events."""
 
-    # Whose job it is -------------------------------------------------------------------------------
+    # Tenant ----------------------------------------------------------------------------------------
 
     @both_modes
     @pytest.mark.parametrize("ledger", [False, True], ids=["alone", "with a ledger"])
@@ -71,19 +70,19 @@ class FeedEventContract(Contract):
                 for again in await rig.claim_due("w3"):
                     await rig.settle(again, DeadLetter(FAILURE))
             held = await rig.submit_one(tenant_id=tenant, hold=True, idempotency_key="k")
-            given_up = await rig.submit_one(tenant_id=tenant, delay_ms=60_000, trace_id="t")
+            dead = await rig.submit_one(tenant_id=tenant, delay_ms=60_000, trace_id="t")
             await rig.move(held, State.CANCELLED)
-            await rig.move(given_up, State.DLQ_PENDING)
-            tenants |= {held: tenant, given_up: tenant}
+            await rig.move(dead, State.DLQ_PENDING)
+            tenants |= {held: tenant, dead: tenant}
         events = await rig.events()
         assert {event.type for event in events} >= {"task.created", "task.claimed", "task.reclaimed", HEARTBEAT_EVENT}
         assert [(event.type, event.tenant_id) for event in events] == [
             (event.type, tenants[event.job_id]) for event in events
         ]
 
-    # What is needed to write a job down, and to restore it -------------------------------------------
+    # Data for recording and restoring a job --------------------------------------------------------
 
-    async def test_a_creation_tells_the_whole_envelope(self, rig: Rig) -> None:
+    async def test_a_creation_event_has_the_whole_envelope(self, rig: Rig) -> None:
         meta = Meta(priority=Priority.HIGH, retry=Retry(7, base=2), max_retries=4, context={"user": "u1"})
         before = await rig.engine.now_ms()
         fields: dict[str, Any] = {"tenant_id": "acme", "idempotency_key": "k", "trace_id": "t", "meta": meta}
@@ -102,7 +101,7 @@ class FeedEventContract(Contract):
             "context": {"user": "u1"},
         }
 
-    async def test_a_plain_creation_is_whole_too(self, rig: Rig) -> None:
+    async def test_a_creation_event_with_defaults_is_complete(self, rig: Rig) -> None:
         job_id = await rig.submit_one()
         (event,) = await rig.events(job_id)
         assert data_of(event) == {
@@ -117,7 +116,7 @@ class FeedEventContract(Contract):
         }
 
     @pytest.mark.parametrize("counts", [True, False])
-    async def test_a_retry_tells_why_when_and_whether_it_counts(self, rig: Rig, counts: bool) -> None:
+    async def test_a_retry_event_has_failure_due_time_and_whether_it_counts(self, rig: Rig, counts: bool) -> None:
         claim = await rig.start_one()
         await rig.settle(claim, RetryLater(60_000, FAILURE, counts))
         event = (await rig.events(claim.job_id))[-1]
@@ -128,7 +127,9 @@ class FeedEventContract(Contract):
 
     @pytest.mark.parametrize("started", [True, False])
     @pytest.mark.parametrize("delay_ms", [0, 60_000])
-    async def test_a_release_tells_whether_its_attempt_is_used_up(self, rig: Rig, delay_ms: int, started: bool) -> None:
+    async def test_a_release_event_says_whether_the_attempt_is_used_up(
+        self, rig: Rig, delay_ms: int, started: bool
+    ) -> None:
         claim = await rig.start_one()
         await rig.settle(claim, Release("later", delay_ms, started))
         event = (await rig.events(claim.job_id))[-1]
@@ -137,41 +138,41 @@ class FeedEventContract(Contract):
         assert data_of(event).get("next_attempt_at_ms") == (event.at_ms + delay_ms if delay_ms else None)
 
     @pytest.mark.parametrize("ledger", [False, True], ids=["alone", "with a ledger"])
-    async def test_a_dead_letter_tells_all_of_itself(self, harness: EngineHarness, ledger: bool) -> None:
+    async def test_a_dead_letter_event_is_complete(self, harness: EngineHarness, ledger: bool) -> None:
         rig = await Rig.on(harness, ledger=ledger)
         claim = await rig.start_one("w1")
         await rig.settle(claim, RetryLater(0, FAILURE))
         await harness.advance(1)
         (claim,) = await rig.claim_due("w2")
         await rig.settle(claim, DeadLetter(FAILURE))
-        await self._check_letter(rig, claim.job_id, FAILURE, ["retrying", "dlq_pending"], ledger)
+        await self._check_dead_letter(rig, claim.job_id, FAILURE, ["retrying", "dlq_pending"], ledger)
         event = next(event for event in await rig.events(claim.job_id) if event.to_state is State.DLQ_PENDING)
         assert (event.attempt, event.retry_count, event.worker) == (2, 1, "w2")
 
     @pytest.mark.parametrize("ledger", [False, True], ids=["alone", "with a ledger"])
-    async def test_a_poison_pill_tells_all_of_itself(self, harness: EngineHarness, ledger: bool) -> None:
+    async def test_a_poison_pill_event_is_complete(self, harness: EngineHarness, ledger: bool) -> None:
         rig = await Rig.on(harness, ledger=ledger, max_deliveries=1)
         claim = await rig.start_one("w1")
         await rig.lose_leases()
         assert await rig.reclaim("w2") == []
-        await self._check_letter(rig, claim.job_id, None, ["dlq_pending"], ledger)
+        await self._check_dead_letter(rig, claim.job_id, None, ["dlq_pending"], ledger)
         event = next(event for event in await rig.events(claim.job_id) if event.to_state is State.DLQ_PENDING)
         assert failure_in(event).code == POISON_PILL
 
     @pytest.mark.parametrize("ledger", [False, True], ids=["alone", "with a ledger"])
-    async def test_a_job_given_up_by_an_operator_tells_all_of_itself(
+    async def test_the_event_of_a_job_dead_lettered_by_an_operator_is_complete(
         self, harness: EngineHarness, ledger: bool
     ) -> None:
         rig = await Rig.on(harness, ledger=ledger)
         claim = await rig.start_one("w1")
         await rig.settle(claim, RetryLater(60_000, FAILURE))
         await rig.move(claim.job_id, State.DLQ_PENDING)
-        await self._check_letter(rig, claim.job_id, None, ["retrying"], ledger)
+        await self._check_dead_letter(rig, claim.job_id, None, ["retrying"], ledger)
         event = next(event for event in await rig.events(claim.job_id) if event.to_state is State.DLQ_PENDING)
         assert (data_of(event)["actor"], data_of(event)["reason"]) == ("ann", "because")
         assert failure_in(event).code == "DEAD_LETTERED_BY_OPERATOR"
 
-    async def _check_letter(
+    async def _check_dead_letter(
         self, rig: Rig, job_id: str, failure: Failure | None, outcomes: list[str], ledger: bool
     ) -> None:
         if ledger:
@@ -187,7 +188,7 @@ class FeedEventContract(Contract):
         assert data_of(recorded)["dlq_id"] == data_of(failed)["dlq_id"] == dlq_id
         assert (await rig.view(job_id)).meta.dlq_id == dlq_id
 
-    async def test_a_dead_letter_moved_on_twice_is_told_apart(self, harness: EngineHarness) -> None:
+    async def test_a_repeated_move_of_a_dead_letter_is_refused_with_its_state(self, harness: EngineHarness) -> None:
         rig = await Rig.on(harness, ledger=True)
         claim = await rig.start_one()
         await rig.settle(claim, DeadLetter(FAILURE))
@@ -234,19 +235,21 @@ class FeedEventContract(Contract):
         assert await rig.engine.renew([claim.lease], [other.lease]) == []
         assert await rig.entries() == before
 
-    # Who waits for it ------------------------------------------------------------------------------
+    # Durable submissions and readers ---------------------------------------------------------------
 
-    async def test_a_durable_submission_is_in_a_hurry(self, rig: Rig) -> None:
+    async def test_a_durable_submission_is_marked_urgent(self, rig: Rig) -> None:
         first = rig.envelope(durable=True)
         await rig.engine.submit([rig.envelope(), first])
         await rig.engine.submit([rig.envelope()])
         await rig.engine.submit([rig.envelope(tenant_id="acme"), rig.envelope(durable=True, idempotency_key="k")])
-        # Known already: nobody waits for the entry of the others.
+        # The durable ones are duplicates: no caller waits for the entry of the new job.
         await rig.engine.submit([first, rig.envelope(), rig.envelope(durable=True, idempotency_key="k")])
         await rig.succeed(*await rig.claim())
         assert [entry.urgent for entry in await rig.entries()] == [True, False, True, False, False, False]
 
-    async def test_with_a_ledger_nothing_is_accepted_before_somebody_reads(self, harness: EngineHarness) -> None:
+    async def test_with_a_ledger_submissions_are_refused_until_a_reader_is_attached(
+        self, harness: EngineHarness
+    ) -> None:
         engine = await harness.make(ledger=True)
         rig = Rig(harness, engine)
         with pytest.raises(FeedDetached):
@@ -260,12 +263,12 @@ class FeedEventContract(Contract):
         claim = await rig.start_one()
         assert await rig.succeed(claim) == ["applied"]
 
-    async def test_without_a_ledger_nobody_needs_to_read(self, rig: Rig) -> None:
+    async def test_without_a_ledger_no_reader_is_needed(self, rig: Rig) -> None:
         assert await rig.submit_one()
 
     # Waiting for entries ---------------------------------------------------------------------------
 
-    async def test_waiting_for_a_feed_that_has_news(self, rig: Rig) -> None:
+    async def test_wait_feed_returns_queues_with_new_entries(self, rig: Rig) -> None:
         await rig.submit_one()
         await rig.submit_one()
         first, last = await rig.entries()
@@ -276,19 +279,19 @@ class FeedEventContract(Contract):
         assert await soon(rig.engine.wait_feed({rig.queue: last.position, OTHER_QUEUE: ""}, 0)) == []
         assert await soon(rig.engine.wait_feed({}, 20)) == []
         await rig.submit_one(queue=OTHER_QUEUE)
-        # The first that has news ends a wait, and the others may not have been heard by then: on a Cluster each has a
-        # server of its own.
+        # The first queue with new entries ends the wait, possibly before the others are known: on a Cluster they can be
+        # on different servers.
         assert set(await soon(rig.engine.wait_feed(positions, LONG_WAIT_MS))) & {OTHER_QUEUE, rig.queue}
         assert set(await soon(rig.engine.wait_feed(positions, 0))) == {OTHER_QUEUE, rig.queue}
 
-    async def test_an_entry_ends_the_waiting(self, rig: Rig) -> None:
+    async def test_a_new_entry_wakes_wait_feed(self, rig: Rig) -> None:
         await rig.submit_one()
         position = (await rig.entries())[-1].position
         reader = await rig.harness.make()
         here = asyncio.create_task(reader.wait_feed({rig.queue: position}, LONG_WAIT_MS))
         there = asyncio.create_task(reader.wait_feed({OTHER_QUEUE: ""}, LONG_WAIT_MS))
         both = asyncio.create_task(reader.wait_feed({rig.queue: position, OTHER_QUEUE: ""}, LONG_WAIT_MS))
-        # Those who wait keep nobody else from the engine; once this short wait is over they do wait.
+        # Waiters do not block other calls; after this short wait all of them are waiting.
         assert await soon(reader.wait_feed({rig.queue: position}, 50)) == []
         assert not here.done()
         claim = await rig.claim_one()
@@ -299,7 +302,7 @@ class FeedEventContract(Contract):
         assert await soon(there) == [OTHER_QUEUE]
         assert await rig.succeed(claim) == ["applied"]
 
-    async def test_a_wait_that_is_cancelled_leaves_the_engine_usable(self, rig: Rig) -> None:
+    async def test_a_cancelled_wait_leaves_the_engine_usable(self, rig: Rig) -> None:
         waiting = asyncio.create_task(rig.engine.wait_feed({rig.queue: ""}, LONG_WAIT_MS))
         assert await soon(rig.engine.wait_feed({rig.queue: ""}, 20)) == []
         waiting.cancel()

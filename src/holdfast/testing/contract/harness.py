@@ -1,4 +1,4 @@
-"""What a contract suite needs from whoever runs it, and the short words its tests speak in."""
+"""Harness of the engine contract: what an implementation provides, and helpers for the tests."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from holdfast.engine.port import Engine
 from holdfast.engine.port.feed import FeedEntry
 from holdfast.engine.port.jobs import RetryVia
 
-#: How long a test waits for something that should happen at once, before it is called a failure.
+#: How long a test waits for something that should happen at once.
 SOON_S: Final = 10.0
-#: A wait on the server that no test should ever sit out.
+#: A server-side wait that must end early: no test should run to its end.
 LONG_WAIT_MS: Final = 30_000
 
 QUEUE: Final = "orders"
@@ -42,17 +42,17 @@ T = TypeVar("T")
 
 
 class EngineHarness(Protocol):
-    """Makes engines for one test, on a store (or a namespace of one) that no other test sees."""
+    """Creates engines for one test, on a store or namespace that no other test uses."""
 
     async def make(self, **options: Any) -> Engine:
-        """An opened engine with these `EngineOptions`; called again, another one on the same store.
+        """Return a new, opened engine with these `EngineOptions`, always on the same store.
 
-        The harness closes what it made when the test is over.
+        The harness closes its engines when the test ends.
         """
         ...
 
     async def advance(self, ms: int) -> None:
-        """Let time pass on the store's clock: leases run out, retries fall due, keys and records expire."""
+        """Advance the store's clock: leases expire, retries become due, keys and records expire."""
         ...
 
 
@@ -66,10 +66,10 @@ class Rig:
 
     @classmethod
     async def on(cls, harness: EngineHarness, **options: Any) -> Rig:
-        """A rig on an engine with these `EngineOptions`."""
+        """Create a rig on an engine with these `EngineOptions`."""
         rig = cls(harness, await harness.make(**options))
         if options.get("ledger"):
-            # What a submitter sees to: without a reader nothing is accepted.
+            # A submitter attaches the reader: without one the engine refuses submissions.
             await rig.engine.attach_reader(rig.queue)
         return rig
 
@@ -97,7 +97,7 @@ class Rig:
         return claims[0]
 
     async def start_one(self, worker: str = "w1", **fields: Any) -> Claim:
-        """A running job."""
+        """Submit and claim one job."""
         job_id = await self.submit_one(**fields)
         claim = await self.claim_one(worker)
         assert claim.job_id == job_id
@@ -124,7 +124,7 @@ class Rig:
         return (await self.engine.promote([self.queue], 500)).count
 
     async def claim_due(self, worker: str = "w1") -> list[Claim]:
-        """Everything that may run now, wherever it waited."""
+        """Promote, claim and reclaim: every job that may run now, wherever it waited."""
         await self.promote()
         return await self.claim(worker) + await self.reclaim(worker)
 
@@ -134,7 +134,7 @@ class Rig:
     async def lose_leases(self) -> None:
         await self.harness.advance(self.engine.options.visibility_timeout_ms + 1)
 
-    # Looking ---------------------------------------------------------------------------------------
+    # Reading ---------------------------------------------------------------------------------------
 
     async def find(self, job_id: str) -> JobInfo | None:
         return (await self.engine.get(self.queue, [job_id]))[0]
@@ -148,7 +148,7 @@ class Rig:
         return (await self.view(job_id)).state
 
     async def entries(self, page: int = 100) -> list[FeedEntry]:
-        """The whole feed, page by page; each begins with the last entry of the one before."""
+        """Read the whole feed in pages; each begins with the last entry of the page before."""
         entries = await self.engine.read_feed(self.queue, "", page)
         while entries:
             first, *more = await self.engine.read_feed(self.queue, entries[-1].position, page)
@@ -159,7 +159,7 @@ class Rig:
         return entries
 
     async def events(self, *job_ids: str) -> list[Event]:
-        """What the feed says, about these jobs only if any are named."""
+        """Events in the feed; only of these jobs if any are given."""
         events = [event for entry in await self.entries() for event in entry.events]
         return [event for event in events if not job_ids or event.job_id in job_ids]
 
@@ -172,7 +172,7 @@ class Rig:
     # Getting a job into a state --------------------------------------------------------------------
 
     async def put_in(self, state: State, **fields: Any) -> tuple[str, Claim | None]:
-        """A job in this state, and the lease that it had on its way there. Needs an engine with `ledger=True`."""
+        """Create a job in this state; return it with its claim, if it had one. Needs an engine with `ledger=True`."""
         if state is State.QUEUED:
             return await self.submit_one(**fields), None
         if state is State.WAITING_APPROVAL:
@@ -201,7 +201,7 @@ _MOVES_THEN: Final[dict[State, tuple[State, ...]]] = {
     State.CANCELLED: (State.CANCELLED,),
 }
 
-#: One of every kind, for tests that must hold whatever the verdict.
+#: One verdict of each kind.
 EVERY_VERDICT: Final[tuple[Verdict, ...]] = (
     Succeed(b"7"),
     RetryLater(60_000, FAILURE),
@@ -217,7 +217,7 @@ class Contract:
 
     @pytest.fixture
     def mode(self) -> RetryVia:
-        """Where retries wait; tests that must hold for both ways parametrize it."""
+        """Where retries wait; tests that cover both modes parametrize it."""
         return RetryVia.SCHEDULE
 
     @pytest.fixture
@@ -225,9 +225,9 @@ class Contract:
         return await Rig.on(harness, retry_via={QUEUE: mode})
 
 
-async def soon(happening: Awaitable[T]) -> T:
-    """Its result, or a failure if it does not happen soon."""
-    return await asyncio.wait_for(happening, SOON_S)
+async def soon(awaitable: Awaitable[T]) -> T:
+    """Return the result; fail after `SOON_S`."""
+    return await asyncio.wait_for(awaitable, SOON_S)
 
 
 def ids(claims: Iterable[Claim]) -> list[str]:
@@ -235,12 +235,12 @@ def ids(claims: Iterable[Claim]) -> list[str]:
 
 
 def lost_leases(claim: Claim) -> int:
-    """How many workers have lost this job: on earlier messages, and on this one."""
+    """Count the lost leases of a job: on earlier messages and on this one."""
     return claim.meta.lost_leases + claim.lease.deliveries - 1
 
 
 def granted(claims: Iterable[Claim]) -> list[Claim]:
-    """Claims to compare: when a lease was granted is known only to the reply that granted it."""
+    """Claims for comparison: without the claim time, which only the granting reply has."""
     return sorted((msgspec.structs.replace(claim, claimed_at_ms=0) for claim in claims), key=lambda claim: claim.job_id)
 
 

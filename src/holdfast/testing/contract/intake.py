@@ -1,4 +1,4 @@
-"""Getting in: submission, idempotency (E1), delays, holds, priorities, paused intake (H5)."""
+"""Engine contract for intake: submission, idempotency (E1), delays, holds, priorities, paused intake (H5)."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ MINUTE_MS = 60_000
 
 
 class IntakeContract(Contract):
-    """What `submit` promises."""
+    """Guarantees of `submit`."""
 
-    async def test_a_job_is_what_was_submitted(self, rig: Rig) -> None:
+    async def test_a_job_matches_its_submission(self, rig: Rig) -> None:
         meta = Meta(context={"user": "u1"}, max_retries=7, retry=Retry(2, base=5), priority=Priority.HIGH)
         envelope = rig.envelope(
             tenant_id="acme", trace_id="t-1", idempotency_key="k", payload=b'[1,"\xc3\xa9"]', meta=meta
@@ -48,7 +48,7 @@ class IntakeContract(Contract):
         assert (claim.tenant_id, claim.trace_id, claim.idempotency_key) == ("acme", "t-1", "k")
         assert claim.meta == view.meta == meta
 
-    async def test_payloads_are_bytes_and_come_back_untouched(self, rig: Rig) -> None:
+    async def test_payloads_are_preserved_byte_for_byte(self, rig: Rig) -> None:
         payloads = [
             b"{}",
             b"[]",
@@ -60,7 +60,7 @@ class IntakeContract(Contract):
             await rig.submit(payload=payload)
         assert [claim.payload for claim in await rig.claim()] == payloads
 
-    async def test_an_empty_batch_is_fine(self, rig: Rig) -> None:
+    async def test_an_empty_batch_is_accepted(self, rig: Rig) -> None:
         assert await rig.engine.submit([]) == []
 
     async def test_a_batch_may_be_larger_than_one_step(self, rig: Rig) -> None:
@@ -84,7 +84,7 @@ class IntakeContract(Contract):
 
     # Idempotency -----------------------------------------------------------------------------------
 
-    async def test_the_same_key_again_names_the_first_job(self, rig: Rig) -> None:
+    async def test_a_repeated_key_returns_the_first_job(self, rig: Rig) -> None:
         first = await rig.submit_one(idempotency_key="k")
         again = await rig.engine.submit([rig.envelope(idempotency_key="k", payload=b'{"n":2}')])
         assert again == [Receipt(first, duplicate=True)]
@@ -100,7 +100,7 @@ class IntakeContract(Contract):
         assert await rig.event_types(first) == ["task.created"]
         assert await rig.open_jobs() == 1
 
-    async def test_the_same_key_twice_in_one_batch(self, rig: Rig) -> None:
+    async def test_a_key_repeated_in_one_batch_is_a_duplicate(self, rig: Rig) -> None:
         one, two, three = (rig.envelope(idempotency_key=key) for key in ("k", "k", "other"))
         assert await rig.engine.submit([one, two, three]) == [
             Receipt(one.job_id),
@@ -114,7 +114,7 @@ class IntakeContract(Contract):
             rig.envelope(idempotency_key="k", tenant_id="acme"),
             rig.envelope(idempotency_key="k", tenant_id="zeta"),
             rig.envelope(idempotency_key="k", tenant_id="acme", queue=OTHER_QUEUE),
-            # Tenant and key must not run together either.
+            # A separator in tenant or key does not make two keys equal.
             rig.envelope(idempotency_key="b:k", tenant_id="a"),
             rig.envelope(idempotency_key="k", tenant_id="a:b"),
         ]
@@ -156,7 +156,7 @@ class IntakeContract(Contract):
             assert await rig.engine.submit([rig.envelope(idempotency_key=key)]) == [Receipt(first, duplicate=True)]
 
     @pytest.mark.parametrize("end", ["succeed", "dead-letter", "cancel"])
-    async def test_a_key_with_a_window_of_its_own_is_free_after_it_and_not_before(
+    async def test_a_key_with_its_own_window_is_free_after_it_and_not_before(
         self, harness: EngineHarness, end: str
     ) -> None:
         rig = await Rig.on(harness, idempotency_window_ms=100 * MINUTE_MS)
@@ -175,7 +175,7 @@ class IntakeContract(Contract):
         assert not (await rig.engine.submit([rig.envelope(idempotency_key="k")]))[0].duplicate
         assert (await rig.engine.submit([rig.envelope(idempotency_key="other")]))[0].duplicate
 
-    async def test_a_window_of_its_own_may_be_longer_than_the_engines(self, harness: EngineHarness) -> None:
+    async def test_a_keys_own_window_may_be_longer_than_the_engines(self, harness: EngineHarness) -> None:
         rig = await Rig.on(harness, idempotency_window_ms=MINUTE_MS)
         claim = await rig.start_one(idempotency_key="k", meta=Meta(key_window_ms=10 * MINUTE_MS))
         await rig.succeed(claim)
@@ -184,7 +184,7 @@ class IntakeContract(Contract):
         await harness.advance(MINUTE_MS + 1)
         assert not (await rig.engine.submit([rig.envelope(idempotency_key="k")]))[0].duplicate
 
-    async def test_an_open_job_keeps_its_key_beyond_a_window_of_its_own(self, rig: Rig) -> None:
+    async def test_an_open_job_keeps_its_key_beyond_its_own_window(self, rig: Rig) -> None:
         meta = Meta(key_window_ms=MINUTE_MS)
         waiting = await rig.submit_one(idempotency_key="delayed", delay_ms=100 * MINUTE_MS, meta=meta)
         claim = await rig.start_one(idempotency_key="running", meta=meta)
@@ -197,7 +197,7 @@ class IntakeContract(Contract):
         await rig.harness.advance(MINUTE_MS + 1)
         assert not (await rig.engine.submit([rig.envelope(idempotency_key="delayed")]))[0].duplicate
 
-    async def test_one_of_many_submitters_at_once_is_the_first(self, rig: Rig) -> None:
+    async def test_concurrent_submissions_of_one_key_create_one_job(self, rig: Rig) -> None:
         engines = [rig.engine, await rig.harness.make(), await rig.harness.make()]
         envelopes = [rig.envelope(idempotency_key="k") for _ in range(12)]
         calls = (engines[number % 3].submit([envelope]) for number, envelope in enumerate(envelopes))
@@ -206,9 +206,9 @@ class IntakeContract(Contract):
         assert [receipt.duplicate for receipt in receipts].count(False) == 1
         assert ids(await rig.claim()) == [receipts[0].job_id]
 
-    # A reply was lost ------------------------------------------------------------------------------
+    # After a lost reply ----------------------------------------------------------------------------
 
-    async def test_a_resent_submission_is_no_duplicate(self, rig: Rig) -> None:
+    async def test_a_resent_submission_is_not_a_duplicate(self, rig: Rig) -> None:
         envelopes = [
             rig.envelope(),
             rig.envelope(idempotency_key="k"),
@@ -221,7 +221,7 @@ class IntakeContract(Contract):
         assert len(await rig.events()) == len(envelopes)
         assert await rig.open_jobs() == len(envelopes)
 
-    async def test_a_resent_submission_of_a_job_that_went_on_changes_nothing(self, rig: Rig) -> None:
+    async def test_a_resent_submission_of_a_claimed_or_finished_job_changes_nothing(self, rig: Rig) -> None:
         envelope = rig.envelope(idempotency_key="k")
         await rig.engine.submit([envelope])
         claim = await rig.claim_one()
@@ -260,11 +260,11 @@ class IntakeContract(Contract):
         assert ids(await rig.claim_due()) == [job_id]
         assert await rig.event_types(job_id) == ["task.created", "task.claimed"]
 
-    async def test_an_instant_in_the_past_is_now(self, rig: Rig) -> None:
+    async def test_a_run_time_in_the_past_means_now(self, rig: Rig) -> None:
         job_id = await rig.submit_one(run_at_ms=await rig.engine.now_ms() - MINUTE_MS)
         assert ids(await rig.claim_due()) == [job_id]
 
-    async def test_promote_says_when_the_next_job_is_due(self, rig: Rig) -> None:
+    async def test_promote_returns_when_the_next_job_is_due(self, rig: Rig) -> None:
         assert (await rig.engine.promote([rig.queue], 10)).next_due_at_ms == 0
         await rig.submit(delay_ms=5 * MINUTE_MS)
         await rig.submit(delay_ms=MINUTE_MS)
@@ -281,7 +281,7 @@ class IntakeContract(Contract):
 
     # Holds -----------------------------------------------------------------------------------------
 
-    async def test_a_held_job_waits_for_a_person(self, rig: Rig) -> None:
+    async def test_a_held_job_waits_for_approval(self, rig: Rig) -> None:
         job_id = await rig.submit_one(hold=True)
         assert await rig.state(job_id) is State.WAITING_APPROVAL
         assert await rig.claim_due() == []
@@ -290,7 +290,7 @@ class IntakeContract(Contract):
         assert await rig.event_types(job_id) == ["approval.requested", "approval.approved", "task.claimed"]
 
     @pytest.mark.parametrize("park", [State.WAITING_APPROVAL, State.SUSPENDED])
-    async def test_nobody_makes_a_delayed_job_run_early(self, rig: Rig, park: State) -> None:
+    async def test_resuming_a_parked_job_does_not_shorten_its_delay(self, rig: Rig, park: State) -> None:
         held = await rig.submit_one(delay_ms=MINUTE_MS, hold=park is State.WAITING_APPROVAL)
         if park is State.SUSPENDED:
             await rig.move(held, park)
@@ -302,25 +302,25 @@ class IntakeContract(Contract):
 
     # Priorities ------------------------------------------------------------------------------------
 
-    async def test_urgent_jobs_go_first_and_equals_in_order(self, rig: Rig) -> None:
+    async def test_high_priority_jobs_run_first_and_equal_priorities_in_order(self, rig: Rig) -> None:
         low = await rig.submit(2, meta=with_priority(Priority.LOW))
         normal = await rig.submit(2)
         high = await rig.submit(2, meta=with_priority(Priority.HIGH))
         assert ids(await rig.claim()) == high + normal + low
 
-    async def test_a_flood_of_urgent_jobs_does_not_starve_the_rest(self, rig: Rig) -> None:
+    async def test_a_flood_of_high_priority_jobs_does_not_starve_the_rest(self, rig: Rig) -> None:
         low = await rig.submit_one(meta=with_priority(Priority.LOW))
         normal = await rig.submit_one()
-        seen: set[str] = set()
+        claimed: set[str] = set()
         for _ in range(16):
-            # More urgent work arrives than this worker takes, turn after turn.
+            # In every round more high-priority jobs arrive than this worker claims.
             await rig.submit(10, meta=with_priority(Priority.HIGH))
             claims = await rig.claim(limit=5)
             assert len(claims) == 5
-            seen.update(ids(claims))
-        assert {low, normal} <= seen
+            claimed.update(ids(claims))
+        assert {low, normal} <= claimed
 
-    async def test_a_retry_keeps_its_priority(self, rig: Rig) -> None:
+    async def test_a_promoted_job_keeps_its_priority(self, rig: Rig) -> None:
         high = await rig.submit_one(meta=with_priority(Priority.HIGH), delay_ms=MINUTE_MS)
         low = await rig.submit_one(meta=with_priority(Priority.LOW), delay_ms=MINUTE_MS - 1)
         await rig.harness.advance(MINUTE_MS)
@@ -329,7 +329,7 @@ class IntakeContract(Contract):
 
     # Paused intake ---------------------------------------------------------------------------------
 
-    async def test_paused_intake_refuses_and_keeps_nothing(self, rig: Rig) -> None:
+    async def test_paused_intake_refuses_submissions_and_stores_nothing(self, rig: Rig) -> None:
         before = await rig.submit_one()
         await rig.engine.set_control(rig.queue, QueueControl(intake_paused=True))
         envelope = rig.envelope()

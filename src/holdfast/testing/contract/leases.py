@@ -1,4 +1,4 @@
-"""Holding: claims, leases, renewal, take-over, poison pills (S6, Q4–Q9, Y5)."""
+"""Engine contract for claims: leases, renewal, reclaim, poison pills (S6, Q4–Q9, Y5)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from holdfast.testing.contract.harness import (
 
 
 class LeaseContract(Contract):
-    """What `claim`, `resume`, `renew`, `reclaim` and `leave` promise."""
+    """Guarantees of `claim`, `recover_claims`, `renew`, `reclaim` and `deregister_worker`."""
 
     # Claiming --------------------------------------------------------------------------------------
 
@@ -54,8 +54,8 @@ class LeaseContract(Contract):
         assert await rig.claim(limit=-1) == []
         assert len(await rig.claim(limit=10)) == 3
 
-    async def test_an_unknown_queue_gives_nothing(self, rig: Rig) -> None:
-        assert await rig.engine.claim("w1", ["nobody-wrote-here"], 10, 0) == []
+    async def test_a_claim_from_an_unknown_queue_returns_nothing(self, rig: Rig) -> None:
+        assert await rig.engine.claim("w1", ["never-used"], 10, 0) == []
         assert await rig.engine.claim("w1", [], 10, 0) == []
 
     async def test_a_claim_serves_several_queues(self, rig: Rig) -> None:
@@ -76,7 +76,7 @@ class LeaseContract(Contract):
         await rig.promote()
         assert ids(await soon(waiting)) == [job_id]
 
-    async def test_an_idle_worker_is_woken_when_a_queue_goes_on(self, rig: Rig) -> None:
+    async def test_an_idle_worker_is_woken_when_a_queue_is_resumed(self, rig: Rig) -> None:
         await rig.engine.set_control(rig.queue, QueueControl(paused=True))
         job_id = await rig.submit_one()
         assert await rig.claim() == []
@@ -84,23 +84,23 @@ class LeaseContract(Contract):
         await rig.engine.set_control(rig.queue, QueueControl())
         assert ids(await soon(waiting)) == [job_id]
 
-    async def test_what_comes_after_a_claim_that_got_all_ends_the_next_wait(self, rig: Rig) -> None:
+    async def test_a_job_submitted_after_the_queue_was_emptied_ends_the_next_wait(self, rig: Rig) -> None:
         for _ in range(3):
             job_id = await rig.submit_one()
             (claim,) = await soon(rig.engine.claim("w1", [rig.queue], 10, LONG_WAIT_MS))
             assert claim.job_id == job_id
             await rig.succeed(claim)
 
-    async def test_waiting_in_vain_ends(self, rig: Rig) -> None:
+    async def test_a_blocking_claim_times_out(self, rig: Rig) -> None:
         assert await soon(rig.engine.claim("w1", [rig.queue], 10, 20)) == []
 
-    async def test_a_paused_queue_gives_nothing_and_the_others_go_on(self, rig: Rig) -> None:
+    async def test_a_paused_queue_yields_no_claims_and_others_continue(self, rig: Rig) -> None:
         await rig.submit_one()
         there = await rig.submit_one(queue=OTHER_QUEUE)
         await rig.engine.set_control(rig.queue, QueueControl(paused=True))
         assert ids(await rig.engine.claim("w1", [rig.queue, OTHER_QUEUE], 10, 0)) == [there]
 
-    async def test_work_in_hand_can_be_finished_in_a_paused_queue(self, rig: Rig) -> None:
+    async def test_jobs_in_flight_can_finish_in_a_paused_queue(self, rig: Rig) -> None:
         claim = await rig.start_one()
         await rig.engine.set_control(rig.queue, QueueControl(paused=True))
         assert await rig.engine.renew([claim.lease]) == []
@@ -108,31 +108,31 @@ class LeaseContract(Contract):
 
     # After a lost reply ----------------------------------------------------------------------------
 
-    async def test_resume_gives_what_a_lost_reply_had_granted(self, rig: Rig) -> None:
+    async def test_recover_claims_returns_the_claims_of_a_lost_reply(self, rig: Rig) -> None:
         await rig.submit(3)
         lost = await rig.claim("w1", 2)
-        resumed = await rig.engine.recover_claims("w1", [rig.queue], ())
-        assert granted(resumed) == granted(lost)
-        assert await rig.succeed(*resumed) == [SettleResult.APPLIED] * 2
+        recovered = await rig.engine.recover_claims("w1", [rig.queue], ())
+        assert granted(recovered) == granted(lost)
+        assert await rig.succeed(*recovered) == [SettleResult.APPLIED] * 2
         assert [event.type for event in await rig.events()].count("task.claimed") == 2
 
-    async def test_resume_leaves_out_what_is_in_hand(self, rig: Rig) -> None:
+    async def test_recover_claims_omits_leases_the_worker_already_has(self, rig: Rig) -> None:
         await rig.submit(3)
-        held, lost = [await rig.claim_one("w1") for _ in range(2)]
-        assert ids(await rig.engine.recover_claims("w1", [rig.queue], {held.lease})) == [lost.job_id]
-        assert await rig.engine.recover_claims("w1", [rig.queue], {held.lease, lost.lease}) == []
+        known, lost = [await rig.claim_one("w1") for _ in range(2)]
+        assert ids(await rig.engine.recover_claims("w1", [rig.queue], {known.lease})) == [lost.job_id]
+        assert await rig.engine.recover_claims("w1", [rig.queue], {known.lease, lost.lease}) == []
 
     @both_modes
-    async def test_resume_gives_nothing_that_is_not_leased_to_this_worker(self, rig: Rig) -> None:
+    async def test_recover_claims_returns_only_leases_of_this_worker(self, rig: Rig) -> None:
         await rig.start_one("w2")
         ended, retrying, cancelled = [await rig.start_one("w1") for _ in range(3)]
         await rig.succeed(ended)
         await rig.settle(retrying, RetryLater(0, FAILURE))
         await rig.move(cancelled.job_id, State.CANCELLED)
         assert await rig.engine.recover_claims("w1", [rig.queue], ()) == []
-        assert await rig.engine.recover_claims("stranger", [rig.queue], ()) == []
+        assert await rig.engine.recover_claims("unknown", [rig.queue], ()) == []
 
-    async def test_resume_after_a_lost_reply_to_a_reclaim(self, rig: Rig) -> None:
+    async def test_recover_claims_returns_the_claims_of_a_lost_reclaim_reply(self, rig: Rig) -> None:
         await rig.start_one("w1")
         await rig.lose_leases()
         lost = await rig.reclaim_one("w2")
@@ -149,18 +149,18 @@ class LeaseContract(Contract):
         assert await rig.succeed(claim) == [SettleResult.APPLIED]
         assert await rig.event_types(claim.job_id) == ["task.created", "task.claimed", "task.succeeded"]
 
-    async def test_renew_names_the_leases_that_are_lost(self, rig: Rig) -> None:
-        taken = await rig.start_one("w1")
+    async def test_renew_returns_the_lost_leases(self, rig: Rig) -> None:
+        reclaimed = await rig.start_one("w1")
         await rig.lose_leases()
         await rig.reclaim_one("w2")
         kept, ended, cancelled = [await rig.start_one("w1") for _ in range(3)]
         await rig.succeed(ended)
         await rig.move(cancelled.job_id, State.CANCELLED)
         never = Lease(rig.queue, kept.job_id, kept.lease.position, kept.lease.deliveries + 1, "w1")
-        leases = [claim.lease for claim in (taken, kept, ended, cancelled)] + [never]
-        assert await rig.engine.renew(leases) == [taken.lease, ended.lease, cancelled.lease, never]
+        leases = [claim.lease for claim in (reclaimed, kept, ended, cancelled)] + [never]
+        assert await rig.engine.renew(leases) == [reclaimed.lease, ended.lease, cancelled.lease, never]
 
-    async def test_renewing_a_lost_lease_does_not_lengthen_the_new_one(self, rig: Rig) -> None:
+    async def test_renewing_a_lost_lease_does_not_extend_the_new_one(self, rig: Rig) -> None:
         visibility_ms = rig.engine.options.visibility_timeout_ms
         old = await rig.start_one("w1")
         await rig.lose_leases()
@@ -170,10 +170,10 @@ class LeaseContract(Contract):
         await rig.harness.advance(5_001)
         assert ids(await rig.reclaim("w3")) == [old.job_id]
 
-    async def test_renewing_nothing_is_fine(self, rig: Rig) -> None:
+    async def test_renewing_no_leases_returns_nothing(self, rig: Rig) -> None:
         assert await rig.engine.renew([]) == []
 
-    async def test_a_lease_that_ran_out_but_was_not_taken_still_counts(self, rig: Rig) -> None:
+    async def test_an_expired_lease_is_valid_until_it_is_reclaimed(self, rig: Rig) -> None:
         claim = await rig.start_one("w1")
         await rig.lose_leases()
         assert await rig.engine.renew([claim.lease]) == []
@@ -181,15 +181,15 @@ class LeaseContract(Contract):
         await rig.lose_leases()
         assert await rig.succeed(claim) == [SettleResult.APPLIED]
 
-    # Taking over -----------------------------------------------------------------------------------
+    # Reclaiming ------------------------------------------------------------------------------------
 
-    async def test_nothing_is_taken_before_its_time(self, rig: Rig) -> None:
+    async def test_a_lease_is_not_reclaimed_before_it_expires(self, rig: Rig) -> None:
         await rig.start_one("w1")
         assert await rig.reclaim() == []
         await rig.harness.advance(rig.engine.options.visibility_timeout_ms - 5_000)
         assert await rig.reclaim() == []
 
-    async def test_a_take_over_is_a_new_attempt_and_an_event_of_its_own(self, rig: Rig) -> None:
+    async def test_a_reclaim_is_a_new_attempt_with_its_own_event(self, rig: Rig) -> None:
         old = await rig.start_one("w1", payload=b'{"n":9}')
         await rig.lose_leases()
         new = await rig.reclaim_one("w2")
@@ -210,9 +210,9 @@ class LeaseContract(Contract):
         submitted = await rig.submit(5)
         await rig.claim("w1")
         await rig.lose_leases()
-        taken = [await rig.reclaim("w2", limit) for limit in (2, 2, 2, 2)]
-        assert [len(claims) for claims in taken] == [2, 2, 1, 0]
-        assert sorted(ids(claim for claims in taken for claim in claims)) == sorted(submitted)
+        batches = [await rig.reclaim("w2", limit) for limit in (2, 2, 2, 2)]
+        assert [len(claims) for claims in batches] == [2, 2, 1, 0]
+        assert sorted(ids(claim for claims in batches for claim in claims)) == sorted(submitted)
         assert await rig.reclaim("w3", 0) == []
 
     async def test_two_reclaimers_do_not_share_a_job(self, rig: Rig) -> None:
@@ -236,7 +236,9 @@ class LeaseContract(Contract):
         assert await rig.settle(new, verdict) is SettleResult.APPLIED
 
     @pytest.mark.parametrize("verdict", EVERY_VERDICT, ids=lambda verdict: type(verdict).__name__)
-    async def test_a_worker_cannot_settle_its_first_attempt_into_its_second(self, rig: Rig, verdict: Verdict) -> None:
+    async def test_a_worker_cannot_settle_its_second_attempt_with_its_first_lease(
+        self, rig: Rig, verdict: Verdict
+    ) -> None:
         first = await rig.start_one("w1")
         await rig.lose_leases()
         second = await rig.reclaim_one("w1")
@@ -246,7 +248,7 @@ class LeaseContract(Contract):
         assert await rig.state(first.job_id) is State.RUNNING
         assert await rig.settle(second, verdict) is SettleResult.APPLIED
 
-    async def test_a_lease_is_worth_nothing_in_other_hands(self, rig: Rig) -> None:
+    async def test_a_lease_is_invalid_for_another_worker(self, rig: Rig) -> None:
         claim = await rig.start_one("w1")
         stolen = msgspec.structs.replace(claim, lease=msgspec.structs.replace(claim.lease, worker="w2"))
         assert await rig.engine.renew([stolen.lease]) == [stolen.lease]
@@ -279,7 +281,7 @@ class LeaseContract(Contract):
         assert await rig.state(claim.job_id) is State.DLQ_PENDING
 
     @both_modes
-    async def test_retries_are_no_lost_leases(self, harness: EngineHarness, mode: RetryVia) -> None:
+    async def test_retries_do_not_count_as_lost_leases(self, harness: EngineHarness, mode: RetryVia) -> None:
         rig = await Rig.on(harness, max_deliveries=2, retry_via={QUEUE: mode})
         claim = await rig.start_one()
         for retry_count in range(1, 6):
@@ -304,17 +306,17 @@ class LeaseContract(Contract):
         assert await rig.reclaim("w3") == []
         assert await rig.state(job_id) is State.FAILED
 
-    # Leaving ---------------------------------------------------------------------------------------
+    # Deregistering ---------------------------------------------------------------------------------
 
-    async def test_a_worker_that_leaves_is_forgotten(self, rig: Rig) -> None:
+    async def test_a_deregistered_worker_is_no_longer_counted(self, rig: Rig) -> None:
         claim = await rig.start_one("w1")
         assert (await rig.engine.stats(rig.queue)).workers == 1
         await rig.succeed(claim)
         await rig.engine.deregister_worker("w1", [rig.queue])
         assert (await rig.engine.stats(rig.queue)).workers == 0
-        await rig.engine.deregister_worker("w1", [rig.queue, "nobody-wrote-here"])
+        await rig.engine.deregister_worker("w1", [rig.queue, "never-used"])
 
-    async def test_a_worker_that_leaves_with_leases_loses_no_job(self, rig: Rig) -> None:
+    async def test_deregistering_a_worker_with_leases_loses_no_job(self, rig: Rig) -> None:
         claim = await rig.start_one("w1")
         await rig.engine.deregister_worker("w1", [rig.queue])
         await rig.lose_leases()

@@ -1,4 +1,4 @@
-"""An operator's hand: moves by the table, cancellation, controls, notices (S1, S2, A2, D6, H5)."""
+"""Engine contract for operators: moves, cancellation, controls and notices (S1, S2, A2, D6, H5)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from holdfast.testing.contract.harness import FAILURE, LONG_WAIT_MS, Contract, E
 
 
 class MoveContract(Contract):
-    """What `move` promises."""
+    """Guarantees of `move`."""
 
     @pytest.mark.parametrize("state", list(State))
     async def test_every_move_is_made_or_refused_as_the_table_says(self, harness: EngineHarness, state: State) -> None:
@@ -52,14 +52,14 @@ class MoveContract(Contract):
         assert rig.engine.counts.illegal_moves == refused + 1
         assert (await rig.view(job_id), await rig.events(job_id)) == before
 
-    async def test_an_expected_state_must_be_the_state(self, rig: Rig) -> None:
+    async def test_a_move_requires_the_expected_state(self, rig: Rig) -> None:
         job_id = await rig.submit_one()
         with pytest.raises(TransitionInvalid):
             await rig.move(job_id, State.CANCELLED, expected=State.RETRYING)
         assert await rig.state(job_id) is State.QUEUED
         assert await rig.move(job_id, State.CANCELLED, expected=State.QUEUED) is State.QUEUED
 
-    async def test_an_unknown_job_is_an_error(self, rig: Rig) -> None:
+    async def test_moving_an_unknown_job_is_an_error(self, rig: Rig) -> None:
         with pytest.raises(UnknownJob):
             await rig.move("never-submitted", State.CANCELLED)
         await rig.submit_one()
@@ -82,7 +82,7 @@ class MoveContract(Contract):
         assert await rig.open_jobs() == 0
         check_history(await rig.events(), ended=True)
 
-    async def test_a_running_job_is_taken_from_its_worker(self, rig: Rig) -> None:
+    async def test_cancelling_a_running_job_fences_its_worker(self, rig: Rig) -> None:
         claim, other = await rig.start_one("w1"), await rig.start_one("w1")
         assert await rig.move(claim.job_id, State.CANCELLED) is State.RUNNING
         assert await rig.engine.renew([claim.lease, other.lease]) == [claim.lease]
@@ -110,17 +110,17 @@ class MoveContract(Contract):
         check_history(await rig.events(), ended=True)
 
     @pytest.mark.parametrize("to", [State.CANCELLED, State.SUSPENDED, State.DLQ_PENDING])
-    async def test_moves_and_claims_at_once_tell_one_legal_story(self, rig: Rig, to: State) -> None:
+    async def test_concurrent_moves_and_claims_leave_a_legal_history(self, rig: Rig, to: State) -> None:
         other = Rig(rig.harness, await rig.harness.make())
         for _ in range(40):
             job_id = await rig.submit_one()
             came_from, claims = await asyncio.gather(rig.move(job_id, to), other.claim(limit=1))
-            # Either way the operator wins: a job that was claimed first is taken from its worker.
+            # The operator wins either way: a job that was claimed first is fenced off from its worker.
             assert came_from is (State.RUNNING if claims else State.QUEUED)
             assert await other.succeed(*claims) == [SettleResult.STALE] * len(claims)
         check_history(await rig.events())
 
-    async def test_a_running_job_can_be_put_back_in_line(self, rig: Rig) -> None:
+    async def test_a_running_job_can_be_requeued(self, rig: Rig) -> None:
         claim = await rig.start_one("w1")
         assert await rig.move(claim.job_id, State.QUEUED) is State.RUNNING
         again = await rig.claim_one("w2")
@@ -129,7 +129,7 @@ class MoveContract(Contract):
         assert await rig.succeed(again) == [SettleResult.APPLIED]
         check_history(await rig.events(), ended=True)
 
-    async def test_without_a_ledger_a_job_sent_to_the_dead_letters_ends(self, rig: Rig) -> None:
+    async def test_without_a_ledger_a_job_dead_lettered_by_an_operator_fails(self, rig: Rig) -> None:
         job_id = await rig.submit_one()
         assert await rig.move(job_id, State.DLQ_PENDING, reason="never again") is State.QUEUED
         assert await rig.state(job_id) is State.FAILED
@@ -147,7 +147,7 @@ class MoveContract(Contract):
             assert (claim.job_id, claim.attempt) == (job_id, 1)
             await rig.succeed(claim)
 
-    async def test_a_cancelled_job_says_who_and_why(self, rig: Rig) -> None:
+    async def test_a_cancelled_job_has_actor_and_reason(self, rig: Rig) -> None:
         job_id = await rig.submit_one()
         await rig.engine.move(rig.queue, job_id, State.CANCELLED, actor="ada", reason="wrong month")
         view = await rig.view(job_id)
@@ -156,7 +156,7 @@ class MoveContract(Contract):
         assert "ada" in view.failure.message
         assert "wrong month" in view.failure.message
 
-    async def test_a_resumed_job_counts_from_the_beginning(self, rig: Rig) -> None:
+    async def test_resuming_a_job_resets_its_counters(self, rig: Rig) -> None:
         await rig.start_one("w1")
         await rig.lose_leases()
         claim = await rig.reclaim_one("w2")
@@ -167,7 +167,7 @@ class MoveContract(Contract):
         assert (again.meta.retry_count, lost, again.attempt) == (0, 0, 3)
         assert len(again.meta.history) == 1
 
-    async def test_a_sleeping_job_that_is_parked_sleeps_on(self, rig: Rig) -> None:
+    async def test_a_sleeping_job_that_was_parked_continues_to_sleep(self, rig: Rig) -> None:
         claim = await rig.start_one()
         await rig.settle(claim, Release("sleeps", 60_000, started=True))
         await rig.move(claim.job_id, State.SUSPENDED)
@@ -178,19 +178,19 @@ class MoveContract(Contract):
 
 
 class ControlContract(Contract):
-    """What `control`, `set_control` and `listen` promise."""
+    """Guarantees of `get_control`, `set_control` and `listen`."""
 
     async def test_controls_are_kept(self, rig: Rig) -> None:
         assert await rig.engine.get_control(rig.queue) == QueueControl()
-        wanted = QueueControl(paused=True, intake_paused=True, concurrency=3)
-        await rig.engine.set_control(rig.queue, wanted)
+        control = QueueControl(paused=True, intake_paused=True, concurrency=3)
+        await rig.engine.set_control(rig.queue, control)
         other = await rig.harness.make()
-        assert await other.get_control(rig.queue) == wanted
+        assert await other.get_control(rig.queue) == control
         assert await other.get_control("letters") == QueueControl()
         await other.set_control(rig.queue, QueueControl())
         assert await rig.engine.get_control(rig.queue) == QueueControl()
 
-    async def test_a_paused_queue_holds_back_what_falls_due(self, rig: Rig) -> None:
+    async def test_a_paused_queue_holds_back_due_jobs(self, rig: Rig) -> None:
         job_id = await rig.submit_one(delay_ms=1_000)
         await rig.engine.set_control(rig.queue, QueueControl(paused=True))
         await rig.harness.advance(1_001)
@@ -199,7 +199,7 @@ class ControlContract(Contract):
         await rig.engine.set_control(rig.queue, QueueControl())
         assert ids(await rig.claim_due()) == [job_id]
 
-    async def test_lost_leases_of_a_paused_queue_stay_until_it_goes_on(self, rig: Rig) -> None:
+    async def test_expired_leases_of_a_paused_queue_are_reclaimed_after_it_is_resumed(self, rig: Rig) -> None:
         claim = await rig.start_one("w1")
         await rig.engine.set_control(rig.queue, QueueControl(paused=True))
         await rig.lose_leases()
@@ -207,31 +207,31 @@ class ControlContract(Contract):
         await rig.engine.set_control(rig.queue, QueueControl())
         assert ids(await rig.engine.reclaim("w2", [rig.queue], 10)) == [claim.job_id]
 
-    async def test_listeners_hear_of_a_cancelled_run(self, rig: Rig) -> None:
+    async def test_listeners_are_notified_of_a_cancelled_run(self, rig: Rig) -> None:
         listener = await self._listener(rig)
         claim = await rig.start_one()
         await rig.move(claim.job_id, State.CANCELLED)
-        await self._hears(rig, listener, CancelledNotice(rig.queue, claim.job_id))
+        await self._expect_notice(rig, listener, CancelledNotice(rig.queue, claim.job_id))
 
-    async def test_listeners_hear_of_a_change_of_controls(self, rig: Rig) -> None:
+    async def test_listeners_are_notified_of_a_control_change(self, rig: Rig) -> None:
         listener = await self._listener(rig)
         await rig.engine.set_control(rig.queue, QueueControl(concurrency=2))
-        await self._hears(rig, listener, ControlNotice(rig.queue))
+        await self._expect_notice(rig, listener, ControlNotice(rig.queue))
 
-    async def test_listeners_hear_when_something_falls_due_earlier(self, rig: Rig) -> None:
+    async def test_listeners_are_notified_of_an_earlier_due_time(self, rig: Rig) -> None:
         listener = await self._listener(rig)
         due_at_ms = await rig.engine.now_ms() + 60_000
         await rig.submit(run_at_ms=due_at_ms)
-        await self._hears(rig, listener, DueNotice(rig.queue, due_at_ms))
+        await self._expect_notice(rig, listener, DueNotice(rig.queue, due_at_ms))
         claim = await rig.start_one()
         await rig.settle(claim, RetryLater(1_000, FAILURE))
         while True:
-            heard = await soon(listener.listen([rig.queue], LONG_WAIT_MS))
-            assert heard, "nobody said that a retry is due earlier"
-            if any(isinstance(notice, DueNotice) and notice.at_ms < due_at_ms for notice in heard):
+            notices = await soon(listener.listen([rig.queue], LONG_WAIT_MS))
+            assert notices, "no notice of the earlier due time"
+            if any(isinstance(notice, DueNotice) and notice.at_ms < due_at_ms for notice in notices):
                 break
 
-    async def test_listening_in_vain_ends(self, rig: Rig) -> None:
+    async def test_listen_times_out(self, rig: Rig) -> None:
         await rig.engine.listen([rig.queue], 0)
         assert await soon(rig.engine.listen([rig.queue], 20)) == []
 
@@ -240,9 +240,9 @@ class ControlContract(Contract):
         await listener.listen([rig.queue], 0)
         return listener
 
-    async def _hears(self, rig: Rig, listener: Engine, wanted: Notice) -> None:
+    async def _expect_notice(self, rig: Rig, listener: Engine, expected: Notice) -> None:
         while True:
-            heard = await soon(listener.listen([rig.queue], LONG_WAIT_MS))
-            assert heard, f"{wanted} was never heard"
-            if wanted in heard:
+            notices = await soon(listener.listen([rig.queue], LONG_WAIT_MS))
+            assert notices, f"{expected} was not received"
+            if expected in notices:
                 return

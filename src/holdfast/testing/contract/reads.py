@@ -1,4 +1,4 @@
-"""Looking: live state, statistics, waiting for an end, the feed, what expires (Q13, Q15, H5)."""
+"""Engine contract for reads: job state, statistics, waiting, retention and the feed (Q13, Q15, H5)."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ OPEN_STATES = [State.QUEUED, State.WAITING_APPROVAL, State.RUNNING, State.RETRYI
 
 
 class ReaderContract(Contract):
-    """What the read-only methods promise."""
+    """Guarantees of the read-only methods."""
 
-    async def test_get_answers_in_order_and_none_for_unknown(self, rig: Rig) -> None:
+    async def test_get_keeps_the_order_and_returns_none_for_unknown_jobs(self, rig: Rig) -> None:
         one, two = await rig.submit(2)
         views = await rig.engine.get(rig.queue, [two, "never-submitted", one])
         assert [view.job_id if view else None for view in views] == [two, None, one]
         assert await rig.engine.get(rig.queue, []) == []
         assert await rig.engine.get(OTHER_QUEUE, [one]) == [None]
 
-    async def test_a_view_is_whole_in_every_state(self, harness: EngineHarness) -> None:
+    async def test_job_info_is_complete_in_every_state(self, harness: EngineHarness) -> None:
         rig = await Rig.on(harness, ledger=True)
         fields = {"tenant_id": "acme", "trace_id": "t", "idempotency_key": "", "payload": b'{"n":3}', "task": "print"}
         for state in State:
@@ -33,7 +33,7 @@ class ReaderContract(Contract):
             view = await rig.view(job_id)
             assert (view.job_id, view.state, view.task, view.queue) == (job_id, state, "print", rig.queue)
             assert (view.tenant_id, view.trace_id) == ("acme", "t")
-            # Arguments of a job that has ended need not be kept.
+            # An engine need not keep the payload of a finished job.
             assert view.payload == b'{"n":3}' or state in FINAL
             assert view.attempt == (0 if state in (State.QUEUED, State.WAITING_APPROVAL) else 1)
             await rig.succeed(*await rig.claim())
@@ -41,7 +41,7 @@ class ReaderContract(Contract):
     async def test_stats_count_open_jobs_by_state(self, harness: EngineHarness) -> None:
         rig = await Rig.on(harness, ledger=True)
         assert await rig.open_jobs() == 0
-        # The states that are reached through a claim come first, or the claim would take the queued ones.
+        # First the states that need a claim, which would otherwise claim the queued jobs.
         for state in reversed(OPEN_STATES):
             await rig.put_in(state)
         await rig.submit(2, delay_ms=60_000)
@@ -53,7 +53,7 @@ class ReaderContract(Contract):
         assert (stats.queue, stats.delayed, stats.workers, stats.control) == (rig.queue, 2, 1, QueueControl())
         assert stats.feed_entries > 0
 
-    async def test_find_shows_some_jobs_of_these_states(self, harness: EngineHarness) -> None:
+    async def test_find_returns_jobs_in_the_given_states(self, harness: EngineHarness) -> None:
         rig = await Rig.on(harness, ledger=True)
         made = {state: (await rig.put_in(state))[0] for state in reversed(OPEN_STATES)}
         for state in OPEN_STATES:
@@ -62,20 +62,20 @@ class ReaderContract(Contract):
         both = await rig.engine.find(rig.queue, [State.QUEUED, State.SUSPENDED], 10)
         assert {view.job_id for view in both} == {made[State.QUEUED], made[State.SUSPENDED]}
 
-    async def test_find_keeps_to_its_limit(self, rig: Rig) -> None:
+    async def test_find_returns_no_more_than_its_limit(self, rig: Rig) -> None:
         submitted = set(await rig.submit(5))
         views = await rig.engine.find(rig.queue, [State.QUEUED], 3)
         assert len(views) == 3
         assert {view.job_id for view in views} < submitted
         assert await rig.engine.find(rig.queue, [], 3) == []
 
-    async def test_queues_that_had_a_job(self, rig: Rig) -> None:
+    async def test_queues_lists_queues_that_had_a_job(self, rig: Rig) -> None:
         assert await rig.engine.queues() == []
         await rig.submit_one()
         await rig.submit_one(queue=OTHER_QUEUE)
         assert await rig.engine.queues() == [OTHER_QUEUE, rig.queue]
 
-    async def test_a_step_for_each_queue(self, rig: Rig) -> None:
+    async def test_for_each_queue_returns_a_result_per_queue(self, rig: Rig) -> None:
         await rig.submit_one()
 
         async def jobs(queue: str) -> int | None:
@@ -86,9 +86,9 @@ class ReaderContract(Contract):
             {},
         )
 
-    # Waiting for an end ----------------------------------------------------------------------------
+    # Waiting for a final state ---------------------------------------------------------------------
 
-    async def test_waiting_for_a_job_that_has_ended(self, rig: Rig) -> None:
+    async def test_waiting_for_a_finished_job_returns_at_once(self, rig: Rig) -> None:
         claim = await rig.start_one()
         await rig.settle(claim, Succeed(b"1"))
         view = await soon(rig.engine.wait_final(rig.queue, claim.job_id, LONG_WAIT_MS))
@@ -96,11 +96,11 @@ class ReaderContract(Contract):
         assert (view.state, view.result) == (State.SUCCEEDED, b"1")
 
     @pytest.mark.parametrize("end", ["succeeded", "failed", "cancelled"])
-    async def test_waiting_ends_when_the_job_does(self, rig: Rig, end: str) -> None:
+    async def test_waiting_ends_when_the_job_finishes(self, rig: Rig, end: str) -> None:
         claim = await rig.start_one()
         other = await rig.harness.make()
         waiting = asyncio.create_task(other.wait_final(rig.queue, claim.job_id, LONG_WAIT_MS))
-        # The first look has been taken once this short wait is over: now it is the end that must wake the other.
+        # After this short wait the waiter has read the state once; from now on only the end of the job can wake it.
         assert await rig.engine.wait_final(rig.queue, claim.job_id, 50) is not None
         if end == "succeeded":
             await rig.settle(claim, Succeed(b"1"))
@@ -112,16 +112,16 @@ class ReaderContract(Contract):
         assert view is not None
         assert view.state == end
 
-    async def test_waiting_in_vain_shows_the_job_as_it_is(self, rig: Rig) -> None:
+    async def test_a_wait_that_times_out_returns_the_current_state(self, rig: Rig) -> None:
         claim = await rig.start_one()
         view = await soon(rig.engine.wait_final(rig.queue, claim.job_id, 20))
         assert view is not None
         assert view.state is State.RUNNING
 
-    async def test_waiting_for_an_unknown_job(self, rig: Rig) -> None:
+    async def test_waiting_for_an_unknown_job_returns_none(self, rig: Rig) -> None:
         assert await soon(rig.engine.wait_final(rig.queue, "never-submitted", LONG_WAIT_MS)) is None
 
-    async def test_several_may_wait_for_one_job(self, rig: Rig) -> None:
+    async def test_several_callers_can_wait_for_one_job(self, rig: Rig) -> None:
         claim = await rig.start_one()
         engines = [rig.engine, rig.engine, await rig.harness.make()]
         waiting = [asyncio.create_task(each.wait_final(rig.queue, claim.job_id, LONG_WAIT_MS)) for each in engines]
@@ -130,9 +130,9 @@ class ReaderContract(Contract):
         views = await soon(asyncio.gather(*waiting))
         assert [view.state if view else None for view in views] == [State.SUCCEEDED] * 3
 
-    # What is left ----------------------------------------------------------------------------------
+    # Retention -------------------------------------------------------------------------------------
 
-    async def test_nothing_stays_in_line_when_everything_has_ended(self, rig: Rig) -> None:
+    async def test_nothing_is_left_when_all_jobs_have_finished(self, rig: Rig) -> None:
         await rig.submit(30)
         await rig.submit(5, delay_ms=1_000)
         claims = await rig.claim("w1")
@@ -150,7 +150,7 @@ class ReaderContract(Contract):
         assert (await rig.engine.promote([rig.queue], 10)).next_due_at_ms == 0
         assert await rig.engine.find(rig.queue, OPEN_STATES, 10) == []
 
-    async def test_an_idle_worker_is_counted_until_it_leaves(self, rig: Rig) -> None:
+    async def test_an_idle_worker_is_counted_until_it_deregisters(self, rig: Rig) -> None:
         assert await rig.claim("w1") == []
         assert (await rig.engine.stats(rig.queue)).workers == 1
         await rig.engine.deregister_worker("w1", [rig.queue])
@@ -166,24 +166,24 @@ class ReaderContract(Contract):
         await rig.engine.prune([rig.queue])
         assert await rig.engine.get(rig.queue, finished) == [None] * 3
         assert None not in await rig.engine.get(rig.queue, opened)
-        assert await rig.engine.prune([rig.queue, "nobody-wrote-here"]) == 0
+        assert await rig.engine.prune([rig.queue, "never-used"]) == 0
 
-    # Life ------------------------------------------------------------------------------------------
+    # Opening and closing ---------------------------------------------------------------------------
 
-    async def test_a_sibling_sees_the_same_store(self, rig: Rig) -> None:
-        sibling = rig.engine.clone()
-        await sibling.open()
+    async def test_a_clone_uses_the_same_store(self, rig: Rig) -> None:
+        clone = rig.engine.clone()
+        await clone.open()
         try:
             job_id = await rig.submit_one()
-            (claim,) = await sibling.claim("w1", [rig.queue], 1, 0)
+            (claim,) = await clone.claim("w1", [rig.queue], 1, 0)
             assert claim.job_id == job_id
-            assert sibling.options == rig.engine.options
+            assert clone.options == rig.engine.options
         finally:
-            await sibling.close()
-            await sibling.close()
+            await clone.close()
+            await clone.close()
         assert await rig.succeed(claim) == ["applied"]
 
-    async def test_jobs_outlive_the_engine_that_took_them(self, rig: Rig) -> None:
+    async def test_jobs_outlive_the_engine_that_accepted_them(self, rig: Rig) -> None:
         job_id = await rig.submit_one()
         await rig.engine.close()
         again = await Rig.on(rig.harness)
@@ -194,13 +194,13 @@ class ReaderContract(Contract):
         findings = await rig.engine.diagnose([rig.queue])
         assert findings
         assert all(finding.check and finding.message for finding in findings)
-        assert all(finding.ok or finding.advice for finding in findings)
+        assert all(finding.ok or finding.remedy for finding in findings)
 
 
 class FeedContract(Contract):
-    """What the ledger's end promises."""
+    """Guarantees of the feed to its reader."""
 
-    async def test_entries_come_in_order_and_page_by_page(self, rig: Rig) -> None:
+    async def test_feed_entries_are_ordered_and_paged(self, rig: Rig) -> None:
         submitted = [await rig.submit_one() for _ in range(7)]
         whole = await rig.entries(page=100)
         assert [event.job_id for entry in whole for event in entry.events] == submitted
@@ -209,7 +209,7 @@ class FeedContract(Contract):
         assert await rig.engine.read_feed(rig.queue, whole[-1].position, 10) == whole[-1:]
         assert await rig.engine.read_feed(rig.queue, whole[2].position, 2) == whole[2:4]
 
-    async def test_one_step_is_one_entry(self, rig: Rig) -> None:
+    async def test_one_atomic_step_is_one_feed_entry(self, rig: Rig) -> None:
         submitted = await rig.submit(20)
         await rig.succeed(*await rig.claim())
         entries = await rig.entries()
@@ -217,13 +217,13 @@ class FeedContract(Contract):
         for entry in entries:
             assert [event.job_id for event in entry.events] == submitted
 
-    async def test_queues_have_feeds_of_their_own(self, rig: Rig) -> None:
+    async def test_each_queue_has_its_own_feed(self, rig: Rig) -> None:
         here = await rig.submit_one()
         await rig.submit_one(queue=OTHER_QUEUE)
         assert [event.job_id for event in await rig.events()] == [here]
-        assert await rig.engine.read_feed("nobody-wrote-here", "", 10) == []
+        assert await rig.engine.read_feed("never-used", "", 10) == []
 
-    async def test_what_changed_nothing_is_not_in_the_feed(self, rig: Rig) -> None:
+    async def test_calls_that_change_nothing_leave_no_feed_entry(self, rig: Rig) -> None:
         envelope = rig.envelope(idempotency_key="k")
         await rig.engine.submit([envelope])
         claim = await rig.claim_one("w1")
@@ -242,7 +242,7 @@ class FeedContract(Contract):
             await rig.submit_one()
         await rig.engine.prune([rig.queue])
         kept = await rig.entries()
-        # A store may drop entries a node at a time.
+        # A store may drop whole stream nodes only.
         assert 20 <= len(kept) <= 150
         assert (await rig.engine.stats(rig.queue)).feed_entries == len(kept)
 
@@ -254,18 +254,18 @@ class FeedContract(Contract):
         await rig.engine.prune([rig.queue])
         assert [event.job_id for event in await rig.events()] == submitted
 
-    async def test_what_was_read_can_be_forgotten(self, rig: Rig) -> None:
+    async def test_entries_that_were_read_can_be_trimmed(self, rig: Rig) -> None:
         await rig.engine.attach_reader(rig.queue)
         for _ in range(10):
             await rig.submit_one()
         whole = await rig.entries()
         await rig.engine.trim_feed(rig.queue, whole[5].position)
         await rig.engine.trim_feed(rig.queue, whole[5].position)
-        # The entry at the position stays: it proves that this is still the same feed.
+        # The entry at the position stays: it identifies the feed.
         assert await rig.entries() == whole[5:]
         assert await rig.engine.read_feed(rig.queue, whole[5].position, 100) == whole[5:]
 
-    async def test_a_full_feed_refuses_intake_but_not_work(self, harness: EngineHarness) -> None:
+    async def test_a_full_feed_refuses_submissions_but_work_continues(self, harness: EngineHarness) -> None:
         rig = await Rig.on(harness, feed_max_bytes=20_000)
         await rig.engine.attach_reader(rig.queue)
         payload = b'{"text":"' + b"x" * 500 + b'"}'

@@ -20,12 +20,12 @@ from holdfast.engine.port import Engine
 from holdfast.engine.port.jobs import RetryVia
 from holdfast.engine.port.operators import QueueControl, TenantControl
 from holdfast.errors import TransitionInvalid, UnknownJob
-from holdfast.testing.contract.approvals import told
+from holdfast.testing.contract.approvals import audit_fields
 from holdfast.testing.contract.harness import FAILURE, QUEUE, Contract, EngineHarness, Rig, both_modes, ids, lost_leases
 
 
 class RetryContract(Contract):
-    """The same promises in both modes."""
+    """Guarantees for retries, the same in both modes."""
 
     @both_modes
     async def test_a_retry_waits_and_runs_again(self, rig: Rig) -> None:
@@ -54,7 +54,7 @@ class RetryContract(Contract):
         check_history(await rig.events(), ended=True)
 
     @both_modes
-    async def test_due_early_with_a_long_lease_runs_when_due(self, harness: EngineHarness, mode: RetryVia) -> None:
+    async def test_a_retry_shorter_than_the_lease_runs_when_due(self, harness: EngineHarness, mode: RetryVia) -> None:
         rig = await Rig.on(harness, retry_via={QUEUE: mode}, visibility_timeout_ms=300_000)
         claim = await rig.start_one()
         await rig.settle(claim, RetryLater(2_000, FAILURE))
@@ -62,7 +62,7 @@ class RetryContract(Contract):
         assert ids(await rig.claim_due()) == [claim.job_id]
 
     @both_modes
-    async def test_due_late_with_a_short_lease_waits(self, harness: EngineHarness, mode: RetryVia) -> None:
+    async def test_a_retry_longer_than_the_lease_waits_until_due(self, harness: EngineHarness, mode: RetryVia) -> None:
         rig = await Rig.on(harness, retry_via={QUEUE: mode}, visibility_timeout_ms=1_000)
         claim = await rig.start_one()
         await rig.settle(claim, RetryLater(60_000, FAILURE))
@@ -82,7 +82,7 @@ class RetryContract(Contract):
         assert ids(await rig.claim_due()) == [claim.job_id]
 
     @both_modes
-    async def test_a_due_retry_is_taken_once(self, rig: Rig) -> None:
+    async def test_a_due_retry_is_claimed_once(self, rig: Rig) -> None:
         submitted = await rig.submit(5)
         claims = await rig.claim()
         for claim in claims:
@@ -93,7 +93,7 @@ class RetryContract(Contract):
         assert second == []
 
     @both_modes
-    async def test_a_retry_whose_worker_dies_is_taken_over(self, rig: Rig) -> None:
+    async def test_a_retry_is_reclaimed_when_its_worker_dies(self, rig: Rig) -> None:
         claim = await rig.start_one("w1")
         await rig.settle(claim, RetryLater(1_000, FAILURE))
         await rig.harness.advance(1_001)
@@ -105,7 +105,7 @@ class RetryContract(Contract):
         check_history(await rig.events(), ended=True)
 
     @both_modes
-    async def test_the_old_lease_is_worth_nothing_while_the_job_waits(self, rig: Rig) -> None:
+    async def test_the_old_lease_is_invalid_while_a_retry_waits(self, rig: Rig) -> None:
         claim = await rig.start_one("w1")
         await rig.settle(claim, RetryLater(60_000, FAILURE))
         assert await rig.engine.renew([claim.lease]) == [claim.lease]
@@ -147,14 +147,14 @@ class RetryContract(Contract):
         check_history(await rig.events(), ended=True)
 
     @both_modes
-    async def test_nobody_is_counted_as_a_worker_for_waiting(self, rig: Rig) -> None:
+    async def test_a_waiting_retry_does_not_count_as_a_worker(self, rig: Rig) -> None:
         claim = await rig.start_one("w1")
         await rig.settle(claim, RetryLater(60_000, FAILURE))
         await rig.engine.deregister_worker("w1", [rig.queue])
         stats = await rig.engine.stats(rig.queue)
         assert (stats.workers, stats.states.get(State.RETRYING), stats.states.get(State.RUNNING, 0)) == (0, 1, 0)
 
-    async def test_a_retry_rests_in_the_pending_list_at_least_so_long(self, harness: EngineHarness) -> None:
+    async def test_a_retry_stays_in_the_pending_list_for_at_least_pending_idle_ms(self, harness: EngineHarness) -> None:
         rig = await Rig.on(harness, retry_via={QUEUE: RetryVia.PENDING}, pending_idle_ms=20_000)
         claim = await rig.start_one()
         await rig.settle(claim, RetryLater(0, FAILURE))
@@ -176,11 +176,11 @@ MINUTE_MS: Final = 60_000
 
 
 class ExpediteContract(Contract):
-    """What `expedite` and `take` promise."""
+    """Guarantees of `expedite` and `claim_job`."""
 
-    # Due at once -----------------------------------------------------------------------------------
+    # Expediting ------------------------------------------------------------------------------------
 
-    async def test_a_delayed_job_can_be_made_due(self, rig: Rig) -> None:
+    async def test_a_delayed_job_can_be_expedited(self, rig: Rig) -> None:
         job_id = await rig.submit_one(delay_ms=MINUTE_MS, tenant_id="acme")
         await self._expedite(rig, job_id, audit="operator.retry")
         assert ids(await rig.claim_due()) == [job_id]
@@ -190,13 +190,13 @@ class ExpediteContract(Contract):
         assert (expedited.type, expedited.from_state, expedited.to_state) == (EXPEDITED_EVENT, None, None)
         assert ((expedited.data or {})["actor"], (expedited.data or {})["reason"]) == ("ann", "now")
         assert (logged.type, logged.job_id, logged.tenant_id) == ("operator.retry", job_id, "acme")
-        actor, reason, *_, target, target_id = told(logged)
+        actor, reason, *_, target, target_id = audit_fields(logged)
         assert (actor, reason, target, target_id) == ("ann", "now", "job", job_id)
         assert (created.type, claimed.type) == ("task.created", "task.claimed")
         assert claimed.attempt == 1
 
     @both_modes
-    async def test_a_retry_can_be_made_due(self, rig: Rig, mode: RetryVia) -> None:
+    async def test_a_retry_can_be_expedited(self, rig: Rig, mode: RetryVia) -> None:
         claim = await rig.start_one()
         await rig.settle(claim, RetryLater(MINUTE_MS, FAILURE))
         await self._expedite(rig, claim.job_id)
@@ -213,32 +213,32 @@ class ExpediteContract(Contract):
         ]
         check_history(await rig.events(), ended=True)
 
-    async def test_a_job_that_was_made_due_stays_so(self, rig: Rig) -> None:
-        """Parked and resumed it does not remember the time that a person overruled."""
+    async def test_an_expedited_job_stays_due(self, rig: Rig) -> None:
+        """Parking and resuming it does not bring its old due time back."""
         job_id = await rig.submit_one(delay_ms=MINUTE_MS)
         await self._expedite(rig, job_id)
         await rig.move(job_id, State.SUSPENDED)
         await rig.move(job_id, State.QUEUED)
         assert ids(await rig.claim_due()) == [job_id]
 
-    async def test_a_job_that_was_taken_before_its_time_does_not_wait_for_it_again(self, rig: Rig) -> None:
+    async def test_a_job_claimed_early_does_not_wait_for_its_delay_again(self, rig: Rig) -> None:
         job_id = await rig.submit_one(delay_ms=MINUTE_MS)
         claim = await rig.engine.claim_job("w", rig.queue, job_id)
         await rig.settle(claim, Suspend(FAILURE))
         await rig.move(job_id, State.QUEUED)
         assert ids(await rig.claim()) == [job_id]
 
-    async def test_twice_is_as_good_as_once(self, rig: Rig) -> None:
+    async def test_expediting_twice_has_the_effect_of_once(self, rig: Rig) -> None:
         job_id = await rig.submit_one(delay_ms=MINUTE_MS)
         await self._expedite(rig, job_id)
-        # It may be in line by now, which is not waiting for a time any more.
+        # It may be ready by now, and a ready job cannot be expedited.
         with suppress(TransitionInvalid):
             await self._expedite(rig, job_id)
         assert ids(await rig.claim_due()) == [job_id]
         assert await rig.claim_due() == []
 
     @pytest.mark.parametrize("state", [state for state in State if state is not State.RETRYING])
-    async def test_what_waits_for_no_time_cannot_be_made_due(self, harness: EngineHarness, state: State) -> None:
+    async def test_a_job_that_is_not_delayed_cannot_be_expedited(self, harness: EngineHarness, state: State) -> None:
         rig = await Rig.on(harness, ledger=True)
         job_id, _ = await rig.put_in(state)
         before, refused = await rig.entries(), rig.engine.counts.illegal_moves
@@ -248,16 +248,16 @@ class ExpediteContract(Contract):
         assert rig.engine.counts.illegal_moves == refused + 1
         assert await rig.entries() == before
 
-    async def test_an_unknown_job_cannot_be_made_due_or_taken(self, rig: Rig) -> None:
+    async def test_an_unknown_job_cannot_be_expedited_or_claimed(self, rig: Rig) -> None:
         await rig.submit_one()
         with pytest.raises(UnknownJob):
             await self._expedite(rig, "never-submitted")
         with pytest.raises(UnknownJob):
             await rig.engine.claim_job("w1", rig.queue, "never-submitted")
 
-    # Taking one job --------------------------------------------------------------------------------
+    # Claiming one job ------------------------------------------------------------------------------
 
-    async def test_a_job_can_be_taken_from_the_middle_of_the_line(self, rig: Rig) -> None:
+    async def test_claim_job_claims_a_ready_job_out_of_order(self, rig: Rig) -> None:
         one, two, three = await rig.submit(3, tenant_id="acme", payload=b'{"n":2}')
         claim = await rig.engine.claim_job("w9", rig.queue, two)
         assert (claim.job_id, claim.attempt, claim.lease.worker) == (two, 1, "w9")
@@ -269,17 +269,17 @@ class ExpediteContract(Contract):
         assert (await rig.view(two)).result == b"7"
         check_history(await rig.events())
 
-    async def test_a_delayed_job_can_be_taken(self, rig: Rig) -> None:
+    async def test_claim_job_claims_a_delayed_job(self, rig: Rig) -> None:
         job_id = await rig.submit_one(delay_ms=MINUTE_MS)
         claim = await rig.engine.claim_job("w9", rig.queue, job_id)
         await rig.harness.advance(MINUTE_MS + 1)
-        # Once its lease is lost it is somebody else's, and in nobody's line.
+        # After its lease has expired it is claimed once: by reclaim, and not as a due job as well.
         assert ids(await rig.claim_due()) == [job_id]
         assert await rig.succeed(claim) == [SettleResult.STALE]
         check_history(await rig.events())
 
     @both_modes
-    async def test_a_retry_can_be_taken(self, rig: Rig, mode: RetryVia) -> None:
+    async def test_claim_job_claims_a_retry(self, rig: Rig, mode: RetryVia) -> None:
         claim = await rig.start_one("w1")
         await rig.settle(claim, RetryLater(MINUTE_MS, FAILURE))
         again = await rig.engine.claim_job("w9", rig.queue, claim.job_id)
@@ -290,7 +290,7 @@ class ExpediteContract(Contract):
         assert await rig.claim_due() == []
         check_history(await rig.events(), ended=True)
 
-    async def test_a_due_retry_in_line_can_be_taken(self, rig: Rig) -> None:
+    async def test_claim_job_claims_a_promoted_retry(self, rig: Rig) -> None:
         claim = await rig.start_one("w1")
         await rig.settle(claim, RetryLater(1_000, FAILURE))
         await rig.harness.advance(1_001)
@@ -299,7 +299,7 @@ class ExpediteContract(Contract):
         assert again.attempt == 2
         assert await rig.claim_due() == []
 
-    async def test_a_taken_job_is_leased_like_any_other(self, rig: Rig) -> None:
+    async def test_claim_job_grants_an_ordinary_lease(self, rig: Rig) -> None:
         job_id = await rig.submit_one()
         claim = await rig.engine.claim_job("w9", rig.queue, job_id)
         assert [each.lease for each in await rig.engine.recover_claims("w9", [rig.queue], ())] == [claim.lease]
@@ -310,14 +310,14 @@ class ExpediteContract(Contract):
         assert await rig.succeed(claim, again) == [SettleResult.STALE, SettleResult.APPLIED]
         check_history(await rig.events(), ended=True)
 
-    async def test_a_taken_job_can_fail_and_come_back(self, rig: Rig) -> None:
+    async def test_a_job_claimed_by_claim_job_can_be_retried(self, rig: Rig) -> None:
         claim = await rig.engine.claim_job("w9", rig.queue, await rig.submit_one())
         await rig.settle(claim, RetryLater(1_000, FAILURE))
         await rig.harness.advance(1_001)
         (again,) = await rig.claim_due()
         assert (again.attempt, again.meta.retry_count) == (2, 1)
 
-    async def test_a_taken_job_has_its_tenants_place(self, rig: Rig) -> None:
+    async def test_claim_job_uses_a_slot_of_the_tenant(self, rig: Rig) -> None:
         await rig.engine.set_control(rig.queue, QueueControl(tenants={"acme": TenantControl(concurrency=1)}))
         _, two = await rig.submit(2, tenant_id="acme")
         claim = await rig.engine.claim_job("w9", rig.queue, two)
@@ -326,7 +326,7 @@ class ExpediteContract(Contract):
         assert len(await rig.claim()) == 1
 
     @pytest.mark.parametrize("state", [state for state in State if state not in (State.QUEUED, State.RETRYING)])
-    async def test_only_what_could_run_can_be_taken(self, harness: EngineHarness, state: State) -> None:
+    async def test_claim_job_refuses_jobs_that_cannot_run(self, harness: EngineHarness, state: State) -> None:
         rig = await Rig.on(harness, ledger=True)
         job_id, _ = await rig.put_in(state)
         before, refused = await rig.entries(), rig.engine.counts.illegal_moves
@@ -336,10 +336,10 @@ class ExpediteContract(Contract):
         assert rig.engine.counts.illegal_moves == refused + 1
         assert await rig.entries() == before
 
-    async def test_a_claim_and_a_take_cannot_both_win(self, rig: Rig) -> None:
+    async def test_claim_and_claim_job_cannot_both_win(self, rig: Rig) -> None:
         other = Rig(rig.harness, await rig.harness.make())
 
-        async def take(job_id: str) -> Claim | None:
+        async def claim_job(job_id: str) -> Claim | None:
             try:
                 return await rig.engine.claim_job("w9", rig.queue, job_id)
             except TransitionInvalid:
@@ -347,8 +347,8 @@ class ExpediteContract(Contract):
 
         for _ in range(20):
             job_id = await rig.submit_one()
-            taken, claims = await asyncio.gather(take(job_id), other.claim("w2", 1))
-            winners = [*claims, *([taken] if taken else [])]
+            claim, claims = await asyncio.gather(claim_job(job_id), other.claim("w2", 1))
+            winners = [*claims, *([claim] if claim else [])]
             assert ids(winners) == [job_id]
             assert await rig.succeed(*winners) == [SettleResult.APPLIED]
         check_history(await rig.events(), ended=True)

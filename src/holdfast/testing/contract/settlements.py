@@ -1,4 +1,4 @@
-"""Ending an attempt: verdicts, resent settles, dead letters (S3–S5, Q2, Q6, Y3, Y6, Y7, D1, D6)."""
+"""Engine contract for settling: verdicts, resent settles, dead letters (S3–S5, Q2, Q6, Y3, Y6, Y7, D1, D6)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def verdict_name(verdict: Verdict) -> str:
 
 
 class SettlementContract(Contract):
-    """What `settle` promises."""
+    """Guarantees of `settle`."""
 
     async def test_success_is_final_and_has_a_result(self, rig: Rig) -> None:
         claim = await rig.start_one("w1")
@@ -40,7 +40,7 @@ class SettlementContract(Contract):
         assert await rig.event_types(claim.job_id) == ["task.created", "task.claimed", "task.succeeded"]
 
     @pytest.mark.parametrize("verdict", EVERY_VERDICT, ids=verdict_name)
-    async def test_each_verdict_leads_where_it_says(self, harness: EngineHarness, verdict: Verdict) -> None:
+    async def test_each_verdict_leads_to_its_target_state(self, harness: EngineHarness, verdict: Verdict) -> None:
         rig = await Rig.on(harness, ledger=True)
         claim = await rig.start_one()
         assert await rig.settle(claim, verdict) is SettleResult.APPLIED
@@ -48,7 +48,7 @@ class SettlementContract(Contract):
         assert await rig.engine.recover_claims("w1", [rig.queue], ()) == []
         check_history(await rig.events())
 
-    async def test_an_event_says_who_when_and_why(self, rig: Rig) -> None:
+    async def test_an_event_has_worker_time_and_reason(self, rig: Rig) -> None:
         before = await rig.engine.now_ms()
         claim = await rig.start_one("w1")
         await rig.settle(claim, RetryLater(60_000, FAILURE))
@@ -63,7 +63,7 @@ class SettlementContract(Contract):
         assert before <= created.at_ms <= claimed.at_ms <= retrying.at_ms <= await rig.engine.now_ms()
 
     @pytest.mark.parametrize("error_ms", [-86_400_000, 86_400_000], ids=["slow", "fast"])
-    async def test_a_workers_clock_decides_nothing(self, rig: Rig, error_ms: int) -> None:
+    async def test_a_workers_clock_has_no_effect(self, rig: Rig, error_ms: int) -> None:
         claim = await rig.start_one()
         before = await rig.engine.now_ms()
         await rig.engine.settle([Settlement(claim, RetryLater(60_000, FAILURE), before + error_ms)])
@@ -73,7 +73,7 @@ class SettlementContract(Contract):
         await rig.harness.advance(60_001)
         assert ids(await rig.claim_due()) == [claim.job_id]
 
-    async def test_a_batch_is_answered_in_order(self, rig: Rig) -> None:
+    async def test_settle_results_are_in_the_order_of_the_batch(self, rig: Rig) -> None:
         stale = await rig.start_one("w1")
         await rig.lose_leases()
         await rig.reclaim_one("w2")
@@ -87,7 +87,7 @@ class SettlementContract(Contract):
         ]
         assert await rig.engine.settle([]) == []
 
-    async def test_one_worker_may_settle_for_several_queues(self, rig: Rig) -> None:
+    async def test_one_batch_may_settle_jobs_of_several_queues(self, rig: Rig) -> None:
         claims = [await rig.start_one(), *await self._elsewhere(rig)]
         assert await rig.succeed(*claims) == [SettleResult.APPLIED] * 3
 
@@ -95,7 +95,7 @@ class SettlementContract(Contract):
         other = Rig(rig.harness, rig.engine, "letters")
         return [await other.start_one(), await other.start_one("w2")]
 
-    # A reply was lost ------------------------------------------------------------------------------
+    # After a lost reply ----------------------------------------------------------------------------
 
     @pytest.mark.parametrize("verdict", EVERY_VERDICT, ids=verdict_name)
     async def test_a_resent_settle_is_recognised(self, rig: Rig, verdict: Verdict) -> None:
@@ -103,20 +103,20 @@ class SettlementContract(Contract):
         settlement = await rig.settlement(claim, verdict)
         assert await rig.engine.settle([settlement]) == [SettleResult.APPLIED]
         before = await rig.view(claim.job_id), await rig.events(claim.job_id)
-        # Batched differently the second time.
+        # In a different batch the second time.
         batch = [await rig.settlement(other, Succeed(b"7")), settlement]
         assert await rig.engine.settle(batch) == [SettleResult.APPLIED, SettleResult.ALREADY]
         assert (await rig.view(claim.job_id), await rig.events(claim.job_id)) == before
         assert rig.engine.counts.stale_settles == 0
 
-    async def test_the_same_settlement_twice_in_one_batch(self, rig: Rig) -> None:
+    async def test_a_settlement_repeated_in_one_batch_is_applied_once(self, rig: Rig) -> None:
         settlement = await rig.settlement(await rig.start_one(), RetryLater(60_000, FAILURE))
         assert await rig.engine.settle([settlement, settlement]) == [SettleResult.APPLIED, SettleResult.ALREADY]
         assert (await rig.view(settlement.claim.job_id)).meta.retry_count == 1
 
     @both_modes
     @pytest.mark.parametrize("verdict", [RetryLater(1_000, FAILURE), Release("draining")], ids=verdict_name)
-    async def test_a_resend_that_comes_during_the_next_attempt(self, rig: Rig, verdict: Verdict) -> None:
+    async def test_a_settle_resent_during_the_next_attempt_changes_nothing(self, rig: Rig, verdict: Verdict) -> None:
         first = await rig.start_one("w1")
         settlement = await rig.settlement(first, verdict)
         await rig.engine.settle([settlement])
@@ -139,7 +139,7 @@ class SettlementContract(Contract):
         assert await rig.claim_due() == []
         assert (await rig.view(claim.job_id), await rig.events()) == before
 
-    # Giving back -----------------------------------------------------------------------------------
+    # Releasing -------------------------------------------------------------------------------------
 
     async def test_an_unstarted_attempt_is_not_used_up(self, rig: Rig) -> None:
         claim = await rig.start_one("w1")
@@ -199,24 +199,24 @@ class SettlementContract(Contract):
         with pytest.raises(TransitionInvalid):
             await rig.move(claim.job_id, State.FAILED)
         assert await rig.move(claim.job_id, State.DLQ_RECORDED) is State.DLQ_PENDING
-        # A ledger that restarts sends it again: an answer, not a second move.
+        # A restarted ledger sends the move again: it is refused, not made twice.
         with pytest.raises(TransitionInvalid):
             await rig.move(claim.job_id, State.DLQ_RECORDED)
         assert await rig.move(claim.job_id, State.FAILED) is State.DLQ_RECORDED
         assert (await rig.event_types(claim.job_id))[-3:] == ["task.dlq_pending", "task.dlq", "task.failed"]
         check_history(await rig.events(), ended=True)
 
-    async def test_why_an_operator_gave_a_job_up_stays_with_it(self, harness: EngineHarness) -> None:
+    async def test_the_reason_of_an_operators_dead_letter_stays_with_the_job(self, harness: EngineHarness) -> None:
         rig = await Rig.on(harness, ledger=True)
         job_id = await rig.submit_one()
         await rig.move(job_id, State.DLQ_PENDING)
-        why = (await rig.view(job_id)).failure
-        assert why is not None
+        failure = (await rig.view(job_id)).failure
+        assert failure is not None
         for state in (State.DLQ_RECORDED, State.FAILED):
             await rig.move(job_id, state)
-            assert (await rig.view(job_id)).failure == why
+            assert (await rig.view(job_id)).failure == failure
 
-    async def test_a_suspended_job_can_go_on(self, rig: Rig) -> None:
+    async def test_a_suspended_job_can_be_resumed(self, rig: Rig) -> None:
         claim = await rig.start_one(meta=Meta(context={"user": "u1"}))
         await rig.settle(claim, RetryLater(0, FAILURE))
         await rig.harness.advance(1)
@@ -234,17 +234,17 @@ class SettlementContract(Contract):
         assert resumed.meta.context == {"user": "u1"}
         assert (await rig.event_types(claim.job_id))[-3:] == ["task.suspended", "task.resumed", "task.claimed"]
 
-    async def test_a_task_can_ask_in_the_middle_of_its_run(self, rig: Rig) -> None:
+    async def test_a_task_can_request_approval_during_its_run(self, rig: Rig) -> None:
         claim = await rig.start_one()
         await rig.settle(claim, Hold("send 4,000 letters?"))
         assert await rig.claim_due() == []
-        asked = (await rig.events(claim.job_id))[-1]
-        assert (asked.type, asked.message) == ("approval.requested", "send 4,000 letters?")
+        requested = (await rig.events(claim.job_id))[-1]
+        assert (requested.type, requested.message) == ("approval.requested", "send 4,000 letters?")
         await rig.move(claim.job_id, State.QUEUED)
         again = await rig.claim_one()
         assert (again.job_id, again.attempt) == (claim.job_id, 2)
 
-    async def test_one_final_event_whatever_happens_on_the_way(self, rig: Rig) -> None:
+    async def test_every_job_has_exactly_one_final_event(self, rig: Rig) -> None:
         claims = [await rig.start_one("w1") for _ in range(len(EVERY_VERDICT))]
         for claim, verdict in zip(claims, EVERY_VERDICT, strict=True):
             await rig.settle(claim, verdict)
@@ -256,6 +256,6 @@ class SettlementContract(Contract):
         assert len(rest) == 4
         await rig.succeed(*rest, *claims)
         history = check_history(await rig.events(), ended=True)
-        assert {story.state for story in history.histories.values()} <= FINAL
+        assert {past.state for past in history.histories.values()} <= FINAL
         assert await rig.open_jobs() == 0
         assert sorted(ids(claims)) == sorted(history.histories)

@@ -23,6 +23,7 @@ from holdfast.testing.contract.harness import (
     FAILURE,
     LONG_WAIT_MS,
     OTHER_QUEUE,
+    QUEUE,
     Contract,
     EngineHarness,
     Rig,
@@ -32,9 +33,9 @@ from holdfast.testing.contract.harness import (
     with_priority,
 )
 
-#: Far more than any claim takes at once.
+#: Far more than one claim returns.
 BACKLOG: Final = 1_500
-#: A job of another tenant is served within so many claims, whatever is in line before it.
+#: A job of another tenant is among the first N claims, whatever is ready before it.
 SOON_SERVED: Final = 20
 
 
@@ -43,7 +44,7 @@ def tenants_of(claims: list[Claim]) -> Counter[str]:
 
 
 class FairnessContract(Contract):
-    """What `claim` promises to tenants that share a queue."""
+    """Guarantees of `claim` to tenants that share a queue."""
 
     @pytest.mark.parametrize("at_a_time", [100, 10, 1])
     async def test_ten_jobs_do_not_wait_behind_another_tenants_thousands(self, rig: Rig, at_a_time: int) -> None:
@@ -53,8 +54,8 @@ class FairnessContract(Contract):
         assert late <= set(ids(claims))
         assert tenants_of(claims) == {"acme": 90, "zeta": 10}
 
-    async def test_turns_are_the_queues_and_not_a_workers(self, rig: Rig) -> None:
-        """Many workers that take one job each are as fair as one that takes many."""
+    async def test_fairness_holds_across_workers(self, rig: Rig) -> None:
+        """Many workers that claim one job each are as fair as one that claims many."""
         await rig.submit(200, tenant_id="acme")
         late = set(await rig.submit(10, tenant_id="zeta"))
         claims: list[Claim] = []
@@ -62,7 +63,7 @@ class FairnessContract(Contract):
             claims += await Rig(rig.harness, await rig.harness.make()).claim(f"w{number}", 1)
         assert late <= set(ids(claims))
 
-    async def test_equals_get_equal_shares(self, rig: Rig) -> None:
+    async def test_equal_weights_get_equal_shares(self, rig: Rig) -> None:
         for tenant in ("acme", "zeta", "omega"):
             await rig.submit(300, tenant_id=tenant)
         shares = tenants_of(await self._take(rig, 300, 10))
@@ -76,7 +77,7 @@ class FairnessContract(Contract):
         shares = tenants_of(await self._take(rig, 100, at_a_time))
         assert 68 <= shares["acme"] <= 82, shares
 
-    async def test_a_tenant_with_nothing_in_line_costs_the_others_nothing(self, rig: Rig) -> None:
+    async def test_a_tenant_without_ready_jobs_costs_the_others_nothing(self, rig: Rig) -> None:
         await self._control(rig, zeta=TenantControl(weight=50))
         await rig.succeed(*[await rig.start_one(tenant_id="zeta") for _ in range(3)])
         submitted = await rig.submit(30, tenant_id="acme")
@@ -84,7 +85,7 @@ class FairnessContract(Contract):
         assert ids(await self._take(rig, 20, 1)) == submitted[10:]
         assert await rig.claim() == []
 
-    async def test_a_claim_is_filled_however_the_shares_are(self, rig: Rig) -> None:
+    async def test_a_claim_is_filled_whatever_the_shares(self, rig: Rig) -> None:
         await rig.submit(100, tenant_id="acme")
         await rig.submit(3, tenant_id="zeta")
         await rig.submit(2, tenant_id="omega")
@@ -100,17 +101,17 @@ class FairnessContract(Contract):
         for tenant, jobs in submitted.items():
             assert [claim.job_id for claim in claims if claim.tenant_id == tenant] == jobs
 
-    async def test_urgent_jobs_go_first_whoever_they_are_of(self, rig: Rig) -> None:
+    async def test_high_priority_jobs_of_any_tenant_run_first(self, rig: Rig) -> None:
         await rig.submit(5, tenant_id="acme")
         urgent = await rig.submit(3, tenant_id="zeta", meta=with_priority(Priority.HIGH))
         assert ids(await rig.claim(limit=3)) == urgent
 
-    async def test_urgent_jobs_of_several_tenants_take_turns(self, rig: Rig) -> None:
+    async def test_high_priority_jobs_of_several_tenants_are_shared_fairly(self, rig: Rig) -> None:
         for tenant, count in (("acme", 60), ("zeta", 5)):
             await rig.submit(count, tenant_id=tenant, meta=with_priority(Priority.HIGH))
         assert tenants_of(await rig.claim(limit=20))["zeta"] == 5
 
-    async def test_however_many_tenants_there_are_all_are_served(self, rig: Rig) -> None:
+    async def test_any_number_of_tenants_is_served(self, rig: Rig) -> None:
         await rig.submit(BACKLOG, tenant_id="acme")
         others = {f"tenant-{number:03}" for number in range(MAX_TENANTS + 36)}
         for tenant in sorted(others):
@@ -123,8 +124,8 @@ class FairnessContract(Contract):
         assert len(set(ids(claims))) == len(claims) == BACKLOG + len(others)
         assert await rig.open_jobs() == 0
 
-    async def test_tenants_that_come_and_go_are_all_served(self, rig: Rig) -> None:
-        """More of them than have a part of their own, one after the other."""
+    async def test_short_lived_tenants_are_all_served(self, rig: Rig) -> None:
+        """More tenants than `MAX_TENANTS`, one after the other."""
         for number in range(MAX_TENANTS + 10):
             claim = await rig.start_one(tenant_id=f"tenant-{number:03}")
             assert await rig.succeed(claim) == [SettleResult.APPLIED]
@@ -133,7 +134,7 @@ class FairnessContract(Contract):
         assert late <= set(ids(await self._take(rig, 50, 5)))
 
     @pytest.mark.parametrize("way", ["delayed", "retried", "released", "resumed", "approved"])
-    async def test_whoever_comes_back_does_not_wait_behind_the_others(self, rig: Rig, way: str) -> None:
+    async def test_a_returning_job_does_not_wait_behind_other_tenants(self, rig: Rig, way: str) -> None:
         if way == "delayed":
             job_id = await rig.submit_one(tenant_id="zeta", delay_ms=1_000)
         elif way == "approved":
@@ -156,7 +157,7 @@ class FairnessContract(Contract):
 
     # A tenant's own concurrency --------------------------------------------------------------------
 
-    async def test_a_tenant_runs_no_more_than_it_may_on_all_workers_together(self, rig: Rig) -> None:
+    async def test_a_tenants_concurrency_limit_holds_across_workers(self, rig: Rig) -> None:
         await self._control(rig, acme=TenantControl(concurrency=2))
         submitted = await rig.submit(6, tenant_id="acme")
         await rig.submit(6, tenant_id="zeta")
@@ -165,7 +166,7 @@ class FairnessContract(Contract):
         assert await rig.claim("w2") == []
         acme = [claim for claim in first if claim.tenant_id == "acme"]
         assert ids(acme) == submitted[:2]
-        # Wherever its place becomes free, it may be taken anywhere.
+        # A slot freed on one worker can be used by any other.
         assert await rig.succeed(acme[0]) == [SettleResult.APPLIED]
         (third,) = await rig.claim("w2")
         assert third.job_id == submitted[2]
@@ -183,18 +184,19 @@ class FairnessContract(Contract):
         ],
         ids=lambda verdict: type(verdict).__name__,
     )
-    async def test_an_ended_attempt_makes_room(self, rig: Rig, verdict: Verdict) -> None:
+    @both_modes
+    async def test_a_settled_attempt_frees_a_slot(self, rig: Rig, mode: RetryVia, verdict: Verdict) -> None:
         await self._control(rig, acme=TenantControl(concurrency=1))
         one, two = await rig.submit(2, tenant_id="acme")
         claim = await rig.claim_one()
         assert (claim.job_id, await rig.claim()) == (one, [])
         assert await rig.settle(claim, verdict) is SettleResult.APPLIED
-        # A settlement that comes twice makes room once.
+        # A resent settlement frees the slot once.
         await rig.settle(claim, verdict)
         assert ids(await rig.claim()) == [two]
         assert await rig.claim() == []
 
-    async def test_a_cancelled_run_makes_room(self, rig: Rig) -> None:
+    async def test_a_cancelled_run_frees_a_slot(self, rig: Rig) -> None:
         await self._control(rig, acme=TenantControl(concurrency=1))
         one, two, _ = await rig.submit(3, tenant_id="acme")
         claim = await rig.claim_one("w1")
@@ -203,12 +205,12 @@ class FairnessContract(Contract):
         assert await rig.succeed(claim) == [SettleResult.STALE]
         assert await rig.claim() == []
 
-    async def test_a_job_that_is_taken_over_still_has_its_place(self, rig: Rig) -> None:
+    async def test_a_reclaimed_job_keeps_its_slot(self, rig: Rig) -> None:
         await self._control(rig, acme=TenantControl(concurrency=1))
         one, two = await rig.submit(2, tenant_id="acme")
         late = await rig.claim_one("w1")
         await rig.lose_leases()
-        # Nobody has said that it does not run any more.
+        # The worker may still be running it.
         assert await rig.claim("w2") == []
         claim = await rig.reclaim_one("w2")
         assert claim.job_id == one
@@ -219,7 +221,7 @@ class FairnessContract(Contract):
         assert ids(await rig.claim("w3")) == [two]
         check_history(await rig.events())
 
-    async def test_a_poison_pill_makes_room(self, harness: EngineHarness) -> None:
+    async def test_a_poison_pill_frees_a_slot(self, harness: EngineHarness) -> None:
         rig = await Rig.on(harness, max_deliveries=1)
         await self._control(rig, acme=TenantControl(concurrency=1))
         one, two = await rig.submit(2, tenant_id="acme")
@@ -228,7 +230,7 @@ class FairnessContract(Contract):
         assert await rig.reclaim("w2") == []
         assert ids(await rig.claim("w2")) == [two]
 
-    async def test_what_falls_due_waits_for_a_place_too(self, rig: Rig) -> None:
+    async def test_a_due_job_waits_for_a_slot(self, rig: Rig) -> None:
         await self._control(rig, acme=TenantControl(concurrency=1))
         claim = await rig.start_one(tenant_id="acme")
         late = await rig.submit_one(tenant_id="acme", delay_ms=1_000)
@@ -239,7 +241,24 @@ class FairnessContract(Contract):
         await rig.succeed(claim)
         assert ids(await rig.claim()) == [late]
 
-    async def test_a_limit_below_what_runs_waits_until_they_have_ended(self, rig: Rig) -> None:
+    async def test_a_due_retry_in_the_pending_list_waits_for_a_slot(self, harness: EngineHarness) -> None:
+        rig = await Rig.on(harness, retry_via={QUEUE: RetryVia.PENDING}, pending_idle_ms=0)
+        await self._control(rig, acme=TenantControl(concurrency=1))
+        one, two = await rig.submit(2, tenant_id="acme")
+        await rig.settle(await rig.claim_one(), RetryLater(0, FAILURE))
+        # The slot of the waiting retry is free for the next ready job.
+        claim = await rig.claim_one()
+        assert claim.job_id == two
+        other = await rig.start_one("w3", tenant_id="other")
+        await rig.settle(other, RetryLater(0, FAILURE))
+        # A retry without a slot does not block a retry that has one.
+        assert ids(await rig.reclaim("w2", limit=1)) == [other.job_id]
+        assert await rig.reclaim("w2") == []
+        await rig.succeed(claim)
+        assert ids(await rig.reclaim("w2")) == [one]
+        check_history(await rig.events())
+
+    async def test_a_limit_below_the_running_jobs_applies_as_they_finish(self, rig: Rig) -> None:
         await rig.submit(5, tenant_id="acme")
         claims = await rig.claim(limit=3)
         await self._control(rig, acme=TenantControl(concurrency=1))
@@ -248,7 +267,7 @@ class FairnessContract(Contract):
         await rig.succeed(claims[2])
         assert len(await rig.claim()) == 1
 
-    async def test_no_place_at_all_holds_a_tenant_back_until_it_has_one(self, rig: Rig) -> None:
+    async def test_a_concurrency_of_zero_stops_a_tenant_until_it_is_removed(self, rig: Rig) -> None:
         await self._control(rig, acme=TenantControl(concurrency=0))
         submitted = await rig.submit(2, tenant_id="acme")
         (other,) = await rig.submit(1, tenant_id="zeta")
@@ -256,19 +275,19 @@ class FairnessContract(Contract):
         await rig.engine.set_control(rig.queue, QueueControl())
         assert ids(await rig.claim()) == submitted
 
-    async def test_a_worker_that_waits_gets_the_place_that_becomes_free(self, rig: Rig) -> None:
+    async def test_a_freed_slot_wakes_a_waiting_worker(self, rig: Rig) -> None:
         await self._control(rig, acme=TenantControl(concurrency=1))
         one, two = await rig.submit(2, tenant_id="acme")
         claim = await rig.claim_one("w1")
         assert claim.job_id == one
         other = await rig.harness.make()
         waiting = asyncio.create_task(other.claim("w2", [rig.queue], 1, LONG_WAIT_MS))
-        # Its first look has been in vain once this one has been.
+        # When this claim has timed out, the other one is waiting too.
         assert await rig.engine.claim("w3", [rig.queue], 1, 50) == []
         await rig.succeed(claim)
         assert ids(await soon(waiting)) == [two]
 
-    async def test_a_limit_of_one_tenant_takes_nothing_from_the_others(self, rig: Rig) -> None:
+    async def test_a_limit_on_one_tenant_does_not_slow_the_others(self, rig: Rig) -> None:
         await self._control(rig, acme=TenantControl(concurrency=1))
         await rig.submit(200, tenant_id="acme")
         await rig.submit(100, tenant_id="zeta")
@@ -281,7 +300,7 @@ class FairnessContract(Contract):
         await rig.engine.set_control(rig.queue, QueueControl(tenants=tenants))
 
     async def _take(self, rig: Rig, count: int, at_a_time: int) -> list[Claim]:
-        """The next so many claims, each settled at once."""
+        """Return the next `count` claims, each settled at once."""
         claims: list[Claim] = []
         while len(claims) < count:
             more = await rig.claim(limit=min(at_a_time, count - len(claims)))
@@ -295,9 +314,9 @@ MINUTE_MS: Final = 60_000
 
 
 class IntakeLimitContract(Contract):
-    """What limits of a queue and of a tenant's part of it promise."""
+    """Guarantees of the backlog limits of a queue and of its tenants."""
 
-    async def test_a_full_queue_takes_no_more_until_some_have_ended(self, rig: Rig) -> None:
+    async def test_a_full_queue_refuses_submissions_until_jobs_finish(self, rig: Rig) -> None:
         await rig.engine.set_control(rig.queue, QueueControl(intake_limit=3))
         await rig.submit(2)
         claim = await rig.claim_one()
@@ -308,13 +327,13 @@ class IntakeLimitContract(Contract):
         assert error.value.code == "INTAKE_LIMITED"
         assert rig.engine.counts.intake_refused == 1
         assert await rig.entries() == before
-        # Work goes on, and makes room.
+        # Running jobs can finish, which makes room.
         await rig.succeed(claim)
         await rig.submit(1)
         with pytest.raises(IntakeLimited):
             await rig.submit(1)
 
-    async def test_a_batch_that_does_not_fit_is_refused_whole(self, rig: Rig) -> None:
+    async def test_a_batch_that_does_not_fit_is_refused_as_a_whole(self, rig: Rig) -> None:
         await rig.engine.set_control(rig.queue, QueueControl(intake_limit=3))
         await rig.submit(2)
         envelopes = [rig.envelope(), rig.envelope()]
@@ -324,7 +343,7 @@ class IntakeLimitContract(Contract):
         assert len(await rig.submit(1)) == 1
 
     @both_modes
-    async def test_a_retry_that_waits_is_neither_in_line_nor_running(self, rig: Rig, mode: RetryVia) -> None:
+    async def test_a_waiting_retry_is_not_part_of_the_backlog(self, rig: Rig, mode: RetryVia) -> None:
         claim = await rig.start_one(tenant_id="acme")
         await rig.settle(claim, RetryLater(MINUTE_MS, FAILURE))
         stats = await rig.engine.stats(rig.queue)
@@ -335,7 +354,7 @@ class IntakeLimitContract(Contract):
         with pytest.raises(IntakeLimited):
             await rig.submit_one(tenant_id="acme")
 
-    async def test_what_is_known_already_is_answered_all_the_same(self, rig: Rig) -> None:
+    async def test_a_full_queue_still_answers_known_submissions(self, rig: Rig) -> None:
         first = rig.envelope(idempotency_key="k")
         await rig.engine.submit([first])
         await rig.engine.set_control(rig.queue, QueueControl(intake_limit=1))
@@ -344,11 +363,11 @@ class IntakeLimitContract(Contract):
         assert (duplicate.job_id, duplicate.duplicate) == (first.job_id, True)
         with pytest.raises(IntakeLimited):
             await rig.engine.submit([first, rig.envelope()])
-        # Only what is new needs room.
+        # Only new jobs count against the limit.
         await rig.engine.set_control(rig.queue, QueueControl(intake_limit=2))
         assert len(await rig.engine.submit([first, rig.envelope(idempotency_key="k"), rig.envelope()])) == 3
 
-    async def test_jobs_that_wait_for_a_time_or_a_person_take_no_room(self, rig: Rig) -> None:
+    async def test_delayed_and_held_jobs_do_not_count_against_the_limit(self, rig: Rig) -> None:
         await rig.submit(2, delay_ms=MINUTE_MS)
         await rig.submit(2, hold=True)
         await rig.engine.set_control(rig.queue, QueueControl(intake_limit=1))
@@ -356,13 +375,13 @@ class IntakeLimitContract(Contract):
         with pytest.raises(IntakeLimited):
             await rig.submit(1)
 
-    async def test_a_tenants_limit_is_its_own(self, rig: Rig) -> None:
+    async def test_a_tenants_intake_limit_applies_to_that_tenant_only(self, rig: Rig) -> None:
         await rig.engine.set_control(rig.queue, QueueControl(tenants={"acme": TenantControl(intake_limit=2)}))
         await rig.submit(2, tenant_id="acme")
         with pytest.raises(IntakeLimited):
             await rig.submit(1, tenant_id="acme")
         await rig.submit(3, tenant_id="zeta")
-        # One that does not fit keeps the whole batch out.
+        # One job over the limit refuses the whole batch.
         fits = rig.envelope(tenant_id="zeta")
         with pytest.raises(IntakeLimited):
             await rig.engine.submit([fits, rig.envelope(tenant_id="acme")])
@@ -373,7 +392,7 @@ class IntakeLimitContract(Contract):
         with pytest.raises(IntakeLimited):
             await rig.submit(1, tenant_id="acme")
 
-    async def test_no_limit_keeps_an_accepted_job_from_coming_back(self, rig: Rig) -> None:
+    async def test_intake_limits_do_not_stop_accepted_jobs_from_returning(self, rig: Rig) -> None:
         retried, released = await rig.start_one(tenant_id="acme"), await rig.start_one(tenant_id="acme")
         await rig.settle(retried, RetryLater(1_000, FAILURE))
         await rig.settle(released, Release("draining", 1_000))
@@ -385,7 +404,7 @@ class IntakeLimitContract(Contract):
         await rig.harness.advance(1_001)
         assert set(ids(await rig.claim_due())) == {retried.job_id, released.job_id, held}
 
-    async def test_another_queue_is_not_limited(self, rig: Rig) -> None:
+    async def test_an_intake_limit_applies_to_one_queue_only(self, rig: Rig) -> None:
         await rig.engine.set_control(rig.queue, QueueControl(intake_limit=0))
         with pytest.raises(IntakeLimited):
             await rig.submit(1)

@@ -1,1 +1,1 @@
-"""The protocol's acceptance criteria, run on a deployment's own servers: `holdfast verify --deployment`."""
+"""Acceptance criteria of the protocol, run on the servers of a deployment: `holdfast verify --deployment`."""

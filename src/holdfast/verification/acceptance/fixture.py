@@ -1,7 +1,7 @@
 """Fixture and results of the acceptance criteria.
 
 `AcceptanceFixture` gives criteria an app in the run's sandbox, a worker, worker processes to kill or pause, and the
-events of a job. `Criterion`, `CriterionResult` and `AcceptanceReport` describe what is checked and what came of it.
+events of a job. `Criterion`, `CriterionResult` and `AcceptanceReport` describe the checks and their results.
 """
 
 from __future__ import annotations
@@ -31,75 +31,75 @@ from holdfast.worker.worker import Worker
 
 
 class CriterionStatus(StrEnum):
-    """On one criterion."""
+    """Result of one criterion."""
 
     PASSED = "passed"
     FAILED = "failed"
-    #: The deployment lacks what it is about (a ledger, say).
+    #: The deployment lacks what it tests, for example a ledger.
     NOT_APPLICABLE = "not applicable"
 
 
 class Criterion(msgspec.Struct, frozen=True):
-    """One thing that must hold. `check` returns what it saw, or raises `Unmet` or `NotApplicable`."""
+    """One requirement. `check` returns what it found, or raises `CriterionFailed` or `NotApplicable`."""
 
     id: str
     title: str
-    #: What is done to find out.
+    #: What the check does.
     done: str
     check: Callable[[AcceptanceFixture], Awaitable[str]]
 
 
 class CriterionResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of one criterion."""
+    """Status and details of one criterion."""
 
     id: str
     title: str
     done: str
     verdict: CriterionStatus
-    #: What was seen; why it failed; why it does not apply.
+    #: What was found, why it failed, or why it does not apply.
     seen: str
     seconds: float
 
 
 class AcceptanceReport(msgspec.Struct, kw_only=True):
-    """What came of all of them."""
+    """Results of all criteria."""
 
     namespace: str
     url: str
     ledger: str | None
     results: list[CriterionResult] = []
     seconds: float = 0.0
-    #: What else a person should know: remains of a run that was killed, say.
+    #: Remarks for the operator, for example leftovers of a killed run.
     notes: list[str] = []
 
     @property
     def ok(self) -> bool:
-        """Whether nothing failed."""
+        """Whether no criterion failed."""
         return not self.count(CriterionStatus.FAILED)
 
     def count(self, verdict: CriterionStatus) -> int:
-        """How many criteria have this verdict."""
+        """Number of criteria with this verdict."""
         return sum(result.verdict is verdict for result in self.results)
 
 
 class CriterionFailed(Exception):
-    """The criterion does not hold; the message says what was seen instead."""
+    """The criterion does not hold; the message says what was found instead."""
 
 
 class NotApplicable(Exception):
-    """There is nothing here that the criterion could be about; the message says why."""
+    """The criterion does not apply to this deployment; the message says why."""
 
 
 def check(condition: object, seen: str) -> None:
-    """Raise `Unmet` unless the condition holds."""
+    """Raise `CriterionFailed` unless the condition holds."""
     if not condition:
         raise CriterionFailed(seen)
 
 
-def check_equal(what: str, found: Any, wanted: Any) -> None:
-    """Raise `Unmet` unless both are equal."""
-    if found != wanted:
-        raise CriterionFailed(f"{what}: {_plain(found)} instead of {_plain(wanted)}")
+def check_equal(what: str, found: Any, expected: Any) -> None:
+    """Raise `CriterionFailed` unless both are equal."""
+    if found != expected:
+        raise CriterionFailed(f"{what}: {_plain(found)} instead of {_plain(expected)}")
 
 
 def _plain(value: Any) -> str:
@@ -110,11 +110,12 @@ def _plain(value: Any) -> str:
 
 T = TypeVar("T")
 
-#: Longer than anything here should take, far shorter than a run may.
-PATIENCE_S: Final = 15.0
-#: How long a worker or upkeep may take to leave; what it still holds then is removed with the room.
-_LEAVE_S: Final = 5.0
-TAKEN_OVER: Final = "the worker that took over"
+#: Longer than any step should take, far shorter than a run may.
+TIMEOUT_S: Final = 15.0
+#: How long a worker or upkeep may take to stop; what it still holds then is removed with the sandbox.
+_STOP_S: Final = 5.0
+#: Result of a reclaimed job.
+RECLAIMED: Final = "the worker that reclaimed the job"
 
 _PAUSE_S: Final = 0.02
 _FEED_PAGE: Final = 100_000
@@ -124,12 +125,12 @@ APPROVER: Final = Principal(name="verify-approver", role=Role.APPROVER, tenants=
 
 
 class AcceptanceFixture:
-    """Open it, run criteria on it, close it."""
+    """App, worker and upkeep in a sandbox, as an async context manager."""
 
-    def __init__(self, room: Sandbox) -> None:
-        self.room = room
+    def __init__(self, sandbox: Sandbox) -> None:
+        self.sandbox = sandbox
         self.outside = ExternalSystem()
-        self.app = build(room.settings, self._take_over, self.outside)
+        self.app = build(sandbox.settings, self._end_at_once, self.outside)
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -147,7 +148,7 @@ class AcceptanceFixture:
 
     @property
     def operations(self) -> Operations:
-        """Where operators and approvers work."""
+        """Operations for operators and approvers."""
         return Operations.for_app(self.app)
 
     @property
@@ -155,54 +156,54 @@ class AcceptanceFixture:
         return self.app.ledger_backend is not None
 
     def need_ledger(self) -> None:
-        """Raise `NotApplicable` without one."""
+        """Raise `NotApplicable` without a ledger."""
         if not self.has_ledger:
-            raise NotApplicable(self.room.no_ledger or "there is no ledger (HOLDFAST_LEDGER)")
+            raise NotApplicable(self.sandbox.no_ledger or "there is no ledger (HOLDFAST_LEDGER)")
 
     def need_redis(self) -> None:
-        """Raise `NotApplicable` without one."""
-        if self.room.redis is None:
-            raise NotApplicable("the engine is a SQLite file: no other program writes to it, or takes jobs out of it")
+        """Raise `NotApplicable` without Redis."""
+        if self.sandbox.redis is None:
+            raise NotApplicable("the engine is a SQLite file: no other program adds or removes its jobs")
 
     # Jobs ------------------------------------------------------------------------------------------
 
     async def submit(self, task: str, *, queue: str = MAIN, **arguments: Any) -> Job[Any]:
-        """One job."""
+        """Submit one job."""
         return await self.app.tasks[task].options(queue=queue).submit(**arguments)
 
     async def events(self, job: Job[Any]) -> list[Event]:
-        """What happened to a job, oldest first: as the ledger has it, without one as the feed tells it."""
+        """Events of a job, oldest first: from the ledger, or from the feed if there is no ledger."""
         if self.has_ledger:
-            await self.app.ledger.wait_caught_up(PATIENCE_S)
+            await self.app.ledger.wait_caught_up(TIMEOUT_S)
             queries = self.app.ledger.queries
             row = await queries.job(job.id, queue=job.queue)
-            told = [line.event() for line in await queries.events(row.key)]
+            events = [found.event() for found in await queries.events(row.key)]
         else:
             entries = await self.app.engine.read_feed(job.queue, "", _FEED_PAGE)
-            told = [event for entry in entries for event in entry.events if event.job_id == job.id]
-        beside = (HEARTBEAT_EVENT, OPERATOR_PREFIX)
-        return [event for event in told if not event.type.startswith(beside)]
+            events = [event for entry in entries for event in entry.events if event.job_id == job.id]
+        ignored = (HEARTBEAT_EVENT, OPERATOR_PREFIX)
+        return [event for event in events if not event.type.startswith(ignored)]
 
     async def types(self, job: Job[Any]) -> list[str]:
-        """The same, the events' types alone."""
+        """Types of a job's events, without the prefix `task.`."""
         return [event.type.removeprefix("task.") for event in await self.events(job)]
 
-    async def until(self, look: Callable[[], Awaitable[T | None]], what: str) -> T:
-        """What `look` finds, once it finds something. Raises `Unmet`."""
-        give_up_at = time.monotonic() + PATIENCE_S
-        while not (found := await look()):
-            if time.monotonic() > give_up_at:
-                raise CriterionFailed(f"waited {PATIENCE_S:g} s in vain for {what}")
+    async def until(self, find: Callable[[], Awaitable[T | None]], what: str) -> T:
+        """Poll `find` until it returns something, and return that. Raises `CriterionFailed` after a timeout."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while not (found := await find()):
+            if time.monotonic() > deadline:
+                raise CriterionFailed(f"timed out after {TIMEOUT_S:g} s waiting for {what}")
             await asyncio.sleep(_PAUSE_S)
         return found
 
     async def nothing_pending(self, queue: str, *, of: str = "the job") -> None:
-        """Raise `Unmet` if a job of the queue is open, or a message is in line or unacknowledged."""
+        """Raise `CriterionFailed` if a job of the queue is open, or a message is ready or pending."""
         stats = await self.app.engine.stats(queue)
         check_equal(f"open jobs after the end of {of}", {str(k): n for k, n in stats.states.items() if n}, {})
         check_equal(f"leases after the end of {of}", stats.pending, 0)
-        if self.room.redis is not None:
-            check_equal("messages in line, and pending ones", await self.room.redis.waiting(queue), (0, 0))
+        if self.sandbox.redis is not None:
+            check_equal("messages in the streams, and pending ones", await self.sandbox.redis.waiting(queue), (0, 0))
 
     # Workers ---------------------------------------------------------------------------------------
 
@@ -212,22 +213,22 @@ class AcceptanceFixture:
         worker = Worker(self.app, [queue], name="verify")
         running = asyncio.create_task(worker.run())
         try:
-            await self._is_ready(worker)
+            await self._wait_ready(worker)
             yield worker
         finally:
             worker.drain()
-            await _left(running)
+            await _wait_stopped(running)
 
-    async def _is_ready(self, worker: Worker) -> None:
-        give_up_at = time.monotonic() + PATIENCE_S
+    async def _wait_ready(self, worker: Worker) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
         while not worker.ready:
-            if time.monotonic() > give_up_at:
-                raise EngineUnavailable(f"a worker was not ready within {PATIENCE_S:g} s")
+            if time.monotonic() > deadline:
+                raise EngineUnavailable(f"a worker was not ready within {TIMEOUT_S:g} s")
             await asyncio.sleep(_PAUSE_S)
 
     @asynccontextmanager
     async def child(self, queue: str) -> AsyncIterator[WorkerProcess]:
-        """A worker process of its own while the block runs; killed at its end, if it still lives."""
+        """A separate worker process while the block runs; killed at its end if it still runs."""
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "holdfast.verification.acceptance.worker_process", queue),
             stdin=asyncio.subprocess.PIPE,
@@ -236,17 +237,17 @@ class AcceptanceFixture:
         )
         child = WorkerProcess(process)
         try:
-            await child.send(self.room.settings.model_dump_json())
-            check_equal("the worker process's first word", await child.line(), "ready")
+            await child.send(self.sandbox.settings.model_dump_json())
+            check_equal("the worker process's first line", await child.line(), "ready")
             yield child
         finally:
             await child.kill()
 
     @asynccontextmanager
     async def _upkeep(self) -> AsyncIterator[None]:
-        """Keeps the queues that no worker serves, so that the ledger learns of their jobs; takes nothing over."""
-        settings = self.room.settings.model_copy(update={"reclaim": False})
-        app = build(settings, self._take_over, self.outside)
+        """Upkeep for the queues without a worker, so that their jobs reach the ledger. It reclaims nothing."""
+        settings = self.sandbox.settings.model_copy(update={"reclaim": False})
+        app = build(settings, self._end_at_once, self.outside)
         async with app:
             upkeep = Upkeep(app.engine, [FENCE, BACKLOG], settings, app.ledger_backend)
             running = asyncio.create_task(upkeep.run())
@@ -254,39 +255,39 @@ class AcceptanceFixture:
                 yield
             finally:
                 upkeep.stop()
-                await _left(running)
+                await _wait_stopped(running)
 
-    async def _take_over(self, _job_id: str) -> str:
-        return TAKEN_OVER
+    async def _end_at_once(self, _job_id: str) -> str:
+        return RECLAIMED
 
 
-async def _left(running: asyncio.Task[Any]) -> None:
-    """Wait until it has ended; soon, even if a server is silent."""
+async def _wait_stopped(running: asyncio.Task[Any]) -> None:
+    """Wait for a task to end, with a timeout in case a server does not answer."""
     with suppress(TimeoutError):
-        async with asyncio.timeout(_LEAVE_S):
+        async with asyncio.timeout(_STOP_S):
             await running
 
 
 class WorkerProcess:
-    """A worker process that does nothing but hold a job."""
+    """A worker process that holds one job."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
     async def line(self) -> str:
-        """The next thing that it says. Raises `Unmet` if it says nothing."""
+        """The next line of its output. Raises `CriterionFailed` if there is none in time."""
         assert self._process.stdout is not None
         try:
-            async with asyncio.timeout(PATIENCE_S):
-                said = await self._process.stdout.readline()
+            async with asyncio.timeout(TIMEOUT_S):
+                output = await self._process.stdout.readline()
         except TimeoutError:
-            raise CriterionFailed(f"the worker process said nothing for {PATIENCE_S:g} s") from None
-        if not said:
-            raise CriterionFailed(f"the worker process ended by itself: {await self._last_words()}")
-        return said.decode().strip()
+            raise CriterionFailed(f"the worker process printed nothing for {TIMEOUT_S:g} s") from None
+        if not output:
+            raise CriterionFailed(f"the worker process ended by itself: {await self._last_error()}")
+        return output.decode().strip()
 
     async def begun(self, job: Job[Any]) -> None:
-        """Wait until it holds the job."""
+        """Wait until it has begun the job."""
         check_equal("the job that the worker process began", await self.line(), f"begun {job.id}")
 
     async def send(self, line: str) -> None:
@@ -299,12 +300,12 @@ class WorkerProcess:
         self._process.send_signal(signal.SIGSTOP)
 
     async def resume(self) -> dict[str, int]:
-        """SIGCONT, and let it end its job; what the engine made of that."""
+        """Send SIGCONT and let it end its job. Returns the counts of the engine's answers."""
         self._process.send_signal(signal.SIGCONT)
-        await self.send("go on")
-        said = await self.line()
-        check(said.startswith("{"), f"the worker process said {said!r} after its pause")
-        counts: dict[str, int] = json.loads(said)
+        await self.send("continue")
+        line = await self.line()
+        check(line.startswith("{"), f"the worker process printed {line!r} after its pause")
+        counts: dict[str, int] = json.loads(line)
         return counts
 
     async def kill(self) -> None:
@@ -313,7 +314,7 @@ class WorkerProcess:
             self._process.kill()
         await self._process.wait()
 
-    async def _last_words(self) -> str:
+    async def _last_error(self) -> str:
         assert self._process.stderr is not None
-        said = (await self._process.stderr.read()).decode(errors="replace").strip().splitlines()
-        return said[-1] if said else f"exit code {await self._process.wait()}"
+        lines = (await self._process.stderr.read()).decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else f"exit code {await self._process.wait()}"

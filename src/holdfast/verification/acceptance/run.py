@@ -1,7 +1,7 @@
 """Run all acceptance criteria on a deployment within a minute, then remove everything they wrote.
 
-Also if a criterion fails, a server becomes unreachable or the run is interrupted (Ctrl-C), worker processes are ended
-and everything is removed before `verify_deployment` returns or raises. What could not be removed is reported.
+Worker processes are ended and everything is removed before `verify_deployment` returns or raises, also if a criterion
+fails, a server becomes unreachable or the run is interrupted (Ctrl-C). What could not be removed is reported.
 
 Criteria run in the order of `CRITERIA`. The `SLOW` ones, which wait for leases to expire, run concurrently on separate
 queues; the `LAST` ones run when all others have ended.
@@ -31,10 +31,10 @@ from holdfast.verification.acceptance.fixture import (
 )
 from holdfast.verification.acceptance.sandbox import Sandbox
 
-#: Those that wait for a lease to be lost; they run beside the others, on queues of their own.
+#: These wait for a lease to be lost; they run concurrently with the others, on separate queues.
 SLOW: Final[tuple[Criterion, ...]] = criteria_jobs.LEASE_CRITERIA
 
-#: The last ones look at what the others have left.
+#: In the order in which they run.
 CRITERIA: Final[tuple[Criterion, ...]] = (
     *criteria_system.SERVER_CRITERIA,
     *criteria_jobs.LIFE_CRITERIA,
@@ -44,15 +44,16 @@ CRITERIA: Final[tuple[Criterion, ...]] = (
     *criteria_system.LEDGER_CRITERIA,
 )
 
+#: These check what the others have left.
 LAST: Final[tuple[Criterion, ...]] = criteria_system.LAST
 
 
-#: All criteria together; the rest of a minute is for removing what they wrote.
+#: Timeout of all criteria together; the rest of a minute is for removing what they wrote.
 _ALL_S: Final = 35.0
-#: One of them; those that wait for leases need longer than others.
+#: Timeout of one criterion; those that wait for leases take longer than others.
 _ONE_S: Final = 20.0
 
-#: Told before a criterion with None, after it with its result.
+#: Called before a criterion with None, and after it with its result.
 Progress = Callable[[Criterion, CriterionResult | None], None]
 
 
@@ -61,40 +62,40 @@ async def verify_deployment(
 ) -> AcceptanceReport:
     """Check the deployment that these settings describe.
 
-    `left` gets what could not be removed again, also if this raises: `EngineUnavailable` or `LedgerUnavailable` if a
+    Adds what could not be removed to `left`, also if it raises. Raises `EngineUnavailable` or `LedgerUnavailable` if a
     server does not answer, `InvalidOption` for wrong settings.
     """
     began = time.monotonic()
     with _quiet():
-        room = Sandbox(settings)
-        report = AcceptanceReport(namespace=room.name, url=redact(settings.url), ledger=_shown(settings))
+        sandbox = Sandbox(settings)
+        report = AcceptanceReport(namespace=sandbox.name, url=redact(settings.url), ledger=_shown(settings))
         try:
-            await room.create()
-            async with AcceptanceFixture(room) as stage:
-                await _AcceptanceRun(stage, report, progress or (lambda *_: None), began + _ALL_S).all()
+            await sandbox.create()
+            async with AcceptanceFixture(sandbox) as fixture:
+                await _AcceptanceRun(fixture, report, progress or (lambda *_: None), began + _ALL_S).all()
         finally:
-            await _to_its_end(room.remove())
+            await _to_its_end(sandbox.remove())
             if left is not None:
-                left += map(redact, room.left)
-        report.notes = [redact(note) for note in (*room.notes, *room.left)]
+                left += map(redact, sandbox.left)
+        report.notes = [redact(note) for note in (*sandbox.notes, *sandbox.left)]
         report.seconds = round(time.monotonic() - began, 2)
     return report
 
 
 class _AcceptanceRun:
     def __init__(
-        self, stage: AcceptanceFixture, report: AcceptanceReport, progress: Progress, give_up_at: float
+        self, fixture: AcceptanceFixture, report: AcceptanceReport, progress: Progress, deadline: float
     ) -> None:
-        self._stage = stage
+        self._fixture = fixture
         self._report = report
         self._progress = progress
-        self._give_up_at = give_up_at
+        self._deadline = deadline
 
     async def all(self) -> None:
-        """The slow ones beside the others; the last ones when all is over."""
+        """Run the slow ones concurrently with the others; the last ones when those have ended."""
         slow = asyncio.gather(*(self._one(criterion) for criterion in SLOW))
         try:
-            results = await self._each([*CRITERIA[:1], *await criteria_system.diagnosed(self._stage), *CRITERIA[1:]])
+            results = await self._each([*CRITERIA[:1], *await criteria_system.diagnosed(self._fixture), *CRITERIA[1:]])
             results += await slow
             results += await self._each(LAST)
         finally:
@@ -108,7 +109,7 @@ class _AcceptanceRun:
     async def _one(self, criterion: Criterion) -> CriterionResult:
         self._progress(criterion, None)
         began = time.monotonic()
-        verdict, seen = await self._verdict(criterion, self._give_up_at - began)
+        verdict, seen = await self._verdict(criterion, self._deadline - began)
         result = CriterionResult(
             id=criterion.id,
             title=criterion.title,
@@ -124,24 +125,24 @@ class _AcceptanceRun:
         if left_s <= 0:
             return (
                 CriterionStatus.FAILED,
-                f"not run: the others took {_ALL_S:g} s; the servers, or this machine, are too slow",
+                f"not run: the others took {_ALL_S:g} s; check the load of the servers and of this machine",
             )
         try:
             async with asyncio.timeout(min(left_s, _ONE_S)):
-                return CriterionStatus.PASSED, await criterion.check(self._stage)
+                return CriterionStatus.PASSED, await criterion.check(self._fixture)
         except NotApplicable as exc:
             return CriterionStatus.NOT_APPLICABLE, str(exc)
         except (CriterionFailed, HoldfastError) as exc:
             return CriterionStatus.FAILED, str(exc)
         except TimeoutError:
-            return CriterionStatus.FAILED, f"did not come to an end within {min(left_s, _ONE_S):.0f} s"
+            return CriterionStatus.FAILED, f"did not end within {min(left_s, _ONE_S):.0f} s"
         except Exception as exc:  # noqa: BLE001
-            # A criterion that breaks says something about the deployment, too; the others are still of interest.
+            # An error in a criterion is a result, too, and must not stop the others.
             return CriterionStatus.FAILED, f"{type(exc).__name__}: {exc}"
 
 
 async def _to_its_end(removing: Coroutine[None, None, None]) -> None:
-    """Even if we are cancelled meanwhile, however often: what is left behind would be on the user's servers."""
+    """Await the removal even if cancelled, however often: otherwise data would stay on the user's servers."""
     task = asyncio.create_task(removing)
     while not task.done():
         with suppress(asyncio.CancelledError):
@@ -151,7 +152,7 @@ async def _to_its_end(removing: Coroutine[None, None, None]) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Killed workers and lost leases are what is asked for here: nobody wants to read of them in the log."""
+    """Silence the log: killed workers and lost leases are expected here."""
     logger = logging.getLogger("holdfast")
     before = logger.level
     logger.setLevel(logging.CRITICAL + 1)

@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 
 PREFIX: Final = "holdfast-verify-"
-#: Who began earlier than this has ended, or was killed.
+#: A run that began earlier than this has ended or was killed.
 OLD_MS: Final = 3_600_000
 
 _NAME: Final = re.compile(r"holdfast[-_]verify[-_]([0-9a-f]{11})[-_][0-9a-f]{8}")
 
 
 def new_name(now_ms: int) -> str:
-    """A name that no other run has."""
+    """A unique name for a run."""
     return f"{PREFIX}{now_ms:011x}-{secrets.token_hex(4)}"
 
 
@@ -48,12 +48,12 @@ def schema_of(name: str) -> str:
 
 
 def is_stale(name: str, now_ms: int) -> bool:
-    """Whether it is the name of a run that cannot be under way any more."""
+    """Whether it is the name of a run that can no longer be in progress."""
     found = _NAME.fullmatch(name)
     return found is not None and int(found[1], 16) < now_ms - OLD_MS
 
 
-#: Queues of a run. None is the default one: their names carry a hash tag on every kind of Redis.
+#: Queues of a run. None is the default queue, so that their keys have a hash tag on every kind of Redis.
 MAIN: Final = "acceptance"
 CRASH: Final = "acceptance-crash"
 PAUSE: Final = "acceptance-pause"
@@ -61,12 +61,12 @@ FENCE: Final = "acceptance-fence"
 BACKLOG: Final = "acceptance-backlog"
 QUEUES: Final = (MAIN, CRASH, PAUSE, FENCE, BACKLOG)
 
-#: A lost lease must be waited for; a live worker renews it four times in that time.
+#: Short, because criteria wait for leases to expire; a running worker renews it four times in that time.
 LEASE_S: Final = 2.0
-#: What could not be removed is gone by itself after this.
+#: What could not be removed expires after this.
 _EXPIRES_S: Final = 600.0
 
-#: How a run differs from the deployment: short leases, nothing that reaches out to others.
+#: Settings of a run that differ from the deployment: short leases, no webhooks, no outbox, no published events.
 _OVERRIDES: Final[dict[str, Any]] = {
     "visibility_timeout_s": LEASE_S,
     "heartbeat_interval_s": LEASE_S / 4,
@@ -78,7 +78,7 @@ _OVERRIDES: Final[dict[str, Any]] = {
     "idempotency_window_s": _EXPIRES_S,
     "feed_limit": 100_000,
     "projector": True,
-    # The criteria ask for it themselves.
+    # The criteria call the reconciler themselves.
     "reconcile_interval_s": 0.0,
     "durable_timeout_s": 10.0,
     "drain_grace_s": 5.0,
@@ -96,128 +96,131 @@ _OVERRIDES: Final[dict[str, Any]] = {
 
 
 class Sandbox:
-    """One run's place. `remove` it however far `make` has come."""
+    """The sandbox of one run. Call `remove` however far `create` got."""
 
     def __init__(self, deployment: Settings) -> None:
         self.name = new_name(_now_ms())
         self.deployment = deployment
-        #: Those of the run; its ledger is None if there is none, or none can be made.
+        #: Settings of the run; the ledger is None if there is none or it cannot be created.
         self.settings = deployment
         self.redis: RedisSandbox | None = None
         self.postgres: PostgresSandbox | None = None
         #: Why there is no ledger although the deployment has one.
         self.no_ledger = ""
-        #: What killed runs had left, and was removed.
+        #: Leftovers of killed runs that were removed.
         self.notes: list[str] = []
-        #: What of this run could not be removed, and what becomes of it.
+        #: What this run could not remove, and when it will be removed.
         self.left: list[str] = []
-        #: Whether anything may have been written there.
+        #: Whether the run may have written to the store.
         self._in_redis = self._in_postgres = False
         self._folders: set[Path] = set()
 
     async def remove(self) -> None:
-        """Everything of the run is gone after this. What cannot be removed is told in `left`."""
-        # At once: a server that is silent is waited for, and the other may be, too.
+        """Remove everything of the run. What could not be removed is listed in `left`."""
+        # Concurrently: each server may have to time out.
         await asyncio.gather(
-            self._gone("Redis", self._leave_redis()),
-            self._gone("PostgreSQL", self._leave_postgres()),
+            self._try_remove("Redis", self._remove_redis()),
+            self._try_remove("PostgreSQL", self._remove_postgres()),
         )
         for folder in self._folders:
             _remove_files(folder, self.name)
 
-    async def _gone(self, what: str, leaving: Awaitable[None]) -> None:
+    async def _try_remove(self, store: str, removal: Awaitable[None]) -> None:
         try:
-            await leaving
+            await removal
         except HoldfastError as exc:
             self.left.append(
-                f"what the run wrote in {what} under the name {self.name} could not be removed: {exc}. "
-                "The next run removes it, an hour from now or later"
+                f"could not remove the data of {self.name} in {store}: {exc}; "
+                "a run that starts in an hour or later removes it"
             )
 
-    # Making ----------------------------------------------------------------------------------------
+    # Create ----------------------------------------------------------------------------------------
 
     async def create(self) -> None:
-        """Raises `EngineUnavailable` or `LedgerUnavailable` if a server does not answer, `MissingExtra` for a store
-        whose driver is not installed."""
+        """Create the sandbox, after removing those of killed runs.
+
+        Raises `EngineUnavailable` or `LedgerUnavailable` if a server does not answer, `MissingExtra` for a store whose
+        driver is not installed.
+        """
         _check_extras(self.deployment)
         given = {**_values(self.deployment), **_OVERRIDES, "namespace": self.name, "ledger": None}
         if self.deployment.url.startswith("sqlite:"):
             given["url"] = self._file(self.deployment.url, "engine")
         self.settings = Settings(**given)
         if not self.deployment.url.startswith("sqlite:"):
-            await self._enter_redis()
+            await self._create_redis()
         ledger = None if self.deployment.embedded else self.deployment.ledger
         if ledger is None:
             return
         if ledger.startswith("sqlite:"):
             given["ledger"] = self._file(ledger, "ledger")
         else:
-            given["ledger"] = await self._enter_postgres(ledger)
+            given["ledger"] = await self._create_postgres(ledger)
         self.settings = Settings(**given)
 
-    async def _enter_redis(self) -> None:
+    async def _create_redis(self) -> None:
         from holdfast.verification.acceptance.sandbox_redis import RedisSandbox
 
-        self.redis = side = RedisSandbox(self.settings, self.name)
+        self.redis = sandbox = RedisSandbox(self.settings, self.name)
         now_ms = _now_ms()
-        for name in await side.stale_runs(now_ms):
-            await side.remove(name, list(QUEUES))
-            self.notes.append(f"removed what the run {name}, which was killed, had left in Redis")
+        for name in await sandbox.stale_runs(now_ms):
+            await sandbox.remove(name, list(QUEUES))
+            self.notes.append(f"removed the keys of the killed run {name} in Redis")
         self._in_redis = True
-        await side.register(now_ms)
+        await sandbox.register(now_ms)
 
-    async def _enter_postgres(self, url: str) -> str | None:
+    async def _create_postgres(self, url: str) -> str | None:
         from holdfast.ledger.postgres.store import StoreOptions
         from holdfast.verification.acceptance.sandbox_postgres import PostgresSandbox
 
         timeouts = (self.settings.connect_timeout_s, self.settings.reply_timeout_s)
-        self.postgres = side = PostgresSandbox(url, StoreOptions(1, *timeouts))
-        self.no_ledger = await side.missing_permission()
+        self.postgres = sandbox = PostgresSandbox(url, StoreOptions(1, *timeouts))
+        self.no_ledger = await sandbox.missing_permission()
         if self.no_ledger:
             return None
-        for schema in await side.stale_schemas(_now_ms()):
-            await side.remove(schema)
-            self.notes.append(f"removed the schema {schema} of a run that was killed")
+        for schema in await sandbox.stale_schemas(_now_ms()):
+            await sandbox.remove(schema)
+            self.notes.append(f"removed the schema {schema} of a killed run")
         self._in_postgres = True
-        return await side.make(self.name)
+        return await sandbox.make(self.name)
 
     def _file(self, url: str, what: str) -> str:
-        """A file beside the deployment's: on the same disk, with the same rights."""
+        """URL of a new file next to the deployment's: on the same disk, with the same rights."""
         path = sqlite_path(url)
         folder = Path(tempfile.gettempdir()) if path == ":memory:" else Path(path).resolve().parent
         if not folder.is_dir():
-            raise InvalidOption(f"there is no folder {folder} for the {what}'s file; make it, or check the URL")
+            raise InvalidOption(f"folder {folder} of the {what}'s file does not exist; create it, or correct the URL")
         self._folders.add(folder)
         for old in {found.name.partition(".")[0] for found in folder.glob(f"{PREFIX}*")}:
             if is_stale(old, _now_ms()):
                 _remove_files(folder, old)
-                self.notes.append(f"removed the files {old}* of a run that was killed, in {folder}")
+                self.notes.append(f"removed the files {old}* of a killed run in {folder}")
         return f"sqlite:///{quote(str(folder / f'{self.name}.{what}.db'))}"
 
-    # Leaving ---------------------------------------------------------------------------------------
+    # Remove ----------------------------------------------------------------------------------------
 
-    async def _leave_redis(self) -> None:
-        side, self.redis = self.redis, None
-        if side is None:
+    async def _remove_redis(self) -> None:
+        sandbox, self.redis = self.redis, None
+        if sandbox is None:
             return
         try:
-            if self._in_redis and not await side.remove(self.name, list(QUEUES)):
+            if self._in_redis and not await sandbox.remove(self.name, list(QUEUES)):
                 self.left.append(
-                    f"this Redis has too many keys to look through; what may be left of {self.name} expires within "
+                    f"Redis has too many keys to scan; remaining keys of {self.name} expire within "
                     f"{_EXPIRES_S / 60:g} minutes"
                 )
         finally:
-            side.close()
+            sandbox.close()
 
-    async def _leave_postgres(self) -> None:
-        side, self.postgres = self.postgres, None
-        if side is None:
+    async def _remove_postgres(self) -> None:
+        sandbox, self.postgres = self.postgres, None
+        if sandbox is None:
             return
         try:
             if self._in_postgres:
-                await side.remove(schema_of(self.name))
+                await sandbox.remove(schema_of(self.name))
         finally:
-            await side.close()
+            await sandbox.close()
 
 
 def _check_extras(deployment: Settings) -> None:

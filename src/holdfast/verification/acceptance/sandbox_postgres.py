@@ -1,8 +1,8 @@
-"""A place for a run in the ledger's database, and what its user may do there.
+"""A run's schema in the ledger's database, and checks of the user's permissions there.
 
-A ledger belongs to one namespace: a run in the deployment's own tables would be disturbed by its projectors and
-reconcilers, and disturb them. So a run has tables of its own: in PostgreSQL a schema that every connection of the run
-has as its only search path. The deployment's own tables are only looked at.
+A ledger belongs to one namespace: in the deployment's own tables, a run and the deployment's projectors and reconcilers
+would disturb each other. So a run has separate tables, in a schema that is the only search path of its connections. The
+deployment's own tables are only read.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def with_schema(url: str, schema: str) -> str:
     """The ledger's URL with this schema as the only search path."""
     parts = urlsplit(url)
     query = dict(parse_qsl(parts.query, keep_blank_values=True))
-    # Last, so that it goes before what the URL itself may say.
+    # Last, so that it overrides options in the URL.
     query["options"] = f"{query.get('options', '')} -c search_path={schema}".strip()
     return urlunsplit(parts._replace(query=urlencode(query)))
 
 
 class PostgresSandbox:
-    """A run's hand on the ledger's database. A server that is silent counts as down here, as it does for a worker."""
+    """Access to the ledger's database for a run, with the same timeouts as a worker."""
 
     def __init__(self, url: str, options: StoreOptions | None = None) -> None:
         self._url = url
@@ -53,18 +53,18 @@ class PostgresSandbox:
         await self._store.close()
 
     async def missing_permission(self) -> str:
-        """What keeps a run from making its schema, and the statement that allows it; empty if nothing does."""
+        """The permission missing to create the schema, with the statement that grants it; empty if none is missing."""
         (found,) = await self._store.fetch(_MAY_CREATE)
         if found["allowed"]:
             return ""
         return (
-            f"user {found['role']} may not create a schema in database {found['base']}, so the ledger could not be "
-            f'checked; allow it for the check: GRANT CREATE ON DATABASE "{found["base"]}" TO "{found["role"]}"; '
-            "or name a user in HOLDFAST_LEDGER who may"
+            f"user {found['role']} may not create a schema in database {found['base']}, so the ledger was not "
+            f'checked; run GRANT CREATE ON DATABASE "{found["base"]}" TO "{found["role"]}", '
+            "or set another user in HOLDFAST_LEDGER"
         )
 
     async def make(self, name: str) -> str:
-        """The run's own schema with the ledger's tables; the URL that leads there."""
+        """Create the run's schema with the ledger's tables. Returns its URL."""
         schema = schema_of(name)
         await self._store.execute(f'CREATE SCHEMA "{schema}"')
         url = with_schema(self._url, schema)
@@ -76,32 +76,32 @@ class PostgresSandbox:
         return url
 
     async def remove(self, schema: str) -> None:
-        """Drop it with all that is in it; nothing happens if it is not there."""
-        # Asked first: a database that lets nobody write has nothing of ours, and would refuse the statement.
+        """Drop the schema with its contents. Does nothing if it does not exist."""
+        # Checked first: a read-only database has no schema of ours, and would refuse the statement.
         if await self._store.fetch(_THERE, schema):
             await self._store.execute(f'DROP SCHEMA IF EXISTS "{schema}" CASCADE')
 
     async def stale_schemas(self, now_ms: int) -> list[str]:
-        """Schemas of runs that were killed before they had removed everything."""
+        """Schemas of runs that were killed before they removed everything."""
         return [row["name"] for row in await self._store.fetch(_SCHEMAS) if is_stale(row["name"], now_ms)]
 
     async def table_problem(self) -> str:
-        """What is wrong with the deployment's own tables, or its user's rights on them; empty if nothing is."""
+        """A problem with the deployment's tables, or the user's rights on them; empty if there is none."""
         try:
             found = await status(self._store)
         except HoldfastError as exc:
             return str(exc)
         if found.version is None:
-            return "the database has no ledger yet; run `holdfast migrate up`"
+            return "the database has no ledger; run `holdfast migrate up`"
         if found.version != found.wanted:
-            return f"its tables have version {found.version}, this release wants {found.wanted}; `holdfast migrate up`"
+            return f"tables have version {found.version}, this release needs {found.wanted}; run `holdfast migrate up`"
         missing = await self._store.fetch(_MISSING, sorted(jobs.metadata.tables))
         if not missing:
             return ""
         first = missing[0]
         more = f", and {len(missing) - 1} more rights" if len(missing) > 1 else ""
         return (
-            f"user {first['role']} may not {first['kind']} on table {first['name']}{more}; allow it: "
+            f"user {first['role']} may not {first['kind']} on table {first['name']}{more}; run "
             f"GRANT SELECT, INSERT, UPDATE, DELETE ON {', '.join(sorted({row['name'] for row in missing}))} "
             f'TO "{first["role"]}"'
         )

@@ -1,8 +1,8 @@
-"""What a run does to Redis beside the engine: what other programs would do, and removing all that it has written.
+"""A run's direct access to Redis: act as another program, and remove everything the run wrote.
 
-Every key of a run has the run's name in it. The run is entered in one more key, a hash of all runs, before it writes
-anything, and struck out when all is removed; so a run that was killed is known to the next one. Keys are found with
-`SCAN`, which blocks nobody; what it cannot find in time is named first (the streams), or expires by itself.
+Every key of a run contains the run's name. Before it writes anything, the run is registered in a hash of all runs, and
+deregistered when everything is removed, so that the next run finds a killed one. Keys are found with `SCAN`, which does
+not block other clients. Streams do not expire, so they are removed first, by name; keys not found in time expire.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from holdfast.errors import EngineUnavailable
 from holdfast.settings import Settings
 from holdfast.verification.acceptance.sandbox import PREFIX, is_stale
 
-#: Runs that have not removed everything yet, by when they began.
+#: Hash of the runs that have not removed everything yet, with their start times.
 RUNS: Final = f"{PREFIX}runs"
 
 _SCAN_COUNT: Final = 1_000
-#: About twenty million keys; a bigger store is not looked through to its end.
+#: Time for about 20 million keys; a larger store is not scanned to its end.
 _SCAN_S: Final = 15.0
 
 
 class RedisSandbox:
-    """One run's hand on Redis: a single server, Sentinel's master, or a Cluster."""
+    """Direct access to Redis for one run: a single server, Sentinel's master, or a Cluster."""
 
     def __init__(self, settings: Settings, name: str) -> None:
         """`settings` are the run's own, with its name as namespace."""
@@ -40,13 +40,13 @@ class RedisSandbox:
         self._client.close()
 
     def keys(self, queue: str) -> QueueKeys:
-        """The run's names for a queue."""
+        """The run's keys for a queue."""
         return QueueKeys(queue, _names(self._settings))
 
-    # As another program would ----------------------------------------------------------------------
+    # Access as another program ---------------------------------------------------------------------
 
     async def add(self, stream: bytes, fields: Mapping[str, str]) -> None:
-        """A plain `XADD`."""
+        """Add an entry with a plain `XADD`."""
         await self._do("XADD", stream, "*", *(word for pair in fields.items() for word in pair))
 
     async def entries(self, stream: bytes) -> list[dict[str, str]]:
@@ -58,13 +58,13 @@ class RedisSandbox:
         ]
 
     async def lose(self, queue: str, job_id: str) -> None:
-        """Take a delayed job out of Redis, as a wipe or a cut append-only file would."""
+        """Remove a delayed job from Redis, as a wipe or a truncated append-only file would."""
         keys = self.keys(queue)
         await self._do("ZREM", keys.delayed, job_id)
         await self._do("UNLINK", keys.job(job_id))
 
     async def waiting(self, queue: str) -> tuple[int, int]:
-        """Messages in the queue's lines, and how many of them are pending."""
+        """Number of messages in the queue's streams, and how many of them are pending."""
         length = pending = 0
         for stream in self.keys(queue).streams:
             if await self._do("EXISTS", stream):
@@ -75,34 +75,34 @@ class RedisSandbox:
     async def _pending(self, stream: bytes) -> int:
         rows = await self._client.call(Purpose.OTHER, b"XINFO", b"GROUPS", stream)
         groups = [dict(zip(row[::2], row[1::2], strict=True)) for row in rows]
-        # A line that no worker has ever read from has no group.
+        # A stream that no worker has read yet has no group.
         return sum(int(group[b"pending"]) for group in groups if group[b"name"] == self._settings.group.encode())
 
-    # Coming and going --------------------------------------------------------------------------------
+    # Registration and removal ------------------------------------------------------------------------
 
     async def register(self, now_ms: int) -> None:
-        """Say that this run is under way."""
+        """Record that this run is in progress."""
         await self._do("HSET", RUNS, self._name, now_ms)
 
     async def stale_runs(self, now_ms: int) -> list[str]:
-        """Runs that were killed before they had removed everything."""
+        """Runs that were killed before they removed everything."""
         names = [name.decode() for name in await self._do("HKEYS", RUNS)]
         return [name for name in names if is_stale(name, now_ms)]
 
     async def remove(self, name: str, queues: list[str]) -> bool:
-        """Remove all keys of a run; False if the store was too big to look through to its end."""
+        """Remove all keys of a run. Returns False if the store is too large to scan to its end."""
         names = _names(self._settings.model_copy(update={"namespace": name}))
         # The streams first, by name: they do not expire.
         for queue in queues:
             keys = QueueKeys(queue, names)
             for key in (*keys.streams, keys.feed, keys.wake, keys.notices, keys.result, keys.dlq):
                 await self._do("UNLINK", key)
-        whole = await self._remove_found(name)
+        complete = await self._remove_found(name)
         await self._do("HDEL", RUNS, name)
-        return whole
+        return complete
 
     async def _remove_found(self, name: str) -> bool:
-        give_up_at = time.monotonic() + _SCAN_S
+        deadline = time.monotonic() + _SCAN_S
         for node in await self._client.masters():
             cursor = b"0"
             while True:
@@ -112,7 +112,7 @@ class RedisSandbox:
                     await self._do("UNLINK", key)
                 if cursor == b"0":
                     break
-                if time.monotonic() > give_up_at:
+                if time.monotonic() > deadline:
                     return False
         return True
 
@@ -123,7 +123,7 @@ class RedisSandbox:
         except EngineUnavailable as exc:
             if "NOPERM" not in str(exc):
                 raise
-            raise EngineUnavailable(f"{exc}; allow the keys of this check: ACL SETUSER … ~*{PREFIX}*") from exc
+            raise EngineUnavailable(f"{exc}; allow the keys of this check with ACL SETUSER … ~*{PREFIX}*") from exc
 
 
 def _names(settings: Settings) -> KeyNames:
@@ -139,10 +139,10 @@ def _names(settings: Settings) -> KeyNames:
 
 
 def _client(settings: Settings) -> RedisClient:
-    place = parse_url(settings.url)
+    address = parse_url(settings.url)
     timeouts = (settings.connect_timeout_s, settings.reply_timeout_s)
-    if isinstance(place, SentinelAddresses):
-        return SentinelClient(place, *timeouts)
-    if isinstance(place, ClusterSeeds):
-        return ClusterClient(place, *timeouts)
-    return RedisClient(place, *timeouts)
+    if isinstance(address, SentinelAddresses):
+        return SentinelClient(address, *timeouts)
+    if isinstance(address, ClusterSeeds):
+        return ClusterClient(address, *timeouts)
+    return RedisClient(address, *timeouts)

@@ -1,11 +1,11 @@
 """Tasks of a run, and a worker process to kill or pause.
 
-`build` makes the app with these tasks, for the checking process and its worker processes alike.
+`build` makes the app with these tasks, both for the checking process and for its worker processes.
 
 `python -m holdfast.verification.acceptance.worker_process QUEUE` is the worker process. It reads its settings as one
 line of JSON from stdin, so that passwords do not appear in the process list. It prints `ready`, and `begun JOB_ID` when
-it runs a job. The job does not end until stdin brings `go on`; then the job returns, the worker drains, and it
-prints the engine's answers as JSON counts (`refused`, `succeeded`). It ends when its parent dies: stdin closes, and on
+it runs a job. The job waits until stdin brings a line (`continue`); then it returns, the worker drains, and the process
+prints the engine's answers as JSON counts (`refused`, `succeeded`). It ends when its parent ends: stdin closes, and on
 Linux the kernel kills it even if it is stopped.
 """
 
@@ -28,15 +28,15 @@ from holdfast.settings import Settings
 from holdfast.verification.acceptance.sandbox import MAIN
 from holdfast.worker.worker import Worker
 
-#: Retries at once: nobody waits for a backoff here.
+#: Without backoff, to save time.
 _AT_ONCE: Final = Retry(max_retries=3, base=0, jitter=None)
 
-#: What `hold` does, by job id: the killed and the paused worker never end it, the one that takes over does at once.
+#: What the task `hold` does with a job id: a killed or paused worker waits, the one that reclaims returns at once.
 Hold = Callable[[str], Awaitable[str]]
 
 
 class ExternalSystem:
-    """The world outside, where effects happen; it counts them."""
+    """Records external effects."""
 
     def __init__(self) -> None:
         self.happened: list[str] = []
@@ -47,7 +47,7 @@ class ExternalSystem:
 
 
 def build(settings: Settings, hold: Hold, outside: ExternalSystem) -> Holdfast:
-    """An app with all tasks of a run."""
+    """Make an app with all tasks of a run."""
     app = Holdfast(settings=settings)
 
     @app.task(name="add", queue=MAIN)
@@ -63,7 +63,7 @@ def build(settings: Settings, hold: Hold, outside: ExternalSystem) -> Holdfast:
     @app.task(name="fail_and_suspend", queue=MAIN, retry=_AT_ONCE, on_exhausted="suspend")
     async def fail_and_suspend(ctx: Context, mended: str) -> str:
         if mended not in outside.happened:
-            raise RuntimeError("the outside is broken")
+            raise RuntimeError("the external system is broken")
         return "succeeded"
 
     @app.task(name="pay", queue=MAIN, retry=_AT_ONCE)
@@ -79,8 +79,8 @@ def build(settings: Settings, hold: Hold, outside: ExternalSystem) -> Holdfast:
 
     @app.task(name="ask", queue=MAIN)
     async def ask(ctx: Context, what: str) -> str:
-        consent = await ctx.approval("proceed", {"what": what}, reason="holdfast verify asks")
-        return f"{what}, approved by {', '.join(consent.by)}"
+        approval = await ctx.approval("proceed", {"what": what}, reason="requested by holdfast verify")
+        return f"{what}, approved by {', '.join(approval.by)}"
 
     @app.task(name="hold", queue=MAIN)
     async def hold_on(ctx: Context) -> str:
@@ -89,53 +89,53 @@ def build(settings: Settings, hold: Hold, outside: ExternalSystem) -> Holdfast:
     return app
 
 
-RESULT = "the worker that was away"
+RESULT = "the worker that was paused"
 
-#: `prctl`: the signal to get when the parent dies.
+#: Option of `prctl`: the signal to receive when the parent ends.
 _PR_SET_PDEATHSIG = 1
 
 
 async def main(queue: str) -> None:
-    """Work on one queue until told to go on."""
+    """Work on one queue until stdin brings a line."""
     _die_with_parent()
     settings = Settings(**json.loads(sys.stdin.readline()))
-    go_on = asyncio.Event()
-    _hear(asyncio.get_running_loop(), go_on)
+    resumed = asyncio.Event()
+    _watch_stdin(asyncio.get_running_loop(), resumed)
 
     async def hold(job_id: str) -> str:
-        _say(f"begun {job_id}")
-        await go_on.wait()
+        _print(f"begun {job_id}")
+        await resumed.wait()
         return RESULT
 
     app = build(settings, hold, ExternalSystem())
     worker = Worker(app, [queue], concurrency=1, upkeep=False, name="acceptance")
     running = asyncio.create_task(worker.run())
-    _say("ready")
-    await go_on.wait()
+    _print("ready")
+    await resumed.wait()
     worker.drain()
     await running
     counts = worker.counters
-    _say(json.dumps({"refused": counts.stale_settles + counts.leases_lost, "succeeded": counts.succeeded}))
+    _print(json.dumps({"refused": counts.stale_settles + counts.leases_lost, "succeeded": counts.succeeded}))
     await app.close()
 
 
 def _die_with_parent() -> None:
-    """Who is stopped does not hear that stdin was closed, and would stand there for ever."""
+    """Have the kernel kill this process with its parent: a stopped process does not notice that stdin closes."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _hear(loop: asyncio.AbstractEventLoop, go_on: asyncio.Event) -> None:
-    def listen() -> None:
+def _watch_stdin(loop: asyncio.AbstractEventLoop, resumed: asyncio.Event) -> None:
+    def read() -> None:
         if sys.stdin.readline():
-            loop.call_soon_threadsafe(go_on.set)
+            loop.call_soon_threadsafe(resumed.set)
         else:
             os._exit(1)
 
-    threading.Thread(target=listen, daemon=True).start()
+    threading.Thread(target=read, daemon=True).start()
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     print(line, flush=True)
 
 

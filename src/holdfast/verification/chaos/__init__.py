@@ -1,1 +1,1 @@
-"""A real deployment under load and under fire: `holdfast chaos`."""
+"""Load and fault injection on a real deployment: `holdfast chaos`."""

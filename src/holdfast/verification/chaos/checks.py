@@ -1,7 +1,7 @@
-"""Does the ledger agree with the submitter's journal, with the outside world, and with itself?
+"""Check the ledger against the submission journal, the external effects and itself.
 
-Everything that must hold after any number of faults: no accepted job lost, one final event each, legal and gapless
-histories, one job for each idempotency key, effects at most once, ends as they were meant.
+After any number of faults these must hold: no accepted job is lost, each has one final event, histories are legal and
+gapless, there is one job for each idempotency key, effects happen at most once, jobs end as expected.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ from holdfast.verification.chaos.load import SubmissionJournal
 from holdfast.verification.chaos.parts import FaultResult
 from holdfast.verification.chaos.workload import WorkItem, external_effects, probe, work_item
 
-#: Defects that are told one by one; all are counted.
+#: Defects listed one by one; all are counted.
 KEPT: Final = 200
 _REPLAY_PREFIX: Final = "dlq:"
 _RECLAIMED: Final = "task.reclaimed"
-#: What a master had not passed on to its replica when a fault struck is younger than this, and receipts come no later.
+#: Writes that a master had not replicated when a fault started are younger than this; receipts come no later.
 _NEAR_S: Final = 5.0
 
 
 class Findings(msgspec.Struct, kw_only=True):
-    """What was counted, and what is wrong."""
+    """Counts and defects of a run."""
 
-    #: Errands that were accepted (probes are beside them), and jobs that people had run again.
+    #: Accepted work items, without probes, and replayed jobs.
     accepted: int = 0
     replayed: int = 0
-    #: Submissions that got no clear answer, and were repeated.
+    #: Submissions without a clear answer, which were repeated.
     submissions_in_doubt: int = 0
     receipts: int = 0
-    #: Runs of jobs: as many as there were claims.
+    #: Runs of jobs: the number of claims.
     executions: int = 0
-    #: Those that were taken from a worker that did not answer any more.
+    #: Runs reclaimed from an unresponsive worker.
     repeated_executions: int = 0
     effects: int = 0
-    #: Nobody knew whether they had happened; a person looked.
+    #: Effects in doubt that were checked and resolved.
     effects_in_doubt: int = 0
     ended: dict[str, int] = {}
-    #: Events that the ledger could not make part of a story, by reason.
+    #: Events that did not fit their job's history, by reason.
     anomalies: dict[str, int] = {}
     ledger: LedgerReport = msgspec.field(default_factory=LedgerReport)
     #: Whether the engine may have lost writes.
     forgetful: bool = False
-    #: Jobs that were accepted, but not `durable`, and that went with such writes.
+    #: Jobs that were accepted, not `durable`, and lost with such writes.
     forgotten: int = 0
     forgotten_jobs: list[str] = []
-    #: The fault that they went with → how many.
+    #: The fault they are attributed to → how many.
     forgotten_by: dict[str, int] = {}
     #: Accepted jobs that are not in the ledger, or have no end there.
     lost: int = 0
@@ -68,14 +68,14 @@ class Findings(msgspec.Struct, kw_only=True):
         return not self.defect_count
 
     def add(self, defect: str) -> None:
-        """One more defect."""
+        """Count a defect, and list it if there is space."""
         self.defect_count += 1
         if len(self.defects) < KEPT:
             self.defects.append(defect)
 
 
 class _Row(msgspec.Struct, frozen=True):
-    """A job as the ledger has it."""
+    """A job in the ledger."""
 
     tenant_id: str
     job_id: str
@@ -89,21 +89,21 @@ class _Row(msgspec.Struct, frozen=True):
 
 
 async def check_run(
-    queries: Queries, journal: SubmissionJournal, folder: Path, errands: int, *, forgetful: bool = False
+    queries: Queries, journal: SubmissionJournal, folder: Path, count: int, *, forgetful: bool = False
 ) -> Findings:
-    """Check everything that the stores say of so many errands. Raises `LedgerUnavailable`.
+    """Check the stores after a run of `count` work items. Raises `LedgerUnavailable`.
 
-    `forgetful`: a fail-over may have lost the newest writes of the engine, as asynchronous replication does. Then a job
-    that was not `durable` may be gone; what the ledger has is held to the same as ever.
+    `forgetful`: fail-overs may have lost the newest writes of the engine, since replication is asynchronous. Then a job
+    that was not `durable` may be missing; jobs in the ledger are checked the same.
     """
     findings = Findings(forgetful=forgetful)
     findings.ledger = await verify_ledger(queries)
     for fault in findings.ledger.faults:
-        findings.add(f"the ledger is wrong: {fault}")
+        findings.add(f"the ledger has a fault: {fault}")
     findings.defect_count += findings.ledger.fault_count - len(findings.ledger.faults)
     async with queries.snapshot() as snapshot:
         rows = await _rows(snapshot)
-        _check_answers(findings, journal, errands)
+        _check_answers(findings, journal, count)
         _check_journal(findings, journal, rows, folder)
         await _check_others(findings, journal, snapshot, rows)
         await _check_ends(findings, snapshot, rows)
@@ -115,39 +115,39 @@ async def check_run(
     return findings
 
 
-def check_recoveries(struck: Sequence[FaultResult], within_s: float) -> list[str]:
-    """Faults after which work did not go on."""
+def check_recoveries(results: Sequence[FaultResult], within_s: float) -> list[str]:
+    """Faults without a recovery in time."""
     return [
         f"no job ended within {within_s:g} s after fault {each.fault.number}, {each.fault.kind} {each.fault.target}"
-        for each in struck
+        for each in results
         if not each.skipped and each.recovered_s < 0
     ]
 
 
-def check_forgotten(findings: Findings, journal: SubmissionJournal, struck: Sequence[FaultResult]) -> None:
-    """Redis may forget what it accepted around a fault of its own (`struck`), and nothing else."""
-    near = [(each.began_at - _NEAR_S, each.over_at + _NEAR_S) for each in struck]
+def check_forgotten(findings: Findings, journal: SubmissionJournal, results: Sequence[FaultResult]) -> None:
+    """Redis may lose only jobs that it accepted around one of its own faults (`results`)."""
+    near = [(each.began_at - _NEAR_S, each.ended_at + _NEAR_S) for each in results]
     for job_id in list(findings.forgotten_jobs):
         at = journal.accepted_at[job_id]
         if not any(begin <= at <= end for begin, end in near):
             findings.forgotten_jobs.remove(job_id)
             findings.forgotten -= 1
             findings.lost += 1
-            findings.add(f"job {job_id} is lost: nothing happened to Redis when it was accepted, and it is gone")
+            findings.add(f"job {job_id} is lost, though Redis had no fault when it was accepted")
 
 
 async def lagging(queries: Queries, ends: Mapping[str, str]) -> list[str]:
-    """Feeds that the ledger has not read to their ends. `ends`: queue → the last entry of its feed."""
+    """Feeds that the ledger has not read to their ends. `ends`: queue → last entry of its feed."""
     async with queries.snapshot() as snapshot:
         positions = {row.feed: row.position async for row in snapshot.rows(select(*feed_positions.c))}
     return [
         f"it has read the feed of {queue} to {positions.get(queue)}, which ends at {end}"
         for queue, end in ends.items()
-        if _place(positions.get(queue, "0-0")) < _place(end)
+        if _parse_position(positions.get(queue, "0-0")) < _parse_position(end)
     ]
 
 
-def _place(position: str) -> tuple[int, int]:
+def _parse_position(position: str) -> tuple[int, int]:
     milliseconds, _, number = position.partition("-")
     return int(milliseconds), int(number or 0)
 
@@ -158,49 +158,49 @@ async def _rows(snapshot: Snapshot) -> dict[str, _Row]:
 
 
 def errand_of(journal: SubmissionJournal, number: int, folder: Path) -> WorkItem:
-    """What was handed in under this number."""
+    """The work item or probe of this number."""
     return probe(journal.seed, -1 - number) if number < 0 else work_item(journal.seed, number, folder)
 
 
-def _check_answers(findings: Findings, journal: SubmissionJournal, errands: int) -> None:
-    """Whoever submits again and again comes to know."""
-    unknown = [number for number in range(errands) if number not in journal.accepted and number not in journal.refused]
+def _check_answers(findings: Findings, journal: SubmissionJournal, count: int) -> None:
+    """Every submission has a clear answer in the end."""
+    unknown = [number for number in range(count) if number not in journal.accepted and number not in journal.refused]
     if unknown:
         findings.add(f"{len(unknown)} jobs were neither accepted nor refused, the first is number {unknown[0]}")
 
 
 def _check_journal(findings: Findings, journal: SubmissionJournal, rows: dict[str, _Row], folder: Path) -> None:
-    findings.accepted, findings.receipts = journal.errands, journal.receipts
+    findings.accepted, findings.receipts = journal.work_items, journal.receipts
     findings.submissions_in_doubt = journal.doubts
-    for number, why in journal.refused.items():
-        findings.add(f"job {number} was refused: {why}")
+    for number, reason in journal.refused.items():
+        findings.add(f"job {number} was refused: {reason}")
     for number, job_ids in journal.accepted.items():
-        # A key that was forgotten with its job is free again.
-        remembered = job_ids & rows.keys() if findings.forgetful else job_ids
-        if len(remembered) > 1:
+        # A key that was lost with its job can be used again.
+        kept = job_ids & rows.keys() if findings.forgetful else job_ids
+        if len(kept) > 1:
             findings.add(f"one idempotency key, several jobs: number {number} is {', '.join(sorted(job_ids))}")
-        meant = errand_of(journal, number, folder)
+        item = errand_of(journal, number, folder)
         for job_id in job_ids:
-            _check_one(findings, journal, meant, job_id, rows.get(job_id))
+            _check_one(findings, journal, item, job_id, rows.get(job_id))
 
 
-def _check_one(findings: Findings, journal: SubmissionJournal, meant: WorkItem, job_id: str, row: _Row | None) -> None:
-    what = f"job {meant.number} ({meant.kind}, {job_id})"
-    if row is None and findings.forgetful and not meant.durable:
+def _check_one(findings: Findings, journal: SubmissionJournal, item: WorkItem, job_id: str, row: _Row | None) -> None:
+    what = f"job {item.number} ({item.kind}, {job_id})"
+    if row is None and findings.forgetful and not item.durable:
         findings.forgotten += 1
         findings.forgotten_jobs.append(job_id)
         return
     if row is None:
         findings.lost += 1
-        findings.add(f"{what} is lost: it was accepted, and the ledger has never heard of it")
+        findings.add(f"{what} is lost: it was accepted, but is not in the ledger")
         return
-    if (row.tenant_id, row.queue, row.job_type) != (meant.tenant_id, meant.queue, meant.task):
-        findings.add(f"{what} is another one in the ledger: {row.job_type} of {row.tenant_id} in {row.queue}")
+    if (row.tenant_id, row.queue, row.job_type) != (item.tenant_id, item.queue, item.task):
+        findings.add(f"{what} differs in the ledger: {row.job_type} of {row.tenant_id} in {row.queue}")
     if row.state not in FINAL:
         findings.lost += 1
         findings.add(f"{what} has no end: it is {row.state}: {row.last_error or 'no error'}")
-    elif State(row.state) not in meant.may_end:
-        expected = " or ".join(sorted(meant.may_end))
+    elif State(row.state) not in item.may_end:
+        expected = " or ".join(sorted(item.may_end))
         findings.add(f"{what} is {row.state} instead of {expected}: {row.error_code}: {row.last_error}")
     elif job_id in journal.cancelled and row.state != State.CANCELLED and not findings.forgetful:
         findings.add(f"{what} is {row.state}, though its cancellation was confirmed")
@@ -209,15 +209,15 @@ def _check_one(findings: Findings, journal: SubmissionJournal, meant: WorkItem, 
 async def _check_others(
     findings: Findings, journal: SubmissionJournal, snapshot: Snapshot, rows: dict[str, _Row]
 ) -> None:
-    """Jobs that nobody submitted, and keys that have several."""
-    letters = {row.dlq_id async for row in snapshot.rows(select(dlq_items.c.dlq_id))}
+    """No job that was never submitted, and no key with several jobs."""
+    dead_letters = {row.dlq_id async for row in snapshot.rows(select(dlq_items.c.dlq_id))}
     keys: Counter[tuple[str, str, str]] = Counter()
     for row in rows.values():
         keys[row.tenant_id, row.queue, row.idempotency_key] += 1
         if row.job_id in journal.numbers:
             continue
         key = row.idempotency_key
-        if not (key.startswith(_REPLAY_PREFIX) and key.removeprefix(_REPLAY_PREFIX).rpartition(":")[0] in letters):
+        if not (key.startswith(_REPLAY_PREFIX) and key.removeprefix(_REPLAY_PREFIX).rpartition(":")[0] in dead_letters):
             findings.add(f"job {row.job_id} ({row.job_type}, key {key}) was never submitted")
             continue
         findings.replayed += 1
@@ -232,11 +232,11 @@ async def _check_others(
     for replayed in journal.replayed.values():
         if replayed not in rows:
             findings.lost += 1
-            findings.add(f"job {replayed} is lost: a person was told that a dead letter runs again as it")
+            findings.add(f"job {replayed} is lost: it was confirmed as the replay of a dead letter")
 
 
 async def _check_ends(findings: Findings, snapshot: Snapshot, rows: dict[str, _Row]) -> None:
-    """One final event each."""
+    """Each job has one final event."""
     event = job_events.c
     ends = select(event.job_id, func.count().label("ends")).where(event.to_state.in_([*FINAL])).group_by(event.job_id)
     counted = {row.job_id: row.ends async for row in snapshot.rows(ends)}
@@ -249,13 +249,13 @@ async def _check_ends(findings: Findings, snapshot: Snapshot, rows: dict[str, _R
 async def _check_effects(
     findings: Findings, journal: SubmissionJournal, snapshot: Snapshot, rows: dict[str, _Row], folder: Path
 ) -> None:
-    """At most once outside, for every key; and if the job says that it was done, once."""
+    """Each effect happened at most once, and exactly once if its job succeeded."""
     done = Counter(external_effects(folder))
     findings.effects = done.total()
     findings.effects_in_doubt = len(journal.resolved)
-    for line, count in done.items():
+    for effect, count in done.items():
         if count > 1:
-            findings.add(f"effect {line} happened {count} times")
+            findings.add(f"effect {effect} happened {count} times")
     for number, job_ids in journal.accepted.items():
         key = errand_of(journal, number, folder).arguments.get("key")
         if key is None:
@@ -280,7 +280,7 @@ async def _count(findings: Findings, snapshot: Snapshot) -> None:
 
 
 def _explain(findings: Findings) -> None:
-    """Forks, restored jobs and anomalies are what a store leaves that has lost writes; else they are defects."""
+    """Forks, restored jobs and anomalies are defects, unless the engine may have lost writes."""
     if findings.forgetful:
         return
     for reason, count in findings.anomalies.items():

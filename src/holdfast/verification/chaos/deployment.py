@@ -1,11 +1,10 @@
 """A real deployment on this machine: workers, upkeep, web server, Redis with AOF and PostgreSQL, each a process.
 
-Every program has its own way to each store, through a `Proxy`, so that one of them can be cut off while the others go
-on. (Sentinel and Cluster tell clients the real addresses: there the ways to Redis have no proxies.) A part that dies
-though nobody hurt it is started again, and the deployment remembers: `notes`.
+Every program reaches each store through its own `Proxy`, so that one can be cut off while the others continue.
+(Sentinel and Cluster give clients the real addresses: there Redis has no proxies.) A part that ends without a fault is
+started again, and recorded in `notes`.
 
-Nothing is left when it is closed, or when its start is interrupted, or when this process is killed, except the logs in
-its folder.
+After `close`, an interrupted start or a kill of this process, only the logs in its folder are left.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from holdfast.verification.chaos.servers import ServerProcess, find_postgres, fi
 from holdfast.verification.chaos.topologies import SingleRedis, Topology, make_topology
 
 APP: Final = "holdfast.verification.chaos.workload:app"
-#: Short leases and little patience, so that many faults outlast them.
+#: Short leases and timeouts, so that many faults outlast them.
 SETTINGS: Final[Mapping[str, str]] = {
     "HOLDFAST_VISIBILITY_TIMEOUT_S": "3",
     "HOLDFAST_HEARTBEAT_INTERVAL_S": "1",
@@ -52,12 +51,12 @@ SETTINGS: Final[Mapping[str, str]] = {
     "HOLDFAST_REPLY_TIMEOUT_S": "2",
     "HOLDFAST_RECONCILE_INTERVAL_S": "5",
     "HOLDFAST_DRAIN_GRACE_S": "3",
-    # A job whose workers are killed all the time is not poison.
+    # A job whose workers are killed repeatedly is not a poison pill.
     "HOLDFAST_MAX_DELIVERIES": "1000",
 }
-#: Nobody is told that something was done before it is on the disk.
+#: Redis writes to disk before it replies.
 STRICT: Final = {"appendfsync": "always"}
-#: Replicas speak once a second.
+#: Replicas report to their master once a second.
 _MAX_LAG_S: Final = "2"
 _POSTGRES: Final = {"max_connections": "200", "wal_level": "minimal", "max_wal_senders": "0"}
 
@@ -69,7 +68,7 @@ _RESTARTED_WITHIN_S: Final = 60.0
 
 
 class Deployment:
-    """`async with Deployment(folder) as deployment:`; hurt it with `strike`."""
+    """`async with Deployment(folder) as deployment:`, then inject faults with `inject`."""
 
     def __init__(
         self,
@@ -84,8 +83,8 @@ class Deployment:
         min_replicas: int = 0,
         settings: Mapping[str, str] | None = None,
     ) -> None:
-        """`settings` are variables, `HOLDFAST_…`, on top of `SETTINGS`. A master of Redis with fewer than
-        `min_replicas` accepts nothing. Raises `UsageError` for a missing server."""
+        """`settings` are `HOLDFAST_…` variables on top of `SETTINGS`. A Redis master with fewer than `min_replicas`
+        replicas accepts no writes. Raises `UsageError` for a missing server."""
         self.folder = folder
         self.seed = seed
         self.settings = {**SETTINGS, **(settings or {})}
@@ -96,7 +95,7 @@ class Deployment:
         self._min_replicas = min_replicas
         self.topology: Topology | None = None
         self.parts: dict[str, Part] = {}
-        #: By store: all ways to it.
+        #: By store: all proxies to it.
         self.ways: dict[str, list[Proxy]] = {"redis": [], "postgres": []}
         self.environment: dict[str, str] = {}
         self.direct: dict[str, str] = {}
@@ -105,10 +104,10 @@ class Deployment:
         self._stack = AsyncExitStack()
         self._watching: asyncio.Task[None] | None = None
 
-    # Its life ----------------------------------------------------------------------------------------------
+    # Start and close ---------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """All parts run and answer when it returns. If that fails, or is interrupted, nothing is left."""
+        """Start all parts; returns when they answer. Leaves nothing behind if it fails or is interrupted."""
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             await self._start_stores()
@@ -119,7 +118,7 @@ class Deployment:
         self._watching = asyncio.create_task(self._watch())
 
     async def close(self) -> None:
-        """End every process, unmount every disk, delete all data. Logs stay."""
+        """End every process, unmount every disk, delete all data. Logs are kept."""
         await to_its_end(self._close())
 
     async def __aenter__(self) -> Self:
@@ -132,23 +131,23 @@ class Deployment:
         await self.close()
 
     async def heal(self) -> None:
-        """Every proxy clear, every disk free, every process awake, running and answering."""
+        """End every fault: clear proxies, free disks, and resume or start processes until they answer."""
         for proxy in (way for ways in self.ways.values() for way in ways):
             proxy.clear()
         for part in self.parts.values():
-            for door in part.doors:
-                door.clear()
+            for proxy in part.proxies:
+                proxy.clear()
             if part.disk is not None:
                 await do(part.disk.free)
         for part in self.parts.values():
-            async with part.in_trouble:
+            async with part.fault_lock:
                 await self.check_part(part)
                 await self.restart_part(part)
         if self.topology is not None:
             await do(self.topology.heal)
 
     def notes(self) -> list[str]:
-        """What should not have happened: deaths that were nobody's doing, bad endings, tracebacks in logs."""
+        """Defects of the processes: unexpected exits, failed shutdowns, tracebacks in logs."""
         found = list(self._notes)
         for part in self.parts.values():
             if isinstance(part.process, Program):
@@ -157,8 +156,8 @@ class Deployment:
         return found
 
     @property
-    def cannot(self) -> dict[str, str]:
-        """What cannot be done here at all, and why: for the report."""
+    def unsupported(self) -> dict[str, str]:
+        """Faults that cannot be injected on this machine → why; for the report."""
         disks = {part.name: part.disk.why_not for part in self.parts.values() if part.disk is not None}
         return {f"{FaultKind.FILL} {name}": why for name, why in disks.items() if why}
 
@@ -166,13 +165,13 @@ class Deployment:
     def _redis_disk(self) -> Path:
         return self.folder.resolve() / "redis" / "disk"
 
-    # How it is put together --------------------------------------------------------------------------------
+    # Assembly ----------------------------------------------------------------------------------------------
 
     async def _start_stores(self) -> None:
         await do(reap_stale)
         postgres = DiskPostgres(self._postgres_binary, _POSTGRES, self.folder / "postgres.log")
-        guardian = Reaper(self.folder, [postgres.folder, self._redis_disk])
-        self._stack.push_async_callback(do, guardian.release)
+        reaper = Reaper(self.folder, [postgres.folder, self._redis_disk])
+        self._stack.push_async_callback(do, reaper.release)
         self._stack.push_async_callback(do, postgres.remove)
         self._add(Part("postgres", postgres, _STORE, postgres.disk))
         topology = self.topology = self._make_topology()
@@ -182,7 +181,7 @@ class Deployment:
             assert redis.disk is not None
             self._stack.push_async_callback(do, redis.disk.unmount)
             await do(redis.disk.mount)
-        # Not one after the other: the slow one takes a second.
+        # Concurrently: the slower one takes a second.
         await _all(do(postgres.start), do(topology.start))
         for part in self.parts.values():
             part.kinds = _kinds(part.kinds, part.disk)
@@ -197,7 +196,7 @@ class Deployment:
             options["dir"] = str(disk.folder)
         if self._min_replicas:
             options |= {"min-replicas-to-write": str(self._min_replicas), "min-replicas-max-lag": _MAX_LAG_S}
-        # What replicas have is not on their masters' disks only, so that there a second more or less does not matter.
+        # Replicas have copies of their masters' data, so that a second more or less does not matter there.
         made = make_topology(self._topology_name, folder, binary=self._redis_binary, aof=True, options=options)
         for name, server in made.servers.items():
             self._add(Part(name, server, _STORE if disk is not None else _PROCESS, disk))
@@ -215,41 +214,41 @@ class Deployment:
         await _all(*(do(part.process.start) for part in programs))
 
     async def _add_program(self, name: str, words: list[str]) -> None:
-        doors: list[Proxy] = []
+        proxies: list[Proxy] = []
         kept = {key: value for key, value in os.environ.items() if not key.startswith("HOLDFAST_")}
         path = os.pathsep.join(filter(None, [str(SOURCE), kept.get("PYTHONPATH", "")]))
-        variables = {**kept, **self.settings, **await self._own_ways(doors), "PYTHONPATH": path}
+        variables = {**kept, **self.settings, **await self._own_ways(proxies), "PYTHONPATH": path}
         kinds = _PROCESS | _WAYS
         process: Program
         if words[0] == "serve":
             process = WebProgram(name, words, self.folder, variables)
-            doors.append(await self._stack.enter_async_context(Proxy(process.port)))
-            self.http_url = self.http_url or f"http://127.0.0.1:{doors[-1].port}"
+            proxies.append(await self._stack.enter_async_context(Proxy(process.port)))
+            self.http_url = self.http_url or f"http://127.0.0.1:{proxies[-1].port}"
             kinds |= {FaultKind.LOSE_REPLY}
         else:
             process = Program(name, words, self.folder, variables)
         part = Part(name, process, kinds)
-        part.doors = doors
+        part.proxies = proxies
         self._add(part)
         self._stack.push_async_callback(self._end, part)
 
-    async def _own_ways(self, doors: list[Proxy] | None) -> dict[str, str]:
-        """The stores' addresses by ways of somebody's own."""
+    async def _own_ways(self, proxies: list[Proxy] | None) -> dict[str, str]:
+        """The stores' URLs through new proxies, which are added to `proxies`."""
         assert self.topology is not None
         found = {"HOLDFAST_URL": self.topology.url}
         if isinstance(self.topology, SingleRedis):
-            way = await self._way("redis", doors)
+            way = await self._way("redis", proxies)
             found["HOLDFAST_URL"] = way.url
-        way = await self._way("postgres", doors)
+        way = await self._way("postgres", proxies)
         found["HOLDFAST_LEDGER"] = f"postgresql://postgres@127.0.0.1:{way.port}/postgres"
         return found
 
-    async def _way(self, store: str, doors: list[Proxy] | None) -> Proxy:
+    async def _way(self, store: str, proxies: list[Proxy] | None) -> Proxy:
         way = await self._stack.enter_async_context(Proxy(self.parts[store].process.port))
         self.ways[store].append(way)
-        self.parts[store].doors.append(way)
-        if doors is not None:
-            doors.append(way)
+        self.parts[store].proxies.append(way)
+        if proxies is not None:
+            proxies.append(way)
         return way
 
     def _add(self, part: Part) -> None:
@@ -263,7 +262,7 @@ class Deployment:
             await store.close()
 
     async def _issue_token(self) -> str:
-        """For whoever submits and decides: an admin of all tenants."""
+        """A token of an admin of all tenants, for the load generator."""
         maker = Principal(name="local:chaos", role=Role.ADMIN, tenants=frozenset({ALL_TENANTS}), verified=False)
         values = {key.removeprefix("HOLDFAST_").lower(): value for key, value in self.direct.items()}
         async with Holdfast(settings=Settings.load(**values)) as app:
@@ -278,30 +277,30 @@ class Deployment:
         while True:
             await asyncio.sleep(_WATCH_S)
             for part in self.parts.values():
-                if not part.in_trouble.locked() and part.process.ended is not None:
-                    async with part.in_trouble:
+                if not part.fault_lock.locked() and part.process.ended is not None:
+                    async with part.fault_lock:
                         await self.check_part(part)
 
     async def check_part(self, part: Part) -> None:
-        """Who has died without our doing is noted, and started again.
+        """Record an unexpected exit of the part and start it again.
 
-        For whoever holds `in_trouble`, before anything is done to it: the next fault would bury this death.
+        The caller holds `fault_lock` and calls this before it injects a fault, which would hide the exit.
         """
         if part.process.ended is not None:
-            self._note_death(part)
+            self._note_exit(part)
             await self.restart_part(part)
 
-    def _note_death(self, part: Part) -> None:
+    def _note_exit(self, part: Part) -> None:
         code = part.process.ended
         if code is not None:
-            self._notes.append(f"{part.name} ended with {_exit(code)} though nobody had hurt it")
+            self._notes.append(f"{part.name} ended unexpectedly with {_exit(code)}")
 
     async def restart_part(self, part: Part) -> None:
-        """Running and answering. Whoever does not start in spite of trying is noted, and tried again for a while.
+        """Start or resume a part until it answers. Records failed starts and retries them until a timeout, then raises.
 
-        A program that finds a store hurt may end and say so: whoever started it starts it again.
+        A program that finds a store failing may exit: that start is repeated, but not recorded.
         """
-        give_up_at = monotonic() + _RESTARTED_WITHIN_S
+        deadline = monotonic() + _RESTARTED_WITHIN_S
         while True:
             began = monotonic()
             try:
@@ -310,16 +309,16 @@ class Deployment:
             except (RuntimeError, TimeoutError) as exc:
                 if not (isinstance(part.process, Program) and self._was_store_hurt(began)):
                     self._notes.append(f"{part.name} did not start: {exc}")
-                if monotonic() > give_up_at:
+                if monotonic() > deadline:
                     raise
             await asyncio.sleep(_WATCH_S)
 
     def _was_store_hurt(self, since: float) -> bool:
         stores = [part for part in self.parts.values() if not isinstance(part.process, Program)]
-        return any(part.in_trouble.locked() or part.hurt_until >= since for part in stores)
+        return any(part.fault_lock.locked() or part.hurt_until >= since for part in stores)
 
     async def _end(self, part: Part) -> None:
-        self._note_death(part)
+        self._note_exit(part)
         leader = _pid(part.process)
         await do(part.end)
         if leader is not None and kill_group(leader):
@@ -330,8 +329,8 @@ class Deployment:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
         for part in self.parts.values():
-            for door in part.doors:
-                door.clear()
+            for proxy in part.proxies:
+                proxy.clear()
         try:
             await self._stack.aclose()
         finally:
@@ -344,7 +343,7 @@ class Deployment:
 
 
 def _kinds(kinds: frozenset[FaultKind], disk: Disk | None) -> frozenset[FaultKind]:
-    """Those that are possible: a disk that could not be mounted cannot be filled."""
+    """The possible kinds: a disk that could not be mounted cannot be filled."""
     return kinds if disk is not None and not disk.why_not else kinds - {FaultKind.FILL}
 
 
@@ -357,7 +356,7 @@ def _exit(code: int) -> str:
 
 
 async def _all(*work: object) -> None:
-    """All of it to its end, then the first failure if there was one."""
+    """Await all to their ends, then raise the first error, if any."""
     done = await asyncio.gather(*work, return_exceptions=True)  # type: ignore[call-overload]
     for outcome in done:
         if isinstance(outcome, BaseException):

@@ -22,15 +22,15 @@ from holdfast.verification.chaos.parts import DiskPostgres, Fault, FaultKind, Pa
 from holdfast.verification.chaos.proxy import Proxy
 from holdfast.verification.chaos.redis_nodes import ask
 
-#: The first and the last fault strike when this share of all jobs is accepted.
+#: The first and the last fault start when this share of all jobs is accepted.
 _FIRST: Final = 0.03
 _LAST: Final = 0.97
-#: So many faults strike together with the one before.
+#: Share of faults that start together with the one before.
 _OVERLAPPING: Final = 0.25
 
-#: Where masters can be taken away: one fault of so many, by kill and by hand-over in turn.
+#: Where masters can fail over: one fault in this many does that, by kill and planned alternately.
 _FAIL_OVER_ONE_OF: Final = 8
-#: What matters more, or is worse, happens more often once everything has happened; the rest counts 1.
+#: Weights once every fault has happened: more for the more important or worse ones, 1 for the rest.
 _WEIGHTS: Final[Mapping[tuple[FaultKind, str], int]] = {
     (FaultKind.KILL, "worker"): 5,
     (FaultKind.STOP, "worker"): 5,
@@ -43,7 +43,7 @@ _WEIGHTS: Final[Mapping[tuple[FaultKind, str], int]] = {
     (FaultKind.STOP, "postgres"): 2,
 }
 
-#: Seconds, from and to, by kind; with leases of 3 s and reply timeouts of 2 s some outlast them and some do not.
+#: Range of durations in seconds. Some outlast leases (3 s) and reply timeouts (2 s), some do not.
 _LASTING: Final[Mapping[FaultKind, tuple[float, float]]] = {
     FaultKind.STOP: (0.2, 6.0),
     FaultKind.SLOW: (1.0, 4.0),
@@ -54,11 +54,11 @@ _LASTING: Final[Mapping[FaultKind, tuple[float, float]]] = {
 
 
 def plan(seed: int, faults: int, parts: Mapping[str, frozenset[FaultKind]]) -> list[Fault]:
-    """So many faults in the order in which they strike; those with the same `at` strike together.
+    """Plan `faults` faults in the order in which they start; those with the same `at` start together.
 
-    Every kind strikes every group of parts (`worker`, `redis` …) that it can strike, before chance and weights decide,
-    if there are enough faults for that; where masters can be taken away, that happens all the time. The same on every
-    machine, for the same arguments.
+    First every kind is injected into every possible group of parts (`worker`, `redis` …), if there are enough faults
+    for that; then weighted chance decides. Fail-overs, where possible, are spread over the whole plan. The same
+    arguments give the same plan on every machine.
     """
     random = Random(f"holdfast chaos {seed}")
     pairs = _pairs(parts)
@@ -78,7 +78,7 @@ def plan(seed: int, faults: int, parts: Mapping[str, frozenset[FaultKind]]) -> l
 
 
 def pairs_of(parts: Mapping[str, frozenset[FaultKind]]) -> set[tuple[FaultKind, str]]:
-    """All that can happen: kinds of faults and the groups of parts that they can strike."""
+    """All possible faults, as pairs of kind and group of parts."""
     return set(_pairs(parts))
 
 
@@ -89,7 +89,7 @@ def _pairs(parts: Mapping[str, frozenset[FaultKind]]) -> list[tuple[FaultKind, s
 def _with_fail_overs(
     random: Random, chosen: list[tuple[FaultKind, str]], ways: list[tuple[FaultKind, str]]
 ) -> list[tuple[FaultKind, str]]:
-    """One more in every stretch of the plan, by each way in turn."""
+    """Add a fail-over to every stretch of the plan, alternating between `ways`."""
     if not ways:
         return chosen
     others = _FAIL_OVER_ONE_OF - 1
@@ -102,7 +102,7 @@ def _with_fail_overs(
 
 
 def _positions(random: Random, faults: int) -> list[float]:
-    """Spread evenly, a little off, and some of them at the same moment as the one before."""
+    """Evenly spread moments with some jitter; some faults share the moment of the one before."""
     together = [number > 0 and random.random() < _OVERLAPPING for number in range(faults)]
     moments = together.count(False)
     step = (_LAST - _FIRST) / max(1, moments)
@@ -122,14 +122,14 @@ def _seconds(random: Random, kind: FaultKind) -> float:
     return 0.0 if lasting is None else round(random.uniform(*lasting), 3)
 
 
-#: How long a server may take to be itself again after its disk was full.
-_PATIENCE_S: Final = 60.0
-#: How long to wait for a request whose reply can be lost.
+#: How long a server may take to recover after its disk was full.
+_TIMEOUT_S: Final = 60.0
+#: How long to wait for a request whose reply can be dropped.
 _TRAFFIC_S: Final = 10.0
-_LOOK_S: Final = 0.05
+_POLL_S: Final = 0.05
 _SLOWEST_S: Final = (0.05, 0.5)
 
-#: By group of parts: the requests whose replies are lost, on every way. They change something, or might.
+#: By group of parts: requests whose replies are dropped, on each proxy. They write, or may write.
 _DOOMED: Final[Mapping[str, tuple[bytes, ...]]] = {
     "redis": (b"EVALSHA", b"EVALSHA", b"EVALSHA"),
     "postgres": (b"COMMIT", b"INSERT", b"COMMIT"),
@@ -138,28 +138,30 @@ _DOOMED: Final[Mapping[str, tuple[bytes, ...]]] = {
 
 
 async def inject(deployment: Deployment, fault: Fault) -> str:
-    """Do it and wait until it is over. Returns why it could not be done, or nothing.
+    """Inject a fault and wait until it has ended. Returns why it was not possible, or an empty string.
 
-    Faults may overlap; two on the same part wait for each other.
+    Faults may overlap; those on the same part are injected one after the other.
     """
     part = deployment.parts[fault.target]
     if fault.kind not in part.kinds:
-        return deployment.cannot.get(f"{fault.kind} {part.name}", f"{fault.kind} cannot be done to {part.name} here")
+        return deployment.unsupported.get(
+            f"{fault.kind} {part.name}", f"{fault.kind} cannot be done to {part.name} here"
+        )
     async with AsyncExitStack() as stack:
-        # Servers that stand in for each other are hurt one at a time: there is nobody left to take over else.
-        for each in sorted(_company(deployment, part), key=lambda each: each.name):
-            await stack.enter_async_context(each.in_trouble)
+        # Redundant servers fail one at a time: otherwise no replica may be left to promote.
+        for each in sorted(_redundant_parts(deployment, part), key=lambda each: each.name):
+            await stack.enter_async_context(each.fault_lock)
             await deployment.check_part(each)
         try:
-            said = await _DEEDS[fault.kind](deployment, part, fault)
+            skipped = await _INJECTORS[fault.kind](deployment, part, fault)
             if deployment.topology is not None and part.name in deployment.topology.servers:
                 await do(deployment.topology.heal)
         finally:
             part.hurt_until = monotonic()
-        return said
+        return skipped
 
 
-def _company(deployment: Deployment, part: Part) -> list[Part]:
+def _redundant_parts(deployment: Deployment, part: Part) -> list[Part]:
     servers = {} if deployment.topology is None else deployment.topology.servers
     return [deployment.parts[name] for name in servers] if part.name in servers else [part]
 
@@ -186,56 +188,56 @@ async def _restart(deployment: Deployment, part: Part, fault: Fault) -> str:
 
 
 async def _cut(deployment: Deployment, part: Part, fault: Fault) -> str:
-    cut = sum(door.connections for door in part.doors)
-    for door in part.doors:
-        await door.cut()
-    return "" if cut else "nobody was connected to it"
+    cut = sum(proxy.connections for proxy in part.proxies)
+    for proxy in part.proxies:
+        await proxy.cut()
+    return "" if cut else "it had no connections"
 
 
 async def _slow(deployment: Deployment, part: Part, fault: Fault) -> str:
     random = Random(f"{deployment.seed} {fault.number}")
     try:
-        for door in part.doors:
-            door.delay_s = random.uniform(*_SLOWEST_S)
+        for proxy in part.proxies:
+            proxy.delay_s = random.uniform(*_SLOWEST_S)
         await asyncio.sleep(fault.seconds)
     finally:
-        for door in part.doors:
-            door.delay_s = 0.0
+        for proxy in part.proxies:
+            proxy.delay_s = 0.0
     return ""
 
 
 async def _stall(deployment: Deployment, part: Part, fault: Fault) -> str:
     try:
-        for door in part.doors:
-            door.stall()
+        for proxy in part.proxies:
+            proxy.stall()
         await asyncio.sleep(fault.seconds)
     finally:
-        for door in part.doors:
-            door.flow()
+        for proxy in part.proxies:
+            proxy.flow()
     return ""
 
 
 async def _lose_reply(deployment: Deployment, part: Part, fault: Fault) -> str:
-    # A web server's own door is the last one; the others are its ways to the stores.
-    doors = part.doors[-1:] if part.group == "server" else part.doors
-    before = _lost(doors)
-    for door in doors:
+    # The last proxy of a web server is the one its clients use; the others lead to the stores.
+    proxies = part.proxies[-1:] if part.group == "server" else part.proxies
+    before = _lost(proxies)
+    for proxy in proxies:
         for word in _DOOMED[part.group]:
-            door.lose_reply(word)
+            proxy.lose_reply(word)
     try:
         await asyncio.sleep(fault.seconds)
-        await _until(lambda: _lost(doors) > before, _TRAFFIC_S)
+        await _until(lambda: _lost(proxies) > before, _TRAFFIC_S)
     finally:
-        for door in doors:
-            door.spare()
-    return "" if _lost(doors) > before else "nobody asked it for anything meanwhile"
+        for proxy in proxies:
+            proxy.spare()
+    return "" if _lost(proxies) > before else "no request was sent to it meanwhile"
 
 
 async def _fill(deployment: Deployment, part: Part, fault: Fault) -> str:
-    """Full for a while, and until it was felt. A server that went down by it is started when there is room again."""
+    """Keep the disk full until it had an effect. A server that went down is started when there is space again."""
     disk = part.disk
     assert disk is not None
-    # Redis goes down rather than break the promise to have written before it answers; without it, it refuses writes.
+    # With appendfsync always Redis exits when it cannot write; with everysec it refuses writes.
     refuses = part.group == "redis" and fault.number % 2 == 0
     if refuses:
         await do(lambda: _set(part, "everysec"))
@@ -243,28 +245,28 @@ async def _fill(deployment: Deployment, part: Part, fault: Fault) -> str:
     try:
         await do(disk.fill)
         await asyncio.sleep(fault.seconds)
-        felt = await _until(lambda: do(lambda: _has_felt_it(part, before)), _TRAFFIC_S)
+        affected = await _until(lambda: do(lambda: _is_affected(part, before)), _TRAFFIC_S)
     finally:
         await do(disk.free)
-    await _until(lambda: do(lambda: _is_itself(part)), _PATIENCE_S)
+    await _until(lambda: do(lambda: _has_recovered(part)), _TIMEOUT_S)
     if refuses:
-        # As an operator must: Redis 7.0 can have left a hole in its file, and would not start from that again.
-        await _write_anew(part)
+        # As an operator must: Redis 7.0 can leave a hole in its file, and would not start from it.
+        await _rewrite_aof(part)
         await do(lambda: _set(part, STRICT["appendfsync"]))
-    return "" if felt else "it was not asked to write anything meanwhile"
+    return "" if affected else "nothing was written to it meanwhile"
 
 
 async def _fail_over(deployment: Deployment, part: Part, fault: Fault) -> str:
     topology = deployment.topology
     assert topology is not None
-    # On a Cluster a queue lies with one of the masters: all of them have their turn.
+    # On a Cluster each queue is on one of the masters: choose among all of them.
     masters = sorted(await do(topology.masters))
     target = Random(f"{deployment.seed} {fault.number}").choice(masters) if masters else None
     await do(lambda: topology.fail_over(kill=fault.kind is FaultKind.FAIL_OVER, target=target))
     return ""
 
 
-_DEEDS: Final[Mapping[FaultKind, Callable[[Deployment, Part, Fault], Awaitable[str]]]] = {
+_INJECTORS: Final[Mapping[FaultKind, Callable[[Deployment, Part, Fault], Awaitable[str]]]] = {
     FaultKind.KILL: _kill,
     FaultKind.STOP: _stop,
     FaultKind.RESTART: _restart,
@@ -279,26 +281,26 @@ _DEEDS: Final[Mapping[FaultKind, Callable[[Deployment, Part, Fault], Awaitable[s
 
 
 def _if_running(part: Part, verb: Callable[[], None]) -> None:
-    """One that has just died by itself can be neither killed nor stopped: it is on its way back all the same."""
+    """Call `verb` unless the process has just ended by itself; the deployment restarts it then."""
     if part.process.started and part.process.ended is None:
         verb()
 
 
-def _lost(doors: list[Proxy]) -> int:
-    return sum(door.lost for door in doors)
+def _lost(proxies: list[Proxy]) -> int:
+    return sum(proxy.lost for proxy in proxies)
 
 
 def _set(part: Part, appendfsync: str) -> None:
     ask(part.process.port, "CONFIG", "SET", "appendfsync", appendfsync)
 
 
-async def _write_anew(part: Part) -> None:
-    """Its file, from memory. One that is being written already may have begun too early."""
-    await _until(lambda: do(lambda: _is_told(part, "BGREWRITEAOF")), _PATIENCE_S)
-    await _until(lambda: do(lambda: "aof_rewrite_in_progress:0" in _persistence(part)), _PATIENCE_S)
+async def _rewrite_aof(part: Part) -> None:
+    """Rewrite the append-only file from memory. A rewrite already in progress may have begun too early."""
+    await _until(lambda: do(lambda: _accepts(part, "BGREWRITEAOF")), _TIMEOUT_S)
+    await _until(lambda: do(lambda: "aof_rewrite_in_progress:0" in _persistence(part)), _TIMEOUT_S)
 
 
-def _is_told(part: Part, command: str) -> bool:
+def _accepts(part: Part, command: str) -> bool:
     with suppress(OSError, hiredis.ReplyError):
         ask(part.process.port, command)
         return True
@@ -306,7 +308,7 @@ def _is_told(part: Part, command: str) -> bool:
 
 
 def _persistence(part: Part) -> str:
-    """What Redis says of its file; empty if it says nothing."""
+    """INFO persistence of Redis; empty if it does not answer."""
     with suppress(OSError, hiredis.ReplyError):
         return str(ask(part.process.port, "INFO", "persistence"))
     return ""
@@ -316,15 +318,15 @@ def _complaints(part: Part) -> int:
     return part.process.complaints() if isinstance(part.process, DiskPostgres) else 0
 
 
-def _has_felt_it(part: Part, complaints: int) -> bool:
-    """It could not write: it says so, or went down. There were so many complaints before."""
+def _is_affected(part: Part, complaints: int) -> bool:
+    """Whether it could not write: it reports so, or went down. `complaints`: their number before the fault."""
     if part.process.ended is not None or _complaints(part) > complaints:
         return True
     return part.group == "redis" and "aof_last_write_status:err" in _persistence(part)
 
 
-def _is_itself(part: Part) -> bool:
-    """It runs, answers, and writes to its disk; started again if it does not run."""
+def _has_recovered(part: Part) -> bool:
+    """Whether it runs, answers and writes to its disk. Starts it if it does not run."""
     if part.process.ended is not None or not part.process.started:
         with suppress(RuntimeError, TimeoutError):
             part.revive()
@@ -334,12 +336,12 @@ def _is_itself(part: Part) -> bool:
     return "aof_last_write_status:ok" in _persistence(part)
 
 
-async def _until(look: Callable[[], bool | Awaitable[bool]], within_s: float) -> bool:
-    give_up_at = monotonic() + within_s
+async def _until(condition: Callable[[], bool | Awaitable[bool]], within_s: float) -> bool:
+    deadline = monotonic() + within_s
     while True:
-        seen = look()
-        if seen if isinstance(seen, bool) else await seen:
+        value = condition()
+        if value if isinstance(value, bool) else await value:
             return True
-        if monotonic() > give_up_at:
+        if monotonic() > deadline:
             return False
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_POLL_S)

@@ -30,78 +30,78 @@ from holdfast.errors import HoldfastError, IntakeRefused, NotDurableYet, Unavail
 from holdfast.verification.chaos import workload
 from holdfast.verification.chaos.workload import WorkItem, probe, work_item
 
-#: A receipt was seen.
+#: A receipt was returned.
 ACCEPTED: Final = "accepted"
-#: No answer, or one that leaves it open: submitted again, under the same key, until it is known.
+#: No clear answer: submitted again with the same key until it is accepted or refused.
 IN_DOUBT: Final = "in doubt"
-#: Never to be accepted.
+#: Refused permanently.
 REFUSED: Final = "refused"
-#: A person's cancellation was confirmed.
+#: An operator's cancellation was confirmed.
 CANCELLED: Final = "cancelled"
-#: A person had a job that waited for its time run at once.
+#: An operator expedited a delayed job.
 EXPEDITED: Final = "expedited"
-#: A person had a dead letter run again, as another job.
+#: An operator replayed a dead letter as a new job.
 REPLAYED: Final = "replayed"
-#: A person said of an effect in doubt whether it was done.
+#: An operator resolved an effect in doubt.
 RESOLVED: Final = "resolved"
 
 
 class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line of the journal."""
+    """One entry of the journal, written as a line of JSON."""
 
     said: str
     number: int
     job_id: str = ""
-    #: Why, or through which way.
+    #: The reason, or the way of submission.
     note: str = ""
-    #: When, by the clock.
+    #: Wall clock time.
     at: float = 0.0
 
 
 class SubmissionJournal:
-    """Written line by line; what it says is in memory as well."""
+    """The journal file, with its contents in memory."""
 
     def __init__(self, path: Path, seed: int) -> None:
         self.path = path
-        #: From which all errands follow.
+        #: All work items follow from it.
         self.seed = seed
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        #: The number of an errand → the jobs that receipts for it named. More than one is wrong.
+        #: Number of a work item → job ids in its receipts. More than one is a defect.
         self.accepted: dict[int, set[str]] = {}
         self.numbers: dict[str, int] = {}
-        #: The job → when its first receipt was seen.
+        #: Job id → time of its first receipt.
         self.accepted_at: dict[str, float] = {}
         self.refused: dict[int, str] = {}
-        #: Errands with a receipt, probes left out.
-        self.errands = 0
-        #: Submissions that had no clear answer, however they ended.
+        #: Work items with a receipt, without probes.
+        self.work_items = 0
+        #: Submissions without a clear answer, however they ended.
         self.doubts = 0
-        #: All that were seen: an errand that is submitted twice, or again after a doubt, has several.
+        #: All receipts: a work item that is submitted twice, or again after a doubt, has several.
         self.receipts = 0
         self.cancelled: set[str] = set()
-        #: The dead letter's job → the job that it was replayed as.
+        #: Job id of a dead letter → job id of its replay.
         self.replayed: dict[str, str] = {}
         self.resolved: dict[str, str] = {}
 
-    def write(self, said: str, number: int, job_id: str = "", note: str = "") -> None:
-        """One write of one line: whole, whatever happens to this process after it."""
+    def write(self, kind: str, number: int, job_id: str = "", note: str = "") -> None:
+        """Append one entry in a single write, so that it is complete even if this process is killed afterwards."""
         at = time.time()
-        os.write(self._file, msgspec.json.encode(JournalEntry(said, number, job_id, note, at)) + b"\n")
-        if said == ACCEPTED:
+        os.write(self._file, msgspec.json.encode(JournalEntry(kind, number, job_id, note, at)) + b"\n")
+        if kind == ACCEPTED:
             self.receipts += 1
-            self.errands += number >= 0 and number not in self.accepted
+            self.work_items += number >= 0 and number not in self.accepted
             self.accepted.setdefault(number, set()).add(job_id)
             self.numbers[job_id] = number
             self.accepted_at.setdefault(job_id, at)
-        elif said == IN_DOUBT:
+        elif kind == IN_DOUBT:
             self.doubts += 1
-        elif said == REFUSED:
+        elif kind == REFUSED:
             self.refused[number] = note
-        elif said == CANCELLED:
+        elif kind == CANCELLED:
             self.cancelled.add(job_id)
-        elif said == REPLAYED:
+        elif kind == REPLAYED:
             self.replayed[note] = job_id
-        elif said == RESOLVED:
+        elif kind == RESOLVED:
             self.resolved[job_id] = note
 
     def close(self) -> None:
@@ -109,19 +109,19 @@ class SubmissionJournal:
         os.close(self._file)
 
 
-#: The most that go out together.
+#: Maximum size of a bulk submission.
 _BULK: Final = 40
-#: How often the submitter looks at its clock.
+#: Interval at which the generator checks its clock.
 _TICK_S: Final = 0.05
 _HTTP_TIMEOUT_S: Final = 15.0
-#: Submissions on their way at a time. While a store is down those wait, and nothing new is begun.
-_ON_THE_WAY: Final = 500
-#: Answers after which the same request may be sent again.
-_AGAIN: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
+#: Maximum of submissions in flight. While a store is down they wait, and no new ones are begun.
+_IN_FLIGHT: Final = 500
+#: Status codes after which the same request is repeated.
+_RETRYABLE: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 def settings_of(environment: Mapping[str, str]) -> dict[str, Any]:
-    """`HOLDFAST_*` variables as arguments for an app."""
+    """Settings of an app from `HOLDFAST_*` variables."""
     prefix = "HOLDFAST_"
     given = {name.removeprefix(prefix).lower(): value for name, value in environment.items() if name.startswith(prefix)}
     return {
@@ -130,31 +130,31 @@ def settings_of(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def configured(environment: Mapping[str, str]) -> Holdfast:
-    """The app of a chaos run, on these stores."""
+    """The app of a chaos run on these stores."""
     workload.app.configure(**settings_of(environment))
     return workload.app
 
 
 class ServiceClient:
-    """The HTTP service as its callers see it."""
+    """Client of the HTTP service."""
 
     def __init__(self, url: str, token: str) -> None:
         self._client = httpx.AsyncClient(
             base_url=url,
             headers={"Authorization": f"Bearer {token}"},
-            # Whoever waits for a connection has sent nothing yet, and is not in doubt about it.
+            # No timeout for a free connection: nothing was sent yet, so there is no doubt.
             timeout=httpx.Timeout(_HTTP_TIMEOUT_S, pool=None),
             trust_env=False,
             limits=httpx.Limits(max_connections=50, max_keepalive_connections=20),
         )
 
     async def call(self, method: str, path: str, **request: Any) -> Any:
-        """The answer's document. `Unavailable`: nobody knows, try again; `UsageError`: no."""
+        """Send a request and return the JSON body. Raises `Unavailable` (retry) or `SubmissionRefused`."""
         try:
             answer = await self._client.request(method, path, **request)
         except httpx.HTTPError as exc:
             raise Unavailable(f"no answer: {exc!r}") from exc
-        if answer.status_code in _AGAIN:
+        if answer.status_code in _RETRYABLE:
             raise Unavailable(f"HTTP {answer.status_code}: {answer.text[:300]}")
         if answer.status_code >= 400:
             raise SubmissionRefused(answer.status_code, answer.text[:300])
@@ -165,7 +165,7 @@ class ServiceClient:
 
 
 class SubmissionRefused(UsageError):
-    """The service said no."""
+    """The service refused the request."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(f"HTTP {status}: {text}")
@@ -173,7 +173,7 @@ class SubmissionRefused(UsageError):
 
 
 class LoadGenerator:
-    """Hands in `count` errands, and probes."""
+    """Submits `count` work items, and probes."""
 
     def __init__(
         self, app: Holdfast, web: ServiceClient, journal: SubmissionJournal, *, seed: int, count: int, folder: Path
@@ -186,55 +186,55 @@ class LoadGenerator:
         self._folder = folder
         self._random = Random(f"{seed}:load")
         self._begun = 0
-        self._on_the_way: set[asyncio.Task[None]] = set()
-        #: Told of every errand that is accepted, with its job's id.
+        self._in_flight: set[asyncio.Task[None]] = set()
+        #: Called for every accepted work item, with its job id.
         self.on_accepted: Callable[[WorkItem, str], None] = lambda _, __: None
 
     @property
     def accepted(self) -> int:
-        """Errands with a receipt."""
-        return self._journal.errands
+        """Work items with a receipt."""
+        return self._journal.work_items
 
     async def run(self, rate: float, allowed: Callable[[], float]) -> None:
-        """All errands, so many a second, never more than the share of them that is allowed at the time."""
+        """Submit all work items at `rate` per second, but never more than the currently allowed share of them."""
         credit, last = 0.0, time.monotonic()
         while self._begun < self._count:
             await asyncio.sleep(_TICK_S)
             now = time.monotonic()
-            # Time in which nothing could be sent is not made up for: a flood after each fault would be another test.
+            # Time in which nothing could be sent is not made up for: a burst after each fault would be another test.
             credit = min(credit + (now - last) * rate, max(1.0, rate))
             last = now
-            room = min(int(allowed() * self._count) - self._begun, _ON_THE_WAY - len(self._on_the_way), int(credit))
-            if room > 0:
-                credit -= room
-                self._begin(room)
-        while self._on_the_way:
-            await asyncio.wait(self._on_the_way)
+            count = min(int(allowed() * self._count) - self._begun, _IN_FLIGHT - len(self._in_flight), int(credit))
+            if count > 0:
+                credit -= count
+                self._begin(count)
+        while self._in_flight:
+            await asyncio.wait(self._in_flight)
 
     async def probe(self, number: int) -> str:
-        """One plain job, accepted; its id. It has its own way in: it must not wait in line behind others here."""
+        """Submit a plain job until it is accepted, bypassing the limit of submissions in flight. Returns its id."""
         return await self._until_known(probe(self._seed, number), [self._submit])
 
     async def close(self) -> None:
-        for task in self._on_the_way:
+        for task in self._in_flight:
             task.cancel()
-        await asyncio.gather(*self._on_the_way, return_exceptions=True)
+        await asyncio.gather(*self._in_flight, return_exceptions=True)
 
-    def _begin(self, room: int) -> None:
-        numbers = range(self._begun, self._begun + room)
-        self._begun += room
-        errands = [work_item(self._seed, number, self._folder) for number in numbers]
-        together = [each for each in errands if each.way == "bulk"]
+    def _begin(self, count: int) -> None:
+        numbers = range(self._begun, self._begun + count)
+        self._begun += count
+        items = [work_item(self._seed, number, self._folder) for number in numbers]
+        together = [each for each in items if each.way == "bulk"]
         for start in range(0, len(together), _BULK):
             self._spawn(self._bulk(together[start : start + _BULK]))
-        for each in errands:
+        for each in items:
             if each.way != "bulk":
                 self._spawn(self._one(each))
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.create_task(work)
-        self._on_the_way.add(task)
-        task.add_done_callback(self._on_the_way.discard)
+        self._in_flight.add(task)
+        task.add_done_callback(self._in_flight.discard)
 
     async def _one(self, each: WorkItem) -> None:
         ways = [self._post, self._submit] if each.way == "http" else [self._submit, self._post]
@@ -243,36 +243,36 @@ class LoadGenerator:
             # The first receipt is in the journal: this one must name the same job.
             await self._until_known(each, ways)
 
-    async def _bulk(self, errands: Sequence[WorkItem]) -> None:
-        """One call for all; whoever got no receipt by it goes on alone."""
+    async def _bulk(self, items: Sequence[WorkItem]) -> None:
+        """Submit all in one call; then those without a receipt one by one."""
         send = self._send_bulk if self._random.random() < 0.5 else self._post_bulk
         try:
-            for each, job_id in zip(errands, await send(errands), strict=True):
+            for each, job_id in zip(items, await send(items), strict=True):
                 if job_id:
                     self._accept(each, job_id, "bulk")
         except (HoldfastError, OSError, TimeoutError) as exc:
-            for each in errands:
-                self._journal.write(IN_DOUBT, each.number, note=_told(exc))
-        await asyncio.gather(*(self._one(each) for each in errands if self._is_open(each) or each.twice))
+            for each in items:
+                self._journal.write(IN_DOUBT, each.number, note=_note(exc))
+        await asyncio.gather(*(self._one(each) for each in items if self._is_open(each) or each.twice))
 
     def _is_open(self, each: WorkItem) -> bool:
         return each.number not in self._journal.accepted
 
     async def _until_known(self, each: WorkItem, ways: Sequence[Callable[[WorkItem], Awaitable[str]]]) -> str:
-        """Submit by each of these ways in turn until it is accepted or refused; the job's id, or nothing."""
+        """Submit, alternating between `ways`, until accepted or refused. Returns the job id, or an empty string."""
         backoff, tries = Backoff(), 0
         while True:
             way = ways[tries % len(ways)]
             tries += 1
             try:
                 job_id = await way(each)
-            # Accepted but not durable yet is not what was asked for: the same key again, until it is.
+            # NotDurableYet: accepted, but not yet durable, so the same key is submitted again until it is.
             except (Unavailable, IntakeRefused, NotDurableYet, OSError, TimeoutError) as exc:
-                self._journal.write(IN_DOUBT, each.number, note=_told(exc))
+                self._journal.write(IN_DOUBT, each.number, note=_note(exc))
                 await asyncio.sleep(min(1.0, backoff.next_s()))
                 continue
             except HoldfastError as exc:
-                self._journal.write(REFUSED, each.number, note=_told(exc))
+                self._journal.write(REFUSED, each.number, note=_note(exc))
                 return ""
             self._accept(each, job_id, way.__name__.lstrip("_"))
             return job_id
@@ -283,14 +283,14 @@ class LoadGenerator:
         if first:
             self.on_accepted(each, job_id)
 
-    # Ways in -------------------------------------------------------------------------------------------------
+    # Ways of submission --------------------------------------------------------------------------------------
 
     async def _submit(self, each: WorkItem) -> str:
         receipt = await (await self._app.submitter()).submit(self._envelope(each))
         return receipt.job_id
 
-    async def _send_bulk(self, errands: Sequence[WorkItem]) -> list[str]:
-        receipts = await (await self._app.submitter()).submit_many([self._envelope(each) for each in errands])
+    async def _send_bulk(self, items: Sequence[WorkItem]) -> list[str]:
+        receipts = await (await self._app.submitter()).submit_many([self._envelope(each) for each in items])
         return [receipt.job_id for receipt in receipts]
 
     async def _post(self, each: WorkItem) -> str:
@@ -299,9 +299,9 @@ class LoadGenerator:
         )
         return str(answer["job_id"])
 
-    async def _post_bulk(self, errands: Sequence[WorkItem]) -> list[str]:
-        wanted = [_document(each) | {"idempotency_key": each.key} for each in errands]
-        answer = await self._web.call("POST", "/api/v1/jobs/bulk", json={"jobs": wanted})
+    async def _post_bulk(self, items: Sequence[WorkItem]) -> list[str]:
+        jobs = [_document(each) | {"idempotency_key": each.key} for each in items]
+        answer = await self._web.call("POST", "/api/v1/jobs/bulk", json={"jobs": jobs})
         return [str(result.get("job_id") or "") for result in answer["results"]]
 
     def _envelope(self, each: WorkItem) -> Envelope:
@@ -329,5 +329,5 @@ def _document(each: WorkItem) -> dict[str, Any]:
     return document | {"delay_s": each.delay_s} if each.delay_s else document
 
 
-def _told(exc: BaseException) -> str:
+def _note(exc: BaseException) -> str:
     return f"{type(exc).__name__}: {exc}"[:300]

@@ -6,7 +6,7 @@ the process in time with exit code 0.
 `Disk` is a small `tmpfs` under a server's data that can be filled and freed. Only root may mount one; otherwise the
 folder is a plain one, which cannot be filled, and `why_not` gives the reason.
 
-`FaultKind`, `Fault` and `FaultResult` describe what is done to which part, and what came of it.
+`FaultKind`, `Fault` and `FaultResult` describe the faults, their targets and their results.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from holdfast.verification.chaos.redis_nodes import quiet_port
 from holdfast.verification.chaos.servers import PostgresServer, ServerProcess
 
 SIZE_BYTES: Final = 4 * 1024**3
-#: What is left when the disk is shrunk, to be taken by the ballast: the server may write while we do it.
+#: Free space left after shrinking, which the ballast then fills: the server may write in the meantime.
 _MARGIN_BYTES: Final = 1024**2
 _BLOCK: Final = b"\0" * 4096
 
 
 class Disk:
-    """`mount` it, `fill` and `free` it as often as you like, `unmount` it. Every verb may be repeated."""
+    """A disk to `mount`, `fill`, `free` and `unmount`. Every method may be repeated."""
 
     def __init__(self, folder: Path, size_bytes: int = SIZE_BYTES) -> None:
         self.folder = folder
@@ -51,22 +51,22 @@ class Disk:
         return self._ballast.exists()
 
     def mount(self) -> None:
-        """The folder, on a disk of its own if we may."""
+        """Create the folder, on a separate disk if the process may mount one."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if self._mounted:
             return
         if os.geteuid() != 0:
             self.why_not = "only root can mount a disk to fill"
             return
-        said = _call("mount", "-t", "tmpfs", "-o", f"size={self._size_bytes},mode=0777", "holdfast-chaos", self.folder)
-        self._mounted = not said
-        self.why_not = f"no disk could be mounted to fill: {said}" if said else ""
+        error = _call("mount", "-t", "tmpfs", "-o", f"size={self._size_bytes},mode=0777", "holdfast-chaos", self.folder)
+        self._mounted = not error
+        self.why_not = f"cannot mount a disk to fill: {error}" if error else ""
 
     def fill(self) -> None:
-        """Not a byte is left. What is there already can still be written over."""
+        """Leave no free space. Existing data can still be overwritten."""
         if self.why_not:
             raise RuntimeError(self.why_not)
-        # Shrunk first: to fill all of it would take as much memory.
+        # Shrunk first: filling the full size would use that much memory.
         used = _used(self.folder)
         self._resize(used + _MARGIN_BYTES)
         with suppress(OSError), self._ballast.open("ab", buffering=0) as ballast:
@@ -74,18 +74,18 @@ class Disk:
                 ballast.write(_BLOCK)
 
     def free(self) -> None:
-        """Room again."""
+        """Restore the free space."""
         if self._mounted:
             self._resize(self._size_bytes)
             self._ballast.unlink(missing_ok=True)
 
     def unmount(self) -> None:
-        """All that was on it is gone."""
+        """Unmount the disk; its data is deleted."""
         if self._mounted:
-            # Lazily: somebody who looks into the folder must not keep it here for ever.
-            said = _call("umount", self.folder) and _call("umount", "-l", self.folder)
-            if said:
-                raise OSError(f"{self.folder} is still mounted: {said}; run `umount {self.folder}`")
+            # Lazily if need be: another process with an open file there must not keep the disk mounted.
+            error = _call("umount", self.folder) and _call("umount", "-l", self.folder)
+            if error:
+                raise OSError(f"{self.folder} is still mounted: {error}; run `umount {self.folder}`")
             self._mounted = False
             self.why_not = "its disk is not mounted"
 
@@ -94,17 +94,17 @@ class Disk:
         return self.folder / "ballast"
 
     def _resize(self, size_bytes: int) -> None:
-        if said := _call("mount", "-o", f"remount,size={size_bytes}", self.folder):
-            raise OSError(f"{self.folder} cannot be resized: {said}")
+        if error := _call("mount", "-o", f"remount,size={size_bytes}", self.folder):
+            raise OSError(f"cannot resize {self.folder}: {error}")
 
 
 def _used(folder: Path) -> int:
-    room = os.statvfs(folder)
-    return (room.f_blocks - room.f_bfree) * room.f_frsize
+    disk = os.statvfs(folder)
+    return (disk.f_blocks - disk.f_bfree) * disk.f_frsize
 
 
 def _call(*words: str | Path) -> str:
-    """What it had to complain about; empty if all went well."""
+    """Run a command. Returns its error, or an empty string on success."""
     try:
         done = subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=30, check=False)
     except OSError as exc:
@@ -113,69 +113,69 @@ def _call(*words: str | Path) -> str:
 
 
 class FaultKind(StrEnum):
-    """What can happen to a part of a deployment."""
+    """Kinds of faults."""
 
     KILL = "kill"
-    """kill -9, and started again."""
+    """kill -9, then started again."""
     STOP = "stop"
-    """SIGSTOP, and SIGCONT after a while: longer than a lease, sometimes."""
+    """SIGSTOP, then SIGCONT later, sometimes after more than a lease."""
     RESTART = "restart"
-    """Ended as an operator would, and started again."""
+    """Stopped as an operator would, then started again."""
     CUT = "cut"
-    """All connections to it are cut, once."""
+    """All connections to it are cut once."""
     SLOW = "slow"
-    """Every reply is held back for a while."""
+    """Every reply is delayed."""
     STALL = "stall"
-    """Connections stay open, nothing passes."""
+    """Connections stay open, no data passes."""
     LOSE_REPLY = "lose-reply"
-    """It does what it was asked to; the reply is lost and the connection cut."""
+    """The request is carried out; its reply is dropped and the connection cut."""
     FILL = "fill"
     """The disk under its data is full."""
     FAIL_OVER = "fail-over"
-    """A master dies by kill -9, and its replica takes its place (Sentinel, Cluster)."""
+    """A master is killed with kill -9, and its replica is promoted (Sentinel, Cluster)."""
     HAND_OVER = "hand-over"
-    """A master is asked to leave its place to its replica (Sentinel, Cluster)."""
+    """A planned fail-over from a master to its replica (Sentinel, Cluster)."""
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """One fault, as planned. `at`: the share of all jobs that are accepted when it strikes (0 to 1)."""
+    """One planned fault. `at`: the share of all jobs accepted when it starts (0 to 1)."""
 
     number: int
     at: float
     kind: FaultKind
     #: The name of a part: `worker-1`, `upkeep-1`, `server-1`, `redis` (`redis-2` …), `postgres`.
     target: str
-    #: How long it lasts, for those that last.
+    #: Duration, for kinds that have one.
     seconds: float = 0.0
 
 
 class FaultResult(msgspec.Struct, frozen=True):
-    """One fault, as it was."""
+    """One fault as it happened."""
 
     fault: Fault
-    #: Jobs that were accepted when it struck.
+    #: Jobs accepted when it started.
     accepted: int
-    #: From when until when, by the clock; until the servers that it struck were joined again.
+    #: Wall clock times of its start and end; it ends when the servers it affected have rejoined.
     began_at: float = 0.0
-    over_at: float = 0.0
-    #: From the moment that it, and what struck together with it, was over until a job submitted then had ended; -1 if
-    #: it had not within the patience.
+    ended_at: float = 0.0
+    #: From the end of it, and of the faults that started with it, until a job submitted then had ended; -1 after the
+    #: timeout.
     recovered_s: float = -1.0
-    #: Why it could not be done here; empty if it was.
+    #: Why it was not injected; empty if it was.
     skipped: str = ""
 
 
 T = TypeVar("T")
 
 SOURCE: Final = Path(holdfast.__file__).resolve().parent.parent
-#: A drain may have to wait for a store that is out of reach at the time.
+#: A drain may have to wait for a store that is unreachable at the time.
 DRAINED_WITHIN_S: Final = 30.0
 _STARTED_WITHIN_S: Final = 60.0
 _TRACEBACK: Final = "Traceback (most recent call last)"
 
 
 class Program(ServerProcess):
-    """`holdfast COMMAND …` in a process group of its own, with its log in `folder`."""
+    """`holdfast COMMAND …` in a separate process group, with its log in `folder`."""
 
     _ready_within_s = _STARTED_WITHIN_S
 
@@ -185,7 +185,7 @@ class Program(ServerProcess):
         self._words = words
         self._environment = dict(environment)
         self._log_begins = 0
-        #: What it did that it should not have done.
+        #: Unexpected exits.
         self.defects: list[str] = []
 
     def start(self) -> None:
@@ -193,7 +193,7 @@ class Program(ServerProcess):
         super().start()
 
     def stop(self) -> None:
-        """SIGTERM; a defect is noted if it does not end in time, or not well."""
+        """Send SIGTERM. Records a defect if the process does not end in time with exit code 0."""
         if self._process is None or self._process.poll() is not None:
             self._process = None
             return
@@ -210,14 +210,14 @@ class Program(ServerProcess):
         self._process = None
 
     def tracebacks(self) -> list[str]:
-        """What went wrong in it unexpectedly, by its log: what it says about it, and the error.
+        """Unexpected errors in its log: message and exception.
 
-        Failed attempts are not: tasks fail on purpose here, and what became of each job is checked by its history.
+        Failed attempts are left out: tasks fail on purpose here, and the checks verify each job by its history.
         """
         if not self._log_file.exists():
             return []
         lines = self._log_file.read_text(errors="replace").split("\n")
-        return [_trouble(line) for line in lines if _TRACEBACK in line and not _is_failed_attempt(line)]
+        return [_summarise(line) for line in lines if _TRACEBACK in line and not _is_failed_attempt(line)]
 
     @property
     def _log_file(self) -> Path:
@@ -225,7 +225,7 @@ class Program(ServerProcess):
 
     def _launch(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
         command = [str(self.binary), "-m", "holdfast", *self._words]
-        # A group of its own: Ctrl-C at the terminal is for the one who runs all this.
+        # In its own group: Ctrl-C at the terminal must reach only the chaos command.
         return subprocess.Popen(
             command,
             cwd=self.folder,
@@ -243,7 +243,7 @@ class Program(ServerProcess):
 
 
 class WebProgram(Program):
-    """`holdfast serve`, which answers on a port of its own."""
+    """`holdfast serve` on its own port."""
 
     def __init__(self, name: str, words: list[str], folder: Path, environment: Mapping[str, str]) -> None:
         super().__init__(name, words, folder, environment)
@@ -260,7 +260,7 @@ class WebProgram(Program):
 
 
 class DiskPostgres(PostgresServer):
-    """PostgreSQL with its data on a disk of its own, and its log elsewhere, where there is room for it."""
+    """PostgreSQL with its data on a `Disk` and its log outside it, where there is space."""
 
     _ready_within_s = 30.0
 
@@ -281,7 +281,7 @@ class DiskPostgres(PostgresServer):
         super().start()
 
     def complaints(self) -> int:
-        """How often it had no room to write, by its log."""
+        """How often it had no space to write, by its log."""
         return self._log_file.read_bytes().count(b"No space left on device")
 
     def remove(self) -> None:
@@ -295,7 +295,7 @@ class DiskPostgres(PostgresServer):
 
 
 class Part:
-    """One process of the deployment, and what can be done to it here."""
+    """One process of the deployment, and the faults that can be injected into it."""
 
     def __init__(
         self, name: str, process: ServerProcess, kinds: frozenset[FaultKind], disk: Disk | None = None
@@ -304,20 +304,20 @@ class Part:
         self.process = process
         self.kinds = kinds
         self.disk = disk
-        #: What passes between it and others.
-        self.doors: list[Proxy] = []
-        #: Held by whoever hurts it: one at a time, and meanwhile nobody takes its death for its own fault.
-        self.in_trouble = asyncio.Lock()
-        #: Until when somebody did; by the monotonic clock.
+        #: Its connections to the others.
+        self.proxies: list[Proxy] = []
+        #: Held while a fault is injected: one fault at a time, and its exit is not taken for an unexpected one.
+        self.fault_lock = asyncio.Lock()
+        #: End of the last fault, by the monotonic clock.
         self.hurt_until = 0.0
 
     @property
     def group(self) -> str:
-        """Parts of one group are alike: `worker` for `worker-2`."""
+        """Name of its group of like parts: `worker` for `worker-2`."""
         return group_of(self.name)
 
     def revive(self) -> int | None:
-        """Awake and running. Returns the exit code if it had ended by itself."""
+        """Resume it, or start it if it does not run. Returns the exit code if it had ended by itself."""
         code = self.process.ended
         if code is not None:
             self.process.reset()
@@ -328,14 +328,14 @@ class Part:
         return code
 
     def end(self) -> None:
-        """For good, whatever state it is in."""
+        """End it, in whatever state it is."""
         if self.process.ended is not None:
             self.process.reset()
         self.process.stop()
 
 
 def _is_failed_attempt(line: str) -> bool:
-    """Whether it is the worker's record of an attempt that failed."""
+    """Whether the line is a worker's log record of a failed attempt."""
     try:
         record = msgspec.json.decode(line)
     except msgspec.DecodeError:
@@ -343,8 +343,8 @@ def _is_failed_attempt(line: str) -> bool:
     return isinstance(record, dict) and record.get("logger") == "holdfast.worker" and "error_type" in record
 
 
-def _trouble(line: str) -> str:
-    """A line of the log, in short. A bare traceback is none of our logging: it is named as such."""
+def _summarise(line: str) -> str:
+    """Message and exception of a log line; the line itself if it is not a log record."""
     try:
         record = msgspec.json.decode(line)
         return f"{record['message']}: {record['stack'].strip().splitlines()[-1]}"
@@ -353,7 +353,7 @@ def _trouble(line: str) -> str:
 
 
 async def to_its_end(work: Awaitable[T]) -> T:
-    """Its result. Whoever is cancelled meanwhile is so only when it is over: it must not go on behind our back."""
+    """Await `work` to its end and return its result, also if the caller is cancelled; then raise the cancellation."""
     task = asyncio.ensure_future(work)
     interrupted: asyncio.CancelledError | None = None
     while not task.done():
@@ -364,24 +364,24 @@ async def to_its_end(work: Awaitable[T]) -> T:
     if interrupted is None:
         return task.result()
     if not task.cancelled():
-        # Looked at, so that nobody complains about it; being cancelled matters more.
+        # Retrieved, so that asyncio does not log it; the cancellation takes precedence.
         task.exception()
     raise interrupted
 
 
 async def do(verb: Callable[[], T]) -> T:
-    """Something that blocks, to its end, apart from the event loop: the proxies live there."""
+    """Run a blocking call to its end in a thread: the event loop serves the proxies."""
     return await to_its_end(asyncio.to_thread(verb))
 
 
 def group_of(name: str) -> str:
-    """The name without its number."""
+    """The part's name without its number."""
     base, dash, number = name.rpartition("-")
     return base if dash and number.isdigit() else name
 
 
 def kill_group(leader: int) -> bool:
-    """kill -9 for what is left of a process group; whether there was anything."""
+    """Send SIGKILL to a process group. Returns whether it had any processes left."""
     try:
         os.killpg(leader, signal.SIGKILL)
     except ProcessLookupError:

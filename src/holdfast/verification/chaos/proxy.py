@@ -1,7 +1,7 @@
 """A TCP proxy between a client and its server that misbehaves on request.
 
-It can slow replies down, hold everything still, cut connections, refuse new ones, and lose a reply *after* the
-server has done the work: the fault that tells a repeatable operation from one that is not.
+It can delay replies, stall all traffic, cut connections, refuse new ones, and drop a reply *after* the server has
+done the work. The last fault breaks every operation that cannot be repeated safely.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final, Self
 from holdfast.aio import serve_tcp
 
 _CHUNK: Final = 64 * 1024
-#: A server that has said nothing for so long has answered all that it was asked.
+#: A server that sends nothing for this long has answered every request.
 _SILENCE_S: Final = 0.05
 
 
@@ -29,11 +29,11 @@ class Proxy:
         self._flowing = asyncio.Event()
         self._flowing.set()
         self._doomed: list[bytes] = []
-        #: Every reply is held back this long.
+        #: Delay of every reply.
         self.delay_s = 0.0
-        #: New connections are closed at once.
+        #: Whether new connections are closed immediately.
         self.refuse = False
-        #: How many replies were lost on request.
+        #: Replies dropped so far.
         self.lost = 0
 
     @property
@@ -51,34 +51,34 @@ class Proxy:
 
     @property
     def flows(self) -> bool:
-        """Whether it is not stalled."""
+        """Whether data passes: false while stalled."""
         return self._flowing.is_set()
 
     def lose_reply(self, to: bytes = b"") -> None:
-        """The next request that contains `to` reaches the server; its reply is lost and the connection cut."""
+        """Pass the next request that contains `to` to the server, then drop its reply and cut the connection."""
         self._doomed.append(to)
 
     def spare(self) -> None:
-        """No reply that has not been lost yet is going to be."""
+        """Withdraw all pending `lose_reply` calls."""
         self._doomed.clear()
 
     def stall(self) -> None:
-        """Nothing flows any more, in either direction; connections stay open."""
+        """Stop all traffic in both directions; connections stay open."""
         self._flowing.clear()
 
     def flow(self) -> None:
-        """The end of a stall."""
+        """End a stall."""
         self._flowing.set()
 
     async def cut(self) -> None:
-        """Close all connections, in both directions, as a broken link would."""
+        """Close all connections on both sides, as a broken link would."""
         cut = list(self._connections)
         for connection in cut:
             connection.cancel()
         await asyncio.gather(*cut, return_exceptions=True)
 
     def clear(self) -> None:
-        """As new: everything passes at once, and nothing more is going to be lost."""
+        """End every fault: no delay, no stall, no refusal, no reply to drop."""
         self.spare()
         self.delay_s = 0.0
         self.refuse = False
@@ -101,7 +101,7 @@ class Proxy:
             if not self.refuse:
                 await self._serve(reader, writer)
         except (OSError, asyncio.CancelledError):
-            # Cut on purpose, or the other side went away: both end the connection and nothing else.
+            # Cut on purpose, or closed by the other side: both end only this connection.
             pass
         finally:
             self._connections.discard(task)
@@ -114,22 +114,22 @@ class Proxy:
         try:
             await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            # Before anything that waits: a cut may come while this connection is ending anyway.
+            # Before anything that waits: a cut may come while this connection is closing.
             server_writer.transport.abort()
             for pump in pumps:
                 pump.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
 
     def _take_doomed(self, request: bytes) -> bool:
-        for wanted in self._doomed:
-            if wanted in request:
-                self._doomed.remove(wanted)
+        for pattern in self._doomed:
+            if pattern in request:
+                self._doomed.remove(pattern)
                 return True
         return False
 
 
 class _ProxiedConnection:
-    """One client's connection and the one to the server that belongs to it."""
+    """One client connection and its connection to the server."""
 
     def __init__(
         self,
@@ -163,9 +163,9 @@ class _ProxiedConnection:
             await self._client[1].drain()
 
     async def _lose(self) -> None:
-        """Drop all that comes until the server has nothing more to say.
+        """Drop replies until the server sends nothing more.
 
-        What came first may answer an earlier request: to cut now would take the doomed one from the server's hands.
+        The first one may answer an earlier request: cutting now could stop the server before it does the doomed one.
         """
         self._proxy.lost += 1
         with suppress(TimeoutError):

@@ -1,8 +1,8 @@
-"""Cleans up after a chaos run that was killed: ends its processes, unmounts its disks, deletes its data. Logs stay.
+"""Clean up after a chaos run that was killed: end its processes, unmount its disks, delete its data. Logs are kept.
 
-A process of its own that waits for the end of its input, which the system closes however the run ends. Should it be
-killed as well, the next run finds the record and does its work: `clear_stale`. Nothing of holdfast is imported here:
-it is up at once, and needs nothing that could be broken.
+The reaper is a separate process that waits for the end of its stdin, which the system closes however the run ends. If
+the reaper is killed, too, the next run finds its record and cleans up: `reap_stale`. It imports nothing of holdfast, so
+that it starts fast and does not depend on the code under test.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from pathlib import Path
 from typing import IO, Final, TypedDict
 
 _PREFIX: Final = "holdfast-chaos-run-"
-_FAREWELL: Final = b"done"
-#: Somebody may be about to start, between a fork and its first instruction: so many looks in a row find nobody.
-_QUIET_LOOKS: Final = 3
-_LOOK_S: Final = 0.1
-_GIVE_UP_S: Final = 20.0
+_DONE: Final = b"done"
+#: Consecutive polls that must find no process: one may be starting, between fork and exec.
+_EMPTY_POLLS: Final = 3
+_POLL_S: Final = 0.1
+_TIMEOUT_S: Final = 20.0
 
 
 class RunRecord(TypedDict):
-    """What belongs to a run."""
+    """A run's owner, log folder and data folders."""
 
     owner: str
     folder: str
@@ -37,16 +37,16 @@ class RunRecord(TypedDict):
 
 
 class Reaper:
-    """Watches over the run of this process in `folder`, until `release`."""
+    """Guards the run of this process in `folder` until `release`."""
 
     def __init__(self, folder: Path, data: Sequence[Path]) -> None:
-        """`folder`: that of all logs; `data`: what is to be deleted, disks that are mounted there included."""
-        claim = RunRecord(owner=_mark(os.getpid()), folder=str(folder.resolve()), data=list(map(str, data)))
+        """`folder`: of all logs; `data`: folders to delete, including disks mounted there."""
+        run = RunRecord(owner=_mark(os.getpid()), folder=str(folder.resolve()), data=list(map(str, data)))
         number, name = tempfile.mkstemp(prefix=_PREFIX)
         with os.fdopen(number, "w") as file:
-            json.dump(claim, file)
+            json.dump(run, file)
         self._record = Path(name)
-        # In a session of its own: whoever kills our process group does not mean it.
+        # In a separate session: a signal to our process group must not reach it.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, name],
             stdin=subprocess.PIPE,
@@ -60,30 +60,30 @@ class Reaper:
         return self._process.pid
 
     def release(self) -> None:
-        """All is cleaned up: it goes. May be repeated."""
+        """End the reaper after the run has cleaned up itself. May be repeated."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError, ValueError):
-            self._process.stdin.write(_FAREWELL)
+            self._process.stdin.write(_DONE)
             self._process.stdin.close()
         self._process.wait()
         self._record.unlink(missing_ok=True)
 
 
 def reap_stale(folder: Path | None = None) -> list[str]:
-    """Clean up after runs that are dead, and whose guardians are, too. Returns the folders of their logs."""
+    """Clean up after killed runs whose reapers were killed, too. Returns their log folders."""
     found = []
     for record in Path(folder or tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        claim = _read(record)
-        if claim is not None and not _lives(claim["owner"]):
+        run = _read(record)
+        if run is not None and not _is_alive(run["owner"]):
             _clear(record)
-            found.append(claim["folder"])
+            found.append(run["folder"])
     return found
 
 
 def processes_of(folder: str) -> list[int]:
-    """Those whose output and errors both go into this folder: the programs and servers of the run there.
+    """Processes whose stdout and stderr both go to files in this folder: programs and servers of the run there.
 
-    Asked of the system, not remembered: so nobody is left out who was started a moment ago, or by one of them.
+    Read from /proc instead of recorded, so that processes started just now, or by one of these, are included.
     """
     found = []
     for entry in Path("/proc").iterdir():
@@ -96,65 +96,65 @@ def processes_of(folder: str) -> list[int]:
 
 
 def _clear(record: Path) -> None:
-    claim = _read(record)
-    if claim is None:
+    run = _read(record)
+    if run is None:
         return
-    _end(claim["folder"])
-    for mount in _mounts_in([claim["folder"], *claim["data"]]):
-        # Lazily: somebody who looks into the folder must not keep it here for ever.
+    _end(run["folder"])
+    for mount in _mounts_in([run["folder"], *run["data"]]):
+        # Lazily: another process with an open file there must not keep the disk mounted.
         subprocess.run(["umount", "-l", mount], capture_output=True, check=False)
-    for path in claim["data"]:
+    for path in run["data"]:
         shutil.rmtree(path, ignore_errors=True)
     record.unlink(missing_ok=True)
 
 
 def _end(folder: str) -> None:
-    give_up_at, quiet = time.monotonic() + _GIVE_UP_S, 0
-    while quiet < _QUIET_LOOKS and time.monotonic() < give_up_at:
-        numbers = processes_of(folder)
-        quiet = 0 if numbers else quiet + 1
-        for number in numbers:
+    deadline, empty = time.monotonic() + _TIMEOUT_S, 0
+    while empty < _EMPTY_POLLS and time.monotonic() < deadline:
+        pids = processes_of(folder)
+        empty = 0 if pids else empty + 1
+        for pid in pids:
             with suppress(ProcessLookupError):
-                os.kill(number, signal.SIGKILL)
-        time.sleep(_LOOK_S)
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_POLL_S)
 
 
 def _mounts_in(folders: Sequence[str]) -> list[str]:
-    """Disks of chaos runs there, the innermost first."""
+    """Disks of chaos runs mounted there, the innermost first."""
     rows = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
     names = [row[1].encode().decode("unicode_escape") for row in rows if row[0] == "holdfast-chaos"]
     return [name for name in reversed(names) if any(f"{name}/".startswith(f"{folder}/") for folder in folders)]
 
 
 def _read(record: Path) -> RunRecord | None:
-    """What it says; nothing if it is not ours: it names what is to be deleted."""
+    """The record; None if another user owns the file, since it names what is deleted."""
     with suppress(OSError, ValueError):
         file = os.open(record, os.O_RDONLY | os.O_NOFOLLOW)
         with os.fdopen(file) as text:
             if os.fstat(file).st_uid == os.geteuid():
-                claim: RunRecord = json.load(text)
-                return claim
+                run: RunRecord = json.load(text)
+                return run
     return None
 
 
 def _mark(pid: int) -> str:
-    """Of one process and no other, as numbers of processes come again. Nothing if there is none."""
+    """Unique identity of a process, since pids are reused. Empty if it does not run."""
     with suppress(OSError):
         begun = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        # Numbers mean something within their own space only: containers may share a /tmp.
+        # Pids are unique only within their namespace: containers may share a /tmp.
         return f"{pid} {begun[19]} {os.readlink('/proc/self/ns/pid')}" if begun[0] != "Z" else ""
     return ""
 
 
-def _lives(mark: str) -> bool:
-    """Whether it does, or may: in another space nobody knows."""
+def _is_alive(mark: str) -> bool:
+    """Whether the process runs, or may run: another pid namespace cannot be checked."""
     pid, _, rest = mark.partition(" ")
     return not rest.endswith(os.readlink("/proc/self/ns/pid")) or _mark(int(pid)) == mark
 
 
 def _watch(record: Path, stream: IO[bytes]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if stream.read() != _FAREWELL:
+    if stream.read() != _DONE:
         _clear(record)
 
 

@@ -1,7 +1,6 @@
-"""The servers of a Redis topology: data nodes and sentinels, and how they are asked.
+"""The servers of a Redis topology: data nodes and sentinels, and how to send them commands.
 
-Both keep their ports for life, below the range from which systems lend ports: a killed one finds its own free when it
-comes back.
+Both keep their ports for life, below the ephemeral range, so that a killed server finds its port free when it restarts.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ import hiredis
 
 from holdfast.verification.chaos.servers import RedisServer
 
-#: What Sentinel calls the master.
+#: The name of the master in Sentinel.
 SERVICE: Final = "holdfast"
 _ANSWER_S: Final = 5.0
-#: A cluster's nodes talk to each other so far above the port that clients use.
+#: Offset of a node's cluster bus port from its client port.
 _BUS: Final = 10_000
 _PORTS: Final = (12_000, 22_000)
 
 
 def ask(port: int, *command: str | int) -> Any:
-    """One command on a connection of its own: its reply, or `OSError` / `hiredis.ReplyError`."""
+    """Send one command on a new connection. Returns its reply; raises `OSError` or `hiredis.ReplyError`."""
     reader = hiredis.Reader(encoding="utf-8", errors="replace")
     with socket.create_connection(("127.0.0.1", port), timeout=_ANSWER_S) as connection:
         connection.sendall(hiredis.pack_command(command))  # type: ignore[arg-type]  # it takes any number
@@ -41,7 +40,7 @@ def ask(port: int, *command: str | int) -> Any:
 
 
 class Node(RedisServer):
-    """A data server, on a port that stays free for it while it is dead."""
+    """A data server whose port stays free while it is down."""
 
     def __init__(self, binary: Path, folder: Path, options: Mapping[str, str] | None = None) -> None:
         super().__init__(binary, folder, options)
@@ -55,7 +54,7 @@ class Node(RedisServer):
         return ask(self.port, *command)
 
     def info(self, section: str) -> dict[str, str]:
-        """One section of INFO (or CLUSTER INFO, by the name `cluster info`), empty while it does not answer."""
+        """One section of INFO, or CLUSTER INFO as section `cluster info`. Empty if it does not answer."""
         words = ("CLUSTER", "INFO") if section == "cluster info" else ("INFO", section)
         try:
             lines = str(self.ask(*words)).splitlines()
@@ -68,24 +67,24 @@ class Node(RedisServer):
         return self.info("replication").get("role") == "master"
 
     def is_replica_of(self, master: Node) -> bool:
-        """In sync or not."""
-        seen = self.info("replication")
-        return seen.get("role") == "slave" and seen.get("master_port") == str(master.port)
+        """Whether it replicates this master, in sync or not."""
+        info = self.info("replication")
+        return info.get("role") == "slave" and info.get("master_port") == str(master.port)
 
     def follows(self, master: Node) -> bool:
-        """It is that one's replica, and has all that it had a moment ago."""
-        seen = self.info("replication")
-        in_sync = seen.get("master_link_status") == "up" and seen.get("master_sync_in_progress") == "0"
+        """Whether it replicates this master and is in sync."""
+        info = self.info("replication")
+        in_sync = info.get("master_link_status") == "up" and info.get("master_sync_in_progress") == "0"
         return in_sync and self.is_replica_of(master)
 
     def cut_off_replicas(self) -> None:
-        """From now until it starts again replicas get nothing more; clients notice nothing."""
+        """Stop replication until the server restarts, without an effect on clients."""
         self.ask("ACL", "SETUSER", "default", "-psync", "-sync")
         self.ask("CLIENT", "KILL", "TYPE", "replica")
 
 
 class Sentinel(Node):
-    """One of those who watch a master. What it has learnt is in its configuration, and outlives it."""
+    """A sentinel. It keeps its state in its configuration file, so that it survives restarts."""
 
     def __init__(self, binary: Path, folder: Path, master: Node, down_after_ms: int) -> None:
         super().__init__(binary, folder)
@@ -106,12 +105,12 @@ class Sentinel(Node):
             f"dir {self.folder}",
             f"sentinel monitor {SERVICE} 127.0.0.1 {self._master.port} 2",
             f"sentinel down-after-milliseconds {SERVICE} {self._down_after_ms}",
-            # Twice this long after one fail-over began, the next may.
+            # The next fail-over may start after twice this time.
             f"sentinel failover-timeout {SERVICE} 2000",
         ]
 
     def master_port(self) -> int:
-        """Whom it takes for the master; 0 if it does not answer."""
+        """Port of the master it names; 0 if it does not answer."""
         try:
             address = self.ask("SENTINEL", "GET-MASTER-ADDR-BY-NAME", SERVICE)
         except (OSError, hiredis.ReplyError):
@@ -119,7 +118,7 @@ class Sentinel(Node):
         return int(address[1]) if address else 0
 
     def state(self) -> dict[str, str]:
-        """What it knows of the master; empty if it does not answer."""
+        """Its state of the master; empty if it does not answer."""
         try:
             words = self.ask("SENTINEL", "MASTER", SERVICE)
         except (OSError, hiredis.ReplyError):

@@ -1,4 +1,4 @@
-"""The report of a chaos run: for people, for programs, and as Markdown for the docs."""
+"""The report of a chaos run: summary, JSON document and Markdown."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from holdfast.verification.chaos.parts import FaultResult, group_of
 
 
 class ChaosReport(msgspec.Struct, kw_only=True):
-    """One run, from the seed to the verdict."""
+    """Options, faults and findings of one run."""
 
     seed: int
     topology: str
     workers: int
     jobs: int
     rate: float
-    #: Writes the same run again.
+    #: Repeats the run.
     command: str
     struck: list[FaultResult] = []
     findings: Findings = msgspec.field(default_factory=Findings)
-    #: What people did: the deed → how often.
-    people: dict[str, int] = {}
-    #: What cannot be done on this machine, and why.
-    cannot: dict[str, str] = {}
+    #: Actions of the simulated operators → how often.
+    operator_actions: dict[str, int] = {}
+    #: Faults that cannot be injected on this machine → why.
+    unsupported: dict[str, str] = {}
     load_s: float = 0.0
-    #: From the moment that everything was healed until the last job had ended.
+    #: From the repair of all faults until the last job had ended.
     ended_s: float = 0.0
-    #: From then until upkeep had left nothing in Redis.
+    #: From then until upkeep had emptied Redis.
     tidy_s: float = 0.0
     total_s: float = 0.0
 
@@ -41,12 +41,12 @@ class ChaosReport(msgspec.Struct, kw_only=True):
 
     @property
     def done(self) -> list[FaultResult]:
-        """The faults that could be done."""
+        """The faults that were injected."""
         return [each for each in self.struck if not each.skipped]
 
 
 def summary(report: ChaosReport) -> list[tuple[str, str]]:
-    """What was done and what came of it, as names and values."""
+    """Names and values of the summary table."""
     found = report.findings
     recovered = sorted(each.recovered_s for each in report.done if each.recovered_s >= 0)
     return [
@@ -54,8 +54,8 @@ def summary(report: ChaosReport) -> list[tuple[str, str]]:
         ("topology", f"{report.topology}, {report.workers} workers"),
         ("jobs accepted", f"{found.accepted:,} of {report.jobs:,}"),
         ("ends", _counted(found.ended)),
-        ("deeds of people", _counted(report.people)),
-        ("faults", f"{len(report.done)} done, {len(report.struck) - len(report.done)} could not be"),
+        ("operator actions", _counted(report.operator_actions)),
+        ("faults", f"{len(report.done)} done, {len(report.struck) - len(report.done)} not possible"),
         *([("seconds to recover", f"{median(recovered):.2f}, at most {recovered[-1]:.2f}")] if recovered else []),
         ("submissions in doubt", f"{found.submissions_in_doubt:,}, all submitted again"),
         ("executions", f"{found.executions:,}, {found.repeated_executions:,} after a lost lease"),
@@ -66,21 +66,22 @@ def summary(report: ChaosReport) -> list[tuple[str, str]]:
         ("seconds of load", f"{report.load_s:.0f}"),
         ("… until the last end", f"{report.ended_s:.1f}"),
         ("… until Redis was empty", f"{report.tidy_s:.1f}"),
-        *([("forgotten by Redis", f"{found.forgotten:,}, none of them durable")] if found.forgetful else []),
-        *((f"… {why}", f"{count:,}") for why, count in found.forgotten_by.items()),
+        *([("dropped by Redis", f"{found.forgotten:,}, none of them durable")] if found.forgetful else []),
+        *((f"… {fault}", f"{count:,}") for fault, count in found.forgotten_by.items()),
         ("lost", f"{found.lost:,}" if found.lost else "nothing"),
         ("defects", f"{found.defect_count:,}" if found.defect_count else "none"),
     ]
 
 
-def blame(accepted_at: Sequence[float], struck: Sequence[FaultResult]) -> dict[str, int]:
-    """With which fault of Redis jobs went that were accepted then, and whether before or while it went on.
+def blame(accepted_at: Sequence[float], results: Sequence[FaultResult]) -> dict[str, int]:
+    """Attribute dropped jobs, by the times they were accepted, to faults of Redis: before or during which fault.
 
-    Before: the master had not passed them on when it died. While: a server took them that was not to stay the master.
+    Before: the master had not replicated them when it failed. During: a server that did not remain master accepted
+    them.
     """
     found: Counter[str] = Counter()
     for at in sorted(accepted_at):
-        each = next((each for each in sorted(struck, key=lambda each: each.over_at) if at <= each.over_at), None)
+        each = next((each for each in sorted(results, key=lambda each: each.ended_at) if at <= each.ended_at), None)
         if each is None:
             found["accepted after all faults"] += 1
             continue
@@ -92,10 +93,10 @@ def blame(accepted_at: Sequence[float], struck: Sequence[FaultResult]) -> dict[s
 FAULT_COLUMNS = ("fault", "part", "times", "median s", "longest s")
 
 
-def faults_table(struck: Sequence[FaultResult]) -> list[tuple[str, ...]]:
-    """By kind and group of parts: how often, and the seconds until work went on."""
+def faults_table(results: Sequence[FaultResult]) -> list[tuple[str, ...]]:
+    """By kind and group of parts: how often, and the seconds until recovery."""
     groups: dict[tuple[str, str], list[float]] = {}
-    for each in struck:
+    for each in results:
         if not each.skipped:
             groups.setdefault((each.fault.kind.value, group_of(each.fault.target)), []).append(each.recovered_s)
     return [
@@ -105,13 +106,13 @@ def faults_table(struck: Sequence[FaultResult]) -> list[tuple[str, ...]]:
 
 
 def document(report: ChaosReport) -> dict[str, object]:
-    """For programs."""
+    """The report as JSON types."""
     plain: dict[str, object] = msgspec.to_builtins(report)
     return {"ok": report.ok, **plain}
 
 
 def markdown(report: ChaosReport) -> str:
-    """For the docs."""
+    """The report as Markdown tables."""
     lines = ["| what | |", "|---|---|", *(f"| {name} | {value} |" for name, value in summary(report)), ""]
     lines += [f"| {' | '.join(FAULT_COLUMNS)} |", "|---|---|---:|---:|---:|"]
     lines += [f"| {' | '.join(row)} |" for row in faults_table(report.struck)]

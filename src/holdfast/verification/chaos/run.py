@@ -1,4 +1,4 @@
-"""One chaos run: a deployment up, load and faults, everything healed, every job ended, everything checked."""
+"""One chaos run: start a deployment, apply load and faults, heal it, wait for all jobs to end, check the result."""
 
 from __future__ import annotations
 
@@ -33,39 +33,39 @@ from holdfast.verification.chaos.operators import OPERATOR, SimulatedOperators, 
 from holdfast.verification.chaos.parts import Fault, FaultResult
 from holdfast.verification.chaos.report import ChaosReport, blame
 
-#: How long work may take to go on after a fault, and how long nothing at all may end before we give up.
-RECOVERY_PATIENCE_S: Final = 30.0
-PATIENCE_S: Final = 60.0
-#: To read the whole history at the end takes longer than any question during the run may.
-_CHECK_PATIENCE_S: Final = 300
-#: How long upkeep may take to sweep: what a fail-over left half ended is seen to when it was found twice. How long it
-#: really took is in the report.
-_TIDY_PATIENCE_S: Final = 2 * ORPHAN_CHECK_S + 30.0
-#: After the last fault is healed, whoever has lost a lease needs so long to notice.
+#: How long recovery may take after a fault, and how long the run waits for the next job to end.
+RECOVERY_TIMEOUT_S: Final = 30.0
+TIMEOUT_S: Final = 60.0
+#: Reply timeout of the final checks: reading the whole history takes longer than any query during the run may.
+_CHECK_TIMEOUT_S: Final = 300
+#: How long upkeep may take to empty Redis: it ends a job that a fail-over left half ended only after two checks have
+#: found it. The report has the time that it took.
+_TIDY_TIMEOUT_S: Final = 2 * ORPHAN_CHECK_S + 30.0
+#: How long a worker may take to notice a lost lease after the last fault is healed.
 _NOTICE_S: Final = 4.0
-_LOOK_S: Final = 0.05
-#: Beside what a fault lasts itself, so long for recovery and quiet: by this the load is spread.
+_POLL_S: Final = 0.05
+#: Time for recovery and quiet after each fault, besides its duration; the load is spread over the sum.
 _BETWEEN_S: Final = 2.5
 _SLOWEST: Final = 20.0
 
 
 class ChaosOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run."""
+    """Options of a run."""
 
     seed: int
     jobs: int = 2_000
     faults: int = 20
     topology: str = "single"
     workers: int = 3
-    #: Jobs a second; 0: so many that the load lasts as long as the faults.
+    #: Jobs per second; 0: a rate at which the load lasts as long as the faults.
     rate: float = 0.0
     redis_binary: Path | None = None
-    #: Replicas that a master needs to accept anything.
+    #: Replicas that a master needs to accept writes.
     min_replicas: int = 0
 
     @property
     def command(self) -> str:
-        """What runs the same again."""
+        """The command that repeats the run."""
         words = [f"holdfast chaos --seed {self.seed} --jobs {self.jobs} --faults {self.faults}"]
         words += [f"--topology {self.topology} --workers {self.workers}"]
         words += [f"--rate {self.rate:g}"] if self.rate else []
@@ -75,7 +75,7 @@ class ChaosOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far it is."""
+    """Progress of a run."""
 
     phase: str
     jobs: int = 0
@@ -83,59 +83,59 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     ended: int = 0
     faults: int = 0
     struck: int = 0
-    #: What happened last.
+    #: The last event.
     message: str = ""
-    #: Jobs that are still open.
+    #: Open jobs, by task and state.
     open_jobs: str = ""
 
 
-Tell = Callable[[Progress], None]
-#: For tests: what is done to the stores before they are checked.
+OnProgress = Callable[[Progress], None]
+#: For tests: a change to the stores before they are checked.
 Meddle = Callable[[Deployment, SubmissionJournal, Path], None]
 
 
 async def run(
-    wish: ChaosOptions, folder: Path, tell: Tell = lambda _: None, meddle: Meddle | None = None
+    options: ChaosOptions, folder: Path, on_progress: OnProgress = lambda _: None, meddle: Meddle | None = None
 ) -> ChaosReport:
-    """All of it. What is in `folder` afterwards: journal, outside world, logs."""
+    """Do one run. Leaves journal, effects file and logs in `folder`."""
     began = time.monotonic()
-    tell(Progress(phase="starting"))
+    on_progress(Progress(phase="starting"))
     deployment = Deployment(
         folder,
-        topology=wish.topology,
-        workers=wish.workers,
-        seed=wish.seed,
-        redis_binary=wish.redis_binary,
-        min_replicas=wish.min_replicas,
+        topology=options.topology,
+        workers=options.workers,
+        seed=options.seed,
+        redis_binary=options.redis_binary,
+        min_replicas=options.min_replicas,
     )
     async with deployment:
-        one = _ChaosRun(wish, folder, deployment, tell)
+        one = _ChaosRun(options, folder, deployment, on_progress)
         try:
             report = await one.go(meddle)
         finally:
             await one.close()
-    # Those of the end as well.
+    # After closing, to include defects of the shutdown.
     for note in deployment.notes():
         report.findings.add(note)
     return msgspec.structs.replace(report, total_s=time.monotonic() - began)
 
 
 class _ChaosRun:
-    """The parts of one run that know each other."""
+    """State of one run."""
 
-    def __init__(self, wish: ChaosOptions, folder: Path, deployment: Deployment, tell: Tell) -> None:
-        self._wish = wish
+    def __init__(self, options: ChaosOptions, folder: Path, deployment: Deployment, on_progress: OnProgress) -> None:
+        self._options = options
         self._folder = folder
         self._deployment = deployment
-        self._tell = tell
-        self._journal = SubmissionJournal(folder / "journal.jsonl", wish.seed)
+        self._on_progress = on_progress
+        self._journal = SubmissionJournal(folder / "journal.jsonl", options.seed)
         self._stack = AsyncExitStack()
-        self._struck: list[FaultResult] = []
+        self._results: list[FaultResult] = []
         self._ended_s = self._tidy_s = 0.0
-        #: Jobs may be begun up to here: the next fault has its turn then.
+        #: Share of jobs that may be submitted: up to the next fault.
         self._limit = 1.0
         parts = {name: part.kinds for name, part in deployment.parts.items()}
-        self._plan = plan(wish.seed, wish.faults, parts)
+        self._plan = plan(options.seed, options.faults, parts)
 
     async def close(self) -> None:
         await self._stack.aclose()
@@ -144,26 +144,26 @@ class _ChaosRun:
     async def go(self, meddle: Meddle | None) -> ChaosReport:
         await self._open()
         began = time.monotonic()
-        people = asyncio.create_task(self._people.run())
+        operators = asyncio.create_task(self._operators.run())
         try:
-            await self._under_fire()
+            await self._inject_faults()
             load_s = time.monotonic() - began
-            self._say("healing")
+            self._report_progress("healing")
             await self._deployment.heal()
-            self._ended_s = await self._until_ended(people)
+            self._ended_s = await self._until_ended(operators)
         finally:
-            people.cancel()
+            operators.cancel()
             with suppress(asyncio.CancelledError):
-                await people
+                await operators
         tidy = await self._until_tidy()
-        self._say("checking")
+        self._report_progress("checking")
         if meddle is not None:
             await asyncio.to_thread(meddle, self._deployment, self._journal, self._folder)
             tidy = await self._leftovers.find()
         return await self._report(load_s, tidy)
 
     async def _open(self) -> None:
-        environment, direct, seed = self._deployment.environment, self._deployment.direct, self._wish.seed
+        environment, direct, seed = self._deployment.environment, self._deployment.direct, self._options.seed
         settings = Settings.load(**settings_of(direct))
         self._direct = await self._stack.enter_async_context(Holdfast(settings=settings))
         _, token = await Operations.for_app(self._direct).tokens.create(
@@ -171,40 +171,40 @@ class _ChaosRun:
         )
         app = await self._stack.enter_async_context(configured(environment))
         url = self._deployment.http_url
-        caller, overseer = ServiceClient(url, environment["HOLDFAST_TOKEN"]), ServiceClient(url, token)
+        caller, operator = ServiceClient(url, environment["HOLDFAST_TOKEN"]), ServiceClient(url, token)
         self._stack.push_async_callback(caller.close)
-        self._stack.push_async_callback(overseer.close)
-        self._people = SimulatedOperators(overseer, self._journal, seed=seed, folder=self._folder)
-        self._load = LoadGenerator(app, caller, self._journal, seed=seed, count=self._wish.jobs, folder=self._folder)
+        self._stack.push_async_callback(operator.close)
+        self._operators = SimulatedOperators(operator, self._journal, seed=seed, folder=self._folder)
+        self._load = LoadGenerator(app, caller, self._journal, seed=seed, count=self._options.jobs, folder=self._folder)
         self._stack.push_async_callback(self._load.close)
-        self._load.on_accepted = self._people.accepted
-        cluster = self._wish.topology == "cluster"
+        self._load.on_accepted = self._operators.accepted
+        cluster = self._options.topology == "cluster"
         self._leftovers = Leftovers(
             lambda: masters(self._deployment), group=settings.group, feed_tail=settings.feed_tail, cluster=cluster
         )
 
     async def _lagging(self) -> list[str]:
-        cluster = self._wish.topology == "cluster"
+        cluster = self._options.topology == "cluster"
         return await lagging(self._queries, await feed_ends(masters(self._deployment), cluster=cluster))
 
     # Load and faults -----------------------------------------------------------------------------------------
 
-    async def _under_fire(self) -> None:
+    async def _inject_faults(self) -> None:
         load = asyncio.create_task(self._load.run(self._rate, lambda: self._limit))
         try:
             for at, together in groupby(self._plan, key=lambda fault: fault.at):
                 self._limit = at
-                while self._load.accepted < int(at * self._wish.jobs) and not load.done():
-                    self._say("under fire")
-                    await asyncio.sleep(_LOOK_S)
+                while self._load.accepted < int(at * self._options.jobs) and not load.done():
+                    self._report_progress("injecting faults")
+                    await asyncio.sleep(_POLL_S)
                 self._limit = self._next_limit(at)
-                struck = await asyncio.gather(*(self._strike(fault) for fault in together))
-                # Not before: a fault that is over must not be blamed for another one that is not.
-                await asyncio.gather(*map(self._see_recovery, struck))
+                results = await asyncio.gather(*(self._inject(fault) for fault in together))
+                # After all of them: the time of a fault that has ended must not include one that has not.
+                await asyncio.gather(*map(self._measure_recovery, results))
             self._limit = 1.0
             while not load.done():
-                self._say("submitting")
-                await asyncio.wait({load}, timeout=_LOOK_S * 10)
+                self._report_progress("submitting")
+                await asyncio.wait({load}, timeout=_POLL_S * 10)
             await load
         finally:
             load.cancel()
@@ -213,39 +213,39 @@ class _ChaosRun:
 
     @property
     def _rate(self) -> float:
-        if self._wish.rate:
-            return self._wish.rate
-        lasting = {fault.at: 0.0 for fault in self._plan}
+        if self._options.rate:
+            return self._options.rate
+        durations = {fault.at: 0.0 for fault in self._plan}
         for fault in self._plan:
-            lasting[fault.at] = max(lasting[fault.at], fault.seconds + _BETWEEN_S)
-        return max(_SLOWEST, self._wish.jobs / max(1.0, sum(lasting.values())))
+            durations[fault.at] = max(durations[fault.at], fault.seconds + _BETWEEN_S)
+        return max(_SLOWEST, self._options.jobs / max(1.0, sum(durations.values())))
 
     def _next_limit(self, at: float) -> float:
         return min((fault.at for fault in self._plan if fault.at > at), default=1.0)
 
-    async def _strike(self, fault: Fault) -> FaultResult:
+    async def _inject(self, fault: Fault) -> FaultResult:
         accepted = self._load.accepted
-        self._say("under fire", f"{fault.kind} {fault.target}")
+        self._report_progress("injecting faults", f"{fault.kind} {fault.target}")
         began_at = time.time()
         skipped = await inject(self._deployment, fault)
-        return FaultResult(fault=fault, accepted=accepted, skipped=skipped, began_at=began_at, over_at=time.time())
+        return FaultResult(fault=fault, accepted=accepted, skipped=skipped, began_at=began_at, ended_at=time.time())
 
-    async def _see_recovery(self, struck: FaultResult) -> None:
-        fault = struck.fault
-        if not struck.skipped:
-            struck = msgspec.structs.replace(struck, recovered_s=await self._recovered(fault.number))
-        self._struck.append(struck)
-        after = struck.skipped or f"work went on after {struck.recovered_s:.2f} s"
-        self._say("under fire", f"{fault.kind} {fault.target}: {after}")
+    async def _measure_recovery(self, result: FaultResult) -> None:
+        fault = result.fault
+        if not result.skipped:
+            result = msgspec.structs.replace(result, recovered_s=await self._recovered(fault.number))
+        self._results.append(result)
+        after = result.skipped or f"recovered after {result.recovered_s:.2f} s"
+        self._report_progress("injecting faults", f"{fault.kind} {fault.target}: {after}")
 
     async def _recovered(self, number: int) -> float:
-        """Seconds until a job that is submitted now has ended; -1 if it does not within the patience."""
+        """Seconds until a job submitted now has ended; -1 after the timeout."""
         began = time.monotonic()
         try:
-            async with asyncio.timeout(RECOVERY_PATIENCE_S):
+            async with asyncio.timeout(RECOVERY_TIMEOUT_S):
                 job_id = await self._load.probe(number)
                 while not await self._has_ended(job_id):  # noqa: ASYNC110 - another process ends it
-                    await asyncio.sleep(_LOOK_S)
+                    await asyncio.sleep(_POLL_S)
         except TimeoutError:
             return -1.0
         return round(time.monotonic() - began, 3)
@@ -259,32 +259,35 @@ class _ChaosRun:
 
     # Afterwards ----------------------------------------------------------------------------------------------
 
-    async def _until_ended(self, people: asyncio.Task[None]) -> float:
-        """Every job has its end in the ledger, or nothing has moved for too long; seconds until the last move."""
+    async def _until_ended(self, operators: asyncio.Task[None]) -> float:
+        """Wait until the ledger has the end of every job, or a timeout passes without a change.
+
+        Returns the seconds until the last change.
+        """
         began = time.monotonic()
         if self._plan:
             await asyncio.sleep(_NOTICE_S)
-        moved, seen = time.monotonic(), (0, 0)
-        while time.monotonic() - moved < PATIENCE_S:
-            if people.done():
-                await people
-            # In this order: what is in the feeds now is in the ledger that is looked at next.
+        changed_at, counts = time.monotonic(), (0, 0)
+        while time.monotonic() - changed_at < TIMEOUT_S:
+            if operators.done():
+                await operators
+            # In this order: if nothing lags, the ledger read next has everything in the feeds.
             lags = await self._lagging()
             rows, left = await self._left()
             ended = rows - sum(left.values())
-            if not left and not lags and not self._people.busy:
+            if not left and not lags and not self._operators.busy:
                 return time.monotonic() - began
             shown = ", ".join(f"{count} {state}" for state, count in sorted(left.items()))
-            self._say("waiting for the last jobs", ended=ended, left=shown or "some on their way to the ledger")
+            self._report_progress("waiting for the last jobs", ended=ended, left=shown or "the ledger is catching up")
             with suppress(Unavailable):
                 await resolve_effects(self._direct, self._journal, self._folder)
-            if (rows, ended) != seen:
-                moved, seen = time.monotonic(), (rows, ended)
+            if (rows, ended) != counts:
+                changed_at, counts = time.monotonic(), (rows, ended)
             await asyncio.sleep(0.5)
-        return moved - began
+        return changed_at - began
 
     async def _left(self) -> tuple[int, dict[str, int]]:
-        """How many jobs the ledger has, and those that have no end, by state and task."""
+        """Number of jobs in the ledger, and the open ones by task and state."""
         table = jobs_table.c
         counted = select(table.state, table.job_type, func.count().label("count"))
         counted = counted.where(table.finished_at.is_(None)).group_by(table.state, table.job_type)
@@ -294,47 +297,48 @@ class _ChaosRun:
         return int(rows), left
 
     async def _until_tidy(self) -> list[str]:
-        """What is left in Redis after upkeep had its time. It gets no help from here."""
-        self._say("sweeping")
+        """Wait for upkeep to empty Redis, without helping it. Returns what is left after the timeout."""
+        self._report_progress("waiting for upkeep")
         began = time.monotonic()
         while True:
             found = await self._leftovers.find()
             self._tidy_s = time.monotonic() - began
-            if not found or self._tidy_s > _TIDY_PATIENCE_S:
+            if not found or self._tidy_s > _TIDY_TIMEOUT_S:
                 return found
             await asyncio.sleep(1)
 
     async def _report(self, load_s: float, leftovers: Sequence[str]) -> ChaosReport:
-        forgetful = self._wish.topology != "single"
-        patient = settings_of(self._deployment.direct) | {"reply_timeout_s": _CHECK_PATIENCE_S}
-        async with Holdfast(settings=Settings.load(**patient)) as app:
+        forgetful = self._options.topology != "single"
+        settings = settings_of(self._deployment.direct) | {"reply_timeout_s": _CHECK_TIMEOUT_S}
+        async with Holdfast(settings=Settings.load(**settings)) as app:
             ledger = app.ledger_backend
             assert ledger is not None
             findings = await check_run(
-                ledger.queries, self._journal, self._folder, self._wish.jobs, forgetful=forgetful
+                ledger.queries, self._journal, self._folder, self._options.jobs, forgetful=forgetful
             )
         for defect in [
             *(f"the ledger lags: {lag}" for lag in await self._lagging()),
             *(f"left in Redis: {left}" for left in leftovers),
-            *(f"people were refused: {what}" for what in self._people.refused),
-            *check_recoveries(self._struck, RECOVERY_PATIENCE_S),
+            *(f"operator request refused: {what}" for what in self._operators.refused),
+            *check_recoveries(self._results, RECOVERY_TIMEOUT_S),
         ]:
             findings.add(defect)
         servers = self._deployment.topology.servers if self._deployment.topology is not None else {}
-        guilty = [each for each in self._struck if each.fault.target in servers]
-        check_forgotten(findings, self._journal, guilty)
-        findings.forgotten_by = blame([self._journal.accepted_at[each] for each in findings.forgotten_jobs], guilty)
+        redis_faults = [each for each in self._results if each.fault.target in servers]
+        check_forgotten(findings, self._journal, redis_faults)
+        accepted_at = [self._journal.accepted_at[job_id] for job_id in findings.forgotten_jobs]
+        findings.forgotten_by = blame(accepted_at, redis_faults)
         return ChaosReport(
-            seed=self._wish.seed,
-            topology=self._wish.topology,
-            workers=self._wish.workers,
-            jobs=self._wish.jobs,
+            seed=self._options.seed,
+            topology=self._options.topology,
+            workers=self._options.workers,
+            jobs=self._options.jobs,
             rate=round(self._rate, 1),
-            command=self._wish.command,
-            struck=sorted(self._struck, key=lambda struck: struck.fault.number),
+            command=self._options.command,
+            struck=sorted(self._results, key=lambda result: result.fault.number),
             findings=findings,
-            people=dict(self._people.deeds),
-            cannot=self._deployment.cannot,
+            operator_actions=dict(self._operators.counts),
+            unsupported=self._deployment.unsupported,
             load_s=load_s,
             ended_s=self._ended_s,
             tidy_s=self._tidy_s,
@@ -346,16 +350,16 @@ class _ChaosRun:
         assert ledger is not None
         return ledger.queries
 
-    def _say(self, phase: str, news: str = "", ended: int = 0, left: str = "") -> None:
-        self._tell(
+    def _report_progress(self, phase: str, message: str = "", ended: int = 0, left: str = "") -> None:
+        self._on_progress(
             Progress(
                 phase=phase,
-                jobs=self._wish.jobs,
+                jobs=self._options.jobs,
                 accepted=self._load.accepted,
                 ended=ended,
                 faults=len(self._plan),
-                struck=len(self._struck),
-                message=news,
+                struck=len(self._results),
+                message=message,
                 open_jobs=left,
             )
         )

@@ -28,28 +28,28 @@ from holdfast.errors import UsageError
 T = TypeVar("T")
 
 READY_WITHIN_S: Final = 10.0
-#: How long one look at a starting server may take, and the pause between two looks.
-_LOOK_S: Final = 0.01
+#: Poll interval while a server starts or ends.
+_POLL_S: Final = 0.01
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on right now."""
+    """A TCP port that is free at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def in_own_loop(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run it to its end, also where an event loop runs already."""
+    """Run a coroutine to its end, also where an event loop is already running."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(lambda: asyncio.run(work())).result()
 
 
 class ServerProcess:
-    """One server process of our own, on a port of its own."""
+    """One server process on its own port."""
 
-    #: What ends it as an operator would.
-    _farewell = signal.SIGTERM
+    #: The signal for a clean shutdown.
+    _stop_signal = signal.SIGTERM
     _ready_within_s = READY_WITHIN_S
 
     def __init__(self, binary: Path, folder: Path, options: Mapping[str, str] | None = None) -> None:
@@ -66,16 +66,16 @@ class ServerProcess:
 
     @property
     def ended(self) -> int | None:
-        """The exit code of a process that ended by itself; None while it runs, and once we have ended it."""
+        """Exit code of a process that ended by itself; None while it runs, and after `stop` or `kill`."""
         return None if self._process is None else self._process.poll()
 
     @property
     def started(self) -> bool:
-        """Whether there is a process, or was one that ended by itself."""
+        """Whether there is a process: running, or ended by itself."""
         return self._process is not None
 
     def reset(self) -> None:
-        """Of one that ended by itself: it can be started again."""
+        """Clear the state of a process that ended by itself, so that it can be started again."""
         self._process = None
         self._paused = False
 
@@ -90,11 +90,11 @@ class ServerProcess:
         self._wait_ready()
 
     def stop(self) -> None:
-        """End it as an operator would. Safe to call when it does not run."""
+        """Shut it down cleanly. Safe to call when it does not run."""
         if self._process is None:
             return
         self.resume()
-        self._process.send_signal(self._farewell)
+        self._process.send_signal(self._stop_signal)
         try:
             self._process.wait(READY_WITHIN_S)
         except subprocess.TimeoutExpired:
@@ -103,7 +103,7 @@ class ServerProcess:
         self._process = None
 
     def kill(self) -> None:
-        """kill -9: no farewell, no last save."""
+        """kill -9: no clean shutdown, no last save."""
         process = self._running()
         process.kill()
         process.wait()
@@ -113,7 +113,7 @@ class ServerProcess:
     def pause(self) -> None:
         """SIGSTOP: it still accepts connections, but answers nothing."""
         os.kill(self.pid, signal.SIGSTOP)
-        # macOS has it since Python 3.13 only.
+        # macOS has waitid only since Python 3.13.
         if sys.platform == "linux":
             os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
         self._paused = True
@@ -125,13 +125,13 @@ class ServerProcess:
             self._paused = False
 
     def restart(self) -> None:
-        """Stop and start again: same port, same folder."""
+        """Stop and start again, with the same port and folder."""
         self.stop()
         self.start()
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None:
-            raise RuntimeError(f"the server on port {self.port} does not run")
+            raise RuntimeError(f"the server on port {self.port} is not running")
         return self._process
 
     def _wait_ready(self) -> None:
@@ -140,10 +140,10 @@ class ServerProcess:
             if monotonic() > deadline:
                 raise TimeoutError(f"no answer on port {self.port} within {self._ready_within_s} s\n{self._log()}")
             try:
-                process.wait(_LOOK_S)
+                process.wait(_POLL_S)
             except subprocess.TimeoutExpired:
                 continue
-            raise RuntimeError(f"{self.binary} ended with {process.returncode} while it started\n{self._log()}")
+            raise RuntimeError(f"{self.binary} ended with {process.returncode} during start\n{self._log()}")
 
     @property
     def _log_file(self) -> Path:
@@ -185,10 +185,10 @@ class RedisServer(ServerProcess):
 
 
 class PostgresServer(ServerProcess):
-    """`postgres`, with a folder of its own that user postgres can reach. `remove` it at the end."""
+    """`postgres`, with a separate folder that user postgres can access. Call `remove` at the end."""
 
-    #: Fast shutdown: does not wait for clients to leave.
-    _farewell = signal.SIGINT
+    #: Fast shutdown: does not wait for clients to disconnect.
+    _stop_signal = signal.SIGINT
 
     def __init__(
         self, binary: Path, options: Mapping[str, str] | None = None, *, fsync: bool = True, parent: Path = Path("/tmp")
@@ -203,7 +203,7 @@ class PostgresServer(ServerProcess):
 
     @property
     def url(self) -> str:
-        """Of the database `postgres`."""
+        """URL of the database `postgres`."""
         return self.url_of("postgres")
 
     def url_of(self, database: str) -> str:
@@ -219,7 +219,7 @@ class PostgresServer(ServerProcess):
         super().start()
 
     def kill(self) -> None:
-        """kill -9 of all its processes, as if the machine had died."""
+        """kill -9 of all its processes, as if the machine had failed."""
         children = _children(self.pid)
         super().kill()
         for child in children:
@@ -228,10 +228,10 @@ class PostgresServer(ServerProcess):
         # A child that still holds the shared memory would keep the server from starting again.
         deadline = monotonic() + READY_WITHIN_S
         while any(map(_is_alive, children)) and monotonic() < deadline:
-            sleep(_LOOK_S)
+            sleep(_POLL_S)
 
     def pause(self) -> None:
-        """SIGSTOP to all its processes: connections stand, nothing is answered."""
+        """SIGSTOP to all its processes: connections stay open, requests get no answer."""
         super().pause()
         for child in _children(self.pid):
             os.kill(child, signal.SIGSTOP)
@@ -243,16 +243,16 @@ class PostgresServer(ServerProcess):
         super().resume()
 
     def execute(self, statement: str, database: str = "postgres") -> None:
-        """One statement, outside of any transaction."""
+        """Execute one statement outside a transaction."""
         in_own_loop(lambda: self._execute(statement, database))
 
     def remove(self) -> None:
-        """Stop it and delete all it had."""
+        """Stop it and delete its data."""
         self.stop()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     async def _execute(self, statement: str, database: str) -> None:
-        import asyncpg  # whoever starts a Redis only need not have it
+        import asyncpg  # not needed to start Redis only
 
         connection = await asyncpg.connect(self.url_of(database), timeout=READY_WITHIN_S)
         try:
@@ -285,7 +285,7 @@ class PostgresServer(ServerProcess):
         return subprocess.Popen(command, user=account.pw_uid, group=account.pw_gid, extra_groups=[], **plain)
 
     def _answers(self) -> bool:
-        """A startup message, answered with a greeting and not with "is starting up"."""
+        """Send a startup message; true if the reply is an authentication request, not "is starting up"."""
         parameters = b"user\0postgres\0database\0postgres\0\0"
         hello = (len(parameters) + 8).to_bytes(4) + (3 << 16).to_bytes(4) + parameters
         try:
@@ -309,36 +309,36 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-#: Looked at after PATH. `*` is a release's number: the newest one first.
+#: Searched after PATH. `*` is a release number: the newest one first.
 _FOLDERS: Final = ("/usr/bin", "/usr/local/bin", "/opt/redis/bin", "/usr/lib/postgresql/*/bin", "/opt/homebrew/bin")
 
 
 def find_redis(given: Path | None = None) -> Path:
-    """`redis-server`: the one that was named, else the first on PATH and in the usual folders. Raises `UsageError`."""
+    """`redis-server`: the given one, else the first on PATH or in the usual folders. Raises `UsageError`."""
     if given is not None:
         if not given.is_file():
-            raise UsageError(f"there is no redis-server at {given}; name another with --redis-server")
+            raise UsageError(f"no redis-server at {given}; pass another path with --redis-server")
         return given
     found = _find("redis-server")
     if found is None:
-        raise UsageError("no redis-server here: `apt-get install redis-server`, or name one with --redis-server PATH")
+        raise UsageError("redis-server not found; run `apt-get install redis-server`, or pass --redis-server PATH")
     return found
 
 
 def find_postgres() -> Path:
-    """`postgres`, with `initdb` beside it. Raises `UsageError`."""
-    # Debian's `postgres` is not on PATH; some put a link there without `initdb` beside it.
-    found = next((each for each in _places("postgres") if each.with_name("initdb").exists()), None)
+    """`postgres` with `initdb` in the same folder. Raises `UsageError`."""
+    # Debian's `postgres` is not on PATH; a link there may have no `initdb` next to it.
+    found = next((each for each in _candidates("postgres") if each.with_name("initdb").exists()), None)
     if found is None:
-        raise UsageError("no postgres with initdb beside it here: `apt-get install postgresql`")
+        raise UsageError("no postgres with initdb in the same folder found; run `apt-get install postgresql`")
     return found
 
 
 def _find(name: str) -> Path | None:
-    return next(_places(name), None)
+    return next(_candidates(name), None)
 
 
-def _places(name: str) -> Iterator[Path]:
+def _candidates(name: str) -> Iterator[Path]:
     on_path = shutil.which(name)
     if on_path is not None:
         yield Path(on_path).resolve() if name == "postgres" else Path(on_path)

@@ -1,8 +1,8 @@
-"""Redis as it is deployed: alone, watched over by Sentinel, or as a Cluster.
+"""Redis topologies: a single server, Sentinel, Cluster.
 
-Each is a handful of real servers on ports of their own, that can be killed one by one, asked to fail over, and
-healed. Everything here blocks until it is so, with a deadline: `start` until clients are served and replicas are in
-sync, `fail_over` until another is master, `heal` until all run and are joined again.
+Each consists of real servers on their own ports, which can be killed one by one, failed over and healed. Methods block
+until they are done, with a timeout: `start` until clients are served and replicas are in sync, `fail_over` until
+another server is master, `heal` until all servers run and have rejoined.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ import hiredis
 from holdfast.verification.chaos.redis_nodes import SERVICE, Node, Sentinel, ask
 from holdfast.verification.chaos.servers import ServerProcess, find_redis
 
-#: How long a fail-over, a heal or a start may take; on a busy machine elections repeat.
-PATIENCE_S: Final = 60.0
+#: How long a fail-over, a heal or a start may take; on a busy machine elections are repeated.
+TIMEOUT_S: Final = 60.0
 _SLOTS: Final = 16384
-_LOOK_S: Final = 0.02
-#: Redis gives a hand-over five seconds.
+_POLL_S: Final = 0.02
+#: Redis aborts a planned fail-over after 5 s.
 _HANDED_OVER_WITHIN_S: Final = 6.0
-#: Words of a row of CLUSTER NODES before the slots, less the three that are read.
+#: Fields of a row of CLUSTER NODES before the slots, minus the three that are read.
 _BEFORE_SLOTS: Final = 5
-#: A replica begins to copy at once instead of waiting for others to join it.
+#: A replica begins its sync immediately instead of waiting for others to join it.
 _COMMON: Final[Mapping[str, str]] = {"repl-diskless-sync-delay": "0", "repl-ping-replica-period": "1"}
 _AOF: Final[Mapping[str, str]] = {"appendonly": "yes", "appendfsync": "everysec"}
 
 
 class Topology(ABC):
-    """Some Redis servers that are one store to their clients."""
+    """Redis servers that form one store."""
 
     name: ClassVar[str]
-    #: Whether there is somebody to take over.
+    #: Whether there are replicas to promote.
     can_fail_over: bool = True
 
     def __init__(
@@ -58,34 +58,34 @@ class Topology(ABC):
     @property
     @abstractmethod
     def url(self) -> str:
-        """HOLDFAST_URL for it."""
+        """The value of HOLDFAST_URL."""
 
     @abstractmethod
     def start(self) -> None:
-        """Start all; clients are served and replicas in sync when it returns."""
+        """Start all servers; returns when clients are served and replicas are in sync."""
 
     @abstractmethod
     def masters(self) -> list[str]:
-        """The names of those that clients write to."""
+        """Names of the servers that accept writes."""
 
     @abstractmethod
     def fail_over(self, *, kill: bool = True, target: str | None = None) -> str:
-        """A replica takes the place of a master (of `target`); the name of the new one.
+        """Promote a replica of a master (of `target`). Returns the name of the new master.
 
-        With `kill` the master dies by kill -9, and stays dead until `heal`. Else it is asked to hand over.
+        With `kill` the master is killed with kill -9 and stays down until `heal`; otherwise the fail-over is planned.
         """
 
     @abstractmethod
     def heal(self) -> None:
-        """All processes run, are awake, and are joined again."""
+        """Start or resume all processes and wait until they have rejoined."""
 
     def stop(self) -> None:
-        """End all. Safe to call when nothing runs."""
+        """Stop all servers. Safe to call when none runs."""
         for server in reversed(self.servers.values()):
             server.stop()
 
     def wipe(self) -> None:
-        """Everything that was stored is gone, as after a FLUSHALL by mistake."""
+        """Delete all data, as an accidental FLUSHALL does."""
         for name in self.masters():
             self.node(name).ask("FLUSHALL")
 
@@ -96,7 +96,7 @@ class Topology(ABC):
         return server
 
     def nodes(self) -> dict[str, Node]:
-        """The data servers, dead or alive."""
+        """All data servers, running or not."""
         found = {name: self.node(name) for name in self.servers}
         return {name: node for name, node in found.items() if not isinstance(node, Sentinel)}
 
@@ -112,18 +112,18 @@ class Topology(ABC):
             assert isinstance(server, Node)
             server.resume() if server.runs else server.start()
 
-    def _wait(self, look: Callable[[], Any], what: str) -> Any:
-        """What `look` gives once that is true."""
-        give_up_at = monotonic() + PATIENCE_S
-        while not (seen := look()):
-            if monotonic() > give_up_at:
-                raise TimeoutError(f"{self.name}: waited {PATIENCE_S:g} s for {what} in vain; see {self.folder}")
-            sleep(_LOOK_S)
-        return seen
+    def _wait(self, condition: Callable[[], Any], what: str) -> Any:
+        """Poll `condition` until it is true. Returns its value."""
+        deadline = monotonic() + TIMEOUT_S
+        while not (value := condition()):
+            if monotonic() > deadline:
+                raise TimeoutError(f"{self.name}: waited {TIMEOUT_S:g} s for {what}; see the logs in {self.folder}")
+            sleep(_POLL_S)
+        return value
 
 
 class SingleRedis(Topology):
-    """One server. When it dies, everybody waits until it is back."""
+    """One server. While it is down, clients wait."""
 
     name = "single"
     can_fail_over = False
@@ -143,18 +143,18 @@ class SingleRedis(Topology):
         return ["redis"]
 
     def fail_over(self, *, kill: bool = True, target: str | None = None) -> str:
-        raise RuntimeError("a single Redis has nobody to fail over to; use Sentinel or Cluster")
+        raise RuntimeError("a single Redis has no replica to fail over to; use Sentinel or Cluster")
 
     def heal(self) -> None:
         self._revive()
-        self._wait(lambda: self._only.info("persistence").get("loading") == "0", "the data to be loaded")
+        self._wait(lambda: self._only.info("persistence").get("loading") == "0", "the data to load")
 
 
 class SentinelRedis(Topology):
-    """A master and its replica, and three sentinels of which two must agree.
+    """A master with a replica, and three sentinels with a quorum of two.
 
-    Sentinels ask once a second: with much less than 1.5 s for an answer they take a master for dead that they have
-    only just been told of, and fail over back and forth.
+    Sentinels ping once a second. With a timeout much shorter than 1.5 s they take a newly discovered master for down,
+    and fail over back and forth.
     """
 
     name = "sentinel"
@@ -177,35 +177,35 @@ class SentinelRedis(Topology):
         for node in self.nodes().values():
             node.start()
         self._follow("redis")
-        # Only now: a sentinel takes what it finds for granted.
+        # Only now: a sentinel adopts the replication that it finds.
         self._wait(lambda: self.node("redis-2").follows(self.node("redis")), "the replica to be in sync")
         for sentinel in self._sentinels:
             sentinel.start()
-        self._wait(self._is_whole, "the sentinels to know each other and the replica")
+        self._wait(self._is_complete, "the sentinels to know each other and the replica")
 
     def masters(self) -> list[str]:
-        """By what the sentinels say: only one that most of them name counts."""
-        said = [sentinel.master_port() for sentinel in self._sentinels if sentinel.runs]
-        return [name for name, node in self.nodes().items() if said.count(node.port) * 2 > len(self._sentinels)]
+        """The master that a majority of the sentinels names."""
+        votes = [sentinel.master_port() for sentinel in self._sentinels if sentinel.runs]
+        return [name for name, node in self.nodes().items() if votes.count(node.port) * 2 > len(self._sentinels)]
 
     def fail_over(self, *, kill: bool = True, target: str | None = None) -> str:
         old = target or self._wait(self.masters, "the sentinels to agree on a master")[0]
         if kill:
             self.node(old).kill()
         else:
-            self._wait(self._ask_to_hand_over, "a sentinel that lets the master hand over")
-        return str(self._wait(lambda: self._successor(old), f"another master than {old}"))
+            self._wait(self._request_fail_over, "a sentinel to accept the planned fail-over")
+        return str(self._wait(lambda: self._successor(old), f"a master other than {old}"))
 
     def heal(self) -> None:
         self._revive()
-        self._wait(self._rejoin, "all to be joined again")
+        self._wait(self._rejoin, "all servers to rejoin")
 
     def _successor(self, old: str) -> str | None:
         found = [name for name in self.masters() if name != old]
         return found[0] if found and self.node(found[0]).is_master else None
 
-    def _ask_to_hand_over(self) -> bool:
-        """Refused while the sentinel has not seen a good replica lately, or has a fail-over under way."""
+    def _request_fail_over(self) -> bool:
+        """A sentinel refuses this if it knows no healthy replica, or during another fail-over."""
         with suppress(OSError, hiredis.ReplyError):
             self._sentinels[0].ask("SENTINEL", "FAILOVER", SERVICE)
             return True
@@ -215,9 +215,9 @@ class SentinelRedis(Topology):
         masters = self.masters()
         settled = all(sentinel.state().get("flags") == "master" for sentinel in self._sentinels)
         if masters and settled and self.node(masters[0]).is_master:
-            # A sentinel would do the same to an old master that is back, ten seconds later.
+            # A sentinel would demote a returned master, too, but only after 10 s.
             self._follow(masters[0])
-        return self._is_whole()
+        return self._is_complete()
 
     def _follow(self, master: str) -> None:
         other = self.node(self._other(master))
@@ -227,7 +227,7 @@ class SentinelRedis(Topology):
     def _other(self, name: str) -> str:
         return next(other for other in self.nodes() if other != name)
 
-    def _is_whole(self) -> bool:
+    def _is_complete(self) -> bool:
         masters = self.masters()
         if len(masters) != 1:
             return False
@@ -238,7 +238,7 @@ class SentinelRedis(Topology):
 
 
 class ClusterRedis(Topology):
-    """Masters that share the slots, each with its replica."""
+    """Masters that share the slots, each with its replicas."""
 
     name = "cluster"
 
@@ -255,9 +255,9 @@ class ClusterRedis(Topology):
                 cluster_enabled="yes",
                 cluster_config_file="nodes.conf",
                 cluster_node_timeout=str(node_timeout_ms),
-                # A replica that lost its master long ago is still better than none.
+                # An outdated replica may be promoted, too: it is better than none.
                 cluster_replica_validity_factor="0",
-                # Replicas stay with the masters that they were given.
+                # Replicas stay with the masters assigned to them.
                 cluster_migration_barrier="100",
             )
 
@@ -272,44 +272,44 @@ class ClusterRedis(Topology):
             node.start()
         if not known:
             self._create(nodes)
-        self._wait(self._is_whole, "the cluster to be whole")
+        self._wait(self._is_complete, "the cluster to be complete")
 
     def masters(self) -> list[str]:
-        """Those that have slots, by what one of the living says."""
+        """Masters that have slots, according to one running node."""
         ports = self._with_slots()
         return [name for name, node in self.nodes().items() if node.port in ports and node.is_master]
 
     def owner(self, key: str) -> str:
-        """The master that has this key."""
+        """The master that holds this key."""
         slot = ask(self._any().port, "CLUSTER", "KEYSLOT", key)
         for first, last, address, *_ in ask(self._any().port, "CLUSTER", "SLOTS"):
             if first <= slot <= last:
                 return next(name for name, node in self.nodes().items() if node.port == address[1])
-        raise LookupError(f"nobody has slot {slot}")
+        raise LookupError(f"no node has slot {slot}")
 
     def fail_over(self, *, kill: bool = True, target: str | None = None) -> str:
         old = target or self._wait(self.masters, "a master")[0]
-        heirs = [name for name, node in self.nodes().items() if node.runs and node.is_replica_of(self.node(old))]
-        if not heirs:
-            raise RuntimeError(f"{old} has no replica that could take over; heal() first")
+        candidates = [name for name, node in self.nodes().items() if node.runs and node.is_replica_of(self.node(old))]
+        if not candidates:
+            raise RuntimeError(f"{old} has no running replica to promote; call heal() first")
         if kill:
             self.node(old).kill()
-        asked_at = -inf
+        requested_at = -inf
 
-        def look() -> str | None:
-            nonlocal asked_at
-            if not kill and monotonic() - asked_at > _HANDED_OVER_WITHIN_S:
-                # Given up silently if it takes longer, as it does on a busy machine.
-                asked_at = monotonic()
+        def successor() -> str | None:
+            nonlocal requested_at
+            if not kill and monotonic() - requested_at > _HANDED_OVER_WITHIN_S:
+                # Repeated: Redis silently aborts a fail-over that takes longer, as it does on a busy machine.
+                requested_at = monotonic()
                 with suppress(OSError, hiredis.ReplyError):
-                    self.node(heirs[0]).ask("CLUSTER", "FAILOVER")
-            return self._successor(heirs)
+                    self.node(candidates[0]).ask("CLUSTER", "FAILOVER")
+            return self._successor(candidates)
 
-        return str(self._wait(look, f"a replica of {old} to take over"))
+        return str(self._wait(successor, f"a replica of {old} to be promoted"))
 
     def heal(self) -> None:
         self._revive()
-        self._wait(self._is_whole, "the cluster to be whole again")
+        self._wait(self._is_complete, "the cluster to be complete again")
 
     def _create(self, nodes: list[Node]) -> None:
         for epoch, node in enumerate(nodes, 1):
@@ -328,14 +328,14 @@ class ClusterRedis(Topology):
     def _any(self) -> Node:
         return next(node for node in self.nodes().values() if node.runs)
 
-    def _successor(self, heirs: list[str]) -> str | None:
+    def _successor(self, candidates: list[str]) -> str | None:
         alive = [node for node in self.nodes().values() if node.runs]
         if any(node.info("cluster info").get("cluster_state") != "ok" for node in alive):
             return None
-        return next((name for name in heirs if name in self.masters()), None)
+        return next((name for name in candidates if name in self.masters()), None)
 
     def _with_slots(self) -> set[int]:
-        """Ports of the healthy nodes that have slots, as one living node sees it."""
+        """Ports of the healthy nodes that have slots, according to one running node."""
         found = set()
         for row in str(self._any().ask("CLUSTER", "NODES")).splitlines():
             _, address, flags, *rest = row.split()
@@ -344,13 +344,13 @@ class ClusterRedis(Topology):
                 found.add(int(address.split("@")[0].rpartition(":")[2]))
         return found
 
-    def _is_whole(self) -> bool:
+    def _is_complete(self) -> bool:
         nodes = list(self.nodes().values())
         for node in nodes:
-            seen = node.info("cluster info")
-            if seen.get("cluster_state") != "ok" or seen.get("cluster_known_nodes") != str(len(nodes)):
+            info = node.info("cluster info")
+            if info.get("cluster_state") != "ok" or info.get("cluster_known_nodes") != str(len(nodes)):
                 return False
-            if seen.get("cluster_slots_ok") != str(_SLOTS):
+            if info.get("cluster_slots_ok") != str(_SLOTS):
                 return False
         masters = [self.node(name) for name in self.masters()]
         if len(masters) != self._first_masters:
@@ -359,15 +359,15 @@ class ClusterRedis(Topology):
 
 
 def make_topology(name: str, folder: Path, **settings: Any) -> Topology:
-    """By name: `single`, `sentinel`, `cluster`."""
+    """Make a topology by name: `single`, `sentinel`, `cluster`."""
     kinds: dict[str, type[Topology]] = {kind.name: kind for kind in (SingleRedis, SentinelRedis, ClusterRedis)}
     if name not in kinds:
-        raise ValueError(f"unknown topology {name!r}; there are {', '.join(kinds)}")
+        raise ValueError(f"unknown topology {name!r}; use one of {', '.join(kinds)}")
     return kinds[name](folder, **settings)
 
 
 def _sees_all(state: Mapping[str, str], master_port: int) -> bool:
-    """This sentinel knows the master as healthy, its replica and both other sentinels."""
+    """Whether this sentinel sees a healthy master, its replica and both other sentinels."""
     return (
         state.get("port") == str(master_port)
         and state.get("flags") == "master"

@@ -1,7 +1,7 @@
-"""The jobs of a chaos run, and what each of them is meant to come to. All of it follows from the seed and the number.
+"""The jobs of a chaos run and their expected ends. Each follows from the seed and its number alone.
 
-Workers, upkeep and server load `app` from here; its stores come from `HOLDFAST_*`. What a job does to the outside world
-is a line in a file: the one thing that cannot be taken back, and that must not be there twice.
+Workers, upkeep and server load `app` from here; `HOLDFAST_*` variables name its stores. The external effect of a job is
+a line in a file, which cannot be undone and must not be written twice.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ TENANTS: Final = ("default", "north", "south")
 _RETRY: Final = Retry(max_retries=3, base=0.05, cap=0.5, jitter=0.05)
 
 app = Holdfast(retry=_RETRY)
-app.guard.rule("asked for", task="asked", then=RequireApproval("a person wants to see it"))
+app.guard.rule("asked for", task="asked", then=RequireApproval("every such job needs an approval"))
 
 
 @app.task
 async def plain(number: int, pause_s: float = 0.0) -> int:
-    """Over soon."""
+    """Ends after a short pause."""
     await asyncio.sleep(pause_s)
     return 2 * number
 
 
 @app.task(queue=SIDE_QUEUE)
 def threaded(number: int, pause_s: float) -> int:
-    """In a thread."""
+    """Runs in a thread."""
     time.sleep(pause_s)
     return number
 
 
 @app.task
 async def flaky(ctx: Context, failures: int) -> int:
-    """Fails so many times, then succeeds."""
+    """Fails `failures` times, then succeeds."""
     if ctx.retry_count < failures:
         raise ConnectionError(f"failure {ctx.retry_count + 1} of {failures}")
     return ctx.retry_count
@@ -56,25 +56,25 @@ async def flaky(ctx: Context, failures: int) -> int:
 
 @app.task(retry=Retry(max_retries=1, base=0.05, jitter=0.05))
 async def doomed(number: int, fatal: bool) -> None:
-    """Never succeeds: a dead letter."""
+    """Always fails: becomes a dead letter."""
     raise Fatal(f"{number} cannot be") if fatal else ValueError(f"{number} is always wrong")
 
 
 @app.task
 async def outside(ctx: Context, key: str, folder: str, pause_s: float) -> str:
-    """Acts on the outside world, once."""
+    """Has an external effect, once."""
     return await ctx.effect(key, _write_outside, key, folder, pause_s)
 
 
 @app.task(queue=SIDE_QUEUE)
 def outside_threaded(ctx: Context, key: str, folder: str, pause_s: float) -> str:
-    """The same in a thread."""
+    """Has an external effect, once, in a thread."""
     return ctx.blocking.effect(key, _write_outside, key, folder, pause_s)
 
 
 @app.task
 async def stepped(ctx: Context, number: int, sleep_s: float) -> int:
-    """Two checkpoints, and a sleep between them during which the job is given back."""
+    """Two steps with a durable sleep between them, which releases the job."""
     first = await ctx.step("first", _add, number, 1)
     await ctx.sleep(sleep_s)
     return await ctx.step("second", _add, first, 1)
@@ -82,38 +82,38 @@ async def stepped(ctx: Context, number: int, sleep_s: float) -> int:
 
 @app.task
 async def asked(number: int) -> int:
-    """Waits for people before it may run."""
+    """Needs an approval before it runs."""
     return number
 
 
 @app.task
 async def asking(ctx: Context, number: int) -> str:
-    """Asks people in the middle of its run."""
-    consent = await ctx.approval("go on", {"number": number})
-    return ", ".join(consent.by)
+    """Requests an approval during its run."""
+    approval = await ctx.approval("continue", {"number": number})
+    return ", ".join(approval.by)
 
 
 @app.task
 async def long(number: int, seconds: float) -> int:
-    """Outlives its lease, which is renewed."""
+    """Runs longer than its lease, which is renewed."""
     await asyncio.sleep(seconds)
     return number
 
 
 def effects_file(folder: str | Path) -> Path:
-    """The outside world."""
+    """The file that records external effects."""
     return Path(folder) / "outside.txt"
 
 
 def external_effects(folder: str | Path) -> list[str]:
-    """What was done to it: a key for each time."""
+    """Keys of the effects that happened, one for each time."""
     path = effects_file(folder)
     return path.read_text().split() if path.exists() else []
 
 
 def _write_outside(key: str, folder: str, pause_s: float) -> str:
     time.sleep(pause_s)
-    # One write of a short line with O_APPEND is whole, whoever else writes; on disk before anybody is told.
+    # One short write with O_APPEND is atomic among concurrent writers; synced before it is reported.
     file = os.open(effects_file(folder), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     try:
         os.write(file, f"{key}\n".encode())
@@ -128,13 +128,13 @@ async def _add(number: int, more: int) -> int:
     return number + more
 
 
-# What is submitted -----------------------------------------------------------------------------------------
+# Submissions -----------------------------------------------------------------------------------------------
 
 _ENDED_WELL: Final = frozenset({State.SUCCEEDED})
 _FAILED: Final = frozenset({State.FAILED})
 _CANCELLED: Final = frozenset({State.CANCELLED})
 
-#: Kinds of jobs and how many of a hundred are of each.
+#: Kinds of jobs and their shares in percent.
 _MIX: Final = {
     "plain": 27,
     "flaky": 12,
@@ -154,7 +154,7 @@ _WEIGHTS: Final = tuple(_MIX.values())
 
 
 class WorkItem(msgspec.Struct, frozen=True, kw_only=True):
-    """One job as it is to be submitted, and what may become of it."""
+    """One job to submit, and its permitted ends."""
 
     number: int
     kind: str
@@ -165,24 +165,24 @@ class WorkItem(msgspec.Struct, frozen=True, kw_only=True):
     tenant_id: str
     priority: Priority
     delay_s: float
-    #: How it is handed in: "http", "single" or "bulk".
+    #: How it is submitted: "http", "single" or "bulk".
     way: str
     durable: bool
-    #: Submitted a second time although it was accepted; there must be one job all the same.
+    #: Whether it is submitted again after it was accepted; there must still be one job.
     twice: bool
-    #: What people do with it: "", "approve", "reject", "cancel".
+    #: What an operator does with it: "", "approve", "reject", "cancel".
     decision: str
-    #: Ends that are right.
+    #: Permitted final states.
     may_end: frozenset[State]
 
 
 def work_item(seed: int, number: int, folder: str | Path) -> WorkItem:
-    """The `number`-th job of a run: always the same one."""
-    # A generator of its own, so that a job does not depend on how many were made before it.
+    """The `number`-th job of a run; the same for the same seed."""
+    # A separate generator, so that a job does not depend on the jobs made before it.
     random = Random(f"{seed}:{number}")
     (kind,) = random.choices(_KINDS, _WEIGHTS)
     key = f"chaos-{seed}-{number}"
-    # Long enough that faults find some half-way.
+    # Long enough that faults interrupt some of them.
     pause_s = round(random.uniform(0, 0.3), 3)
     task, delay_s, decision, may_end = kind, 0.0, "", _ENDED_WELL
     arguments: dict[str, Any] = {"number": number}
@@ -199,7 +199,7 @@ def work_item(seed: int, number: int, folder: str | Path) -> WorkItem:
         case "delayed":
             task, delay_s = "plain", round(random.uniform(0.05, 3), 3)
         case "cancelled":
-            # Some wait, some run; which of the two comes first, the end or the cancellation, is open.
+            # Some are delayed, some run; either the end or the cancellation may come first.
             decision, may_end = "cancel", _ENDED_WELL | _CANCELLED
             if random.random() < 0.5:
                 task, delay_s = "plain", round(random.uniform(0.5, 5), 3)
@@ -231,7 +231,7 @@ def work_item(seed: int, number: int, folder: str | Path) -> WorkItem:
 
 
 def probe(seed: int, number: int) -> WorkItem:
-    """The job that shows that work goes on after the `number`-th fault. Its number is below all others."""
+    """The job that measures recovery after the `number`-th fault. Its own number is negative."""
     return WorkItem(
         number=-1 - number,
         kind="probe",

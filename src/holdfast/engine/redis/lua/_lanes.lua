@@ -8,27 +8,27 @@ local function numbers_in(text)
   return found
 end
 
-local function lane_of_line(line)
-  return math.floor(line / WIDTH)
+local function lane_of_stream(index)
+  return math.floor(index / STREAMS_PER_LANE)
 end
 
 -- The streams by line (from 1) of lane 0 and of the lanes that the caller declares; and how many keys come before those.
-local function declared_lines()
+local function declared_streams()
   local streams, names = { KEYS[1], KEYS[2], KEYS[3], KEYS[4] }, ARGV[#ARGV]
   if names == '' then return streams, #KEYS end
   local lanes = numbers_in(names)
-  local before = #KEYS - WIDTH * #lanes
+  local before = #KEYS - STREAMS_PER_LANE * #lanes
   for i, lane in ipairs(lanes) do
-    for offset = 1, WIDTH do streams[WIDTH * lane + offset] = KEYS[before + WIDTH * (i - 1) + offset] end
+    for offset = 1, STREAMS_PER_LANE do streams[STREAMS_PER_LANE * lane + offset] = KEYS[before + STREAMS_PER_LANE * (i - 1) + offset] end
   end
   return streams, before
 end
 
 -- What to answer if some of these lanes are not declared: {'lanes', tenant ('': whoever), lane, …}; nil if all are.
-local function undeclared(streams, lanes)
+local function undeclared_lanes(streams, lanes)
   local reply
   for _, lane in ipairs(lanes) do
-    if not streams[WIDTH * lane + 1] then
+    if not streams[STREAMS_PER_LANE * lane + 1] then
       reply = reply or { 'lanes' }
       reply[#reply + 1], reply[#reply + 2] = '', lane
     end
@@ -37,17 +37,17 @@ local function undeclared(streams, lanes)
 end
 
 -- The same for the lanes that records point at.
-local function undeclared_places(streams, records)
+local function undeclared_positions(streams, records)
   local lanes = {}
   for _, record in pairs(records) do
-    local line = record and split_place(place_of(record))
-    if line and line >= WIDTH then lanes[#lanes + 1] = lane_of_line(line) end
+    local index = record and split_position(position_of(record))
+    if index and index >= STREAMS_PER_LANE then lanes[#lanes + 1] = lane_of_stream(index) end
   end
-  return undeclared(streams, lanes)
+  return undeclared_lanes(streams, lanes)
 end
 
 -- What operators allow, by lane: `limits` in the controls. Below zero: no limit.
-local function limits_in(packed)
+local function decode_limits(packed)
   local limits, values = {}, packed and cmsgpack.unpack(packed) or {}
   for i = 1, #values, 4 do
     limits[values[i]] = { weight = values[i + 1], concurrency = values[i + 2], intake = values[i + 3] }
@@ -57,157 +57,157 @@ end
 
 local function backlog_of(streams, lane)
   local count = 0
-  for line = WIDTH * lane + 1, WIDTH * lane + WIDTH do count = count + call('XLEN', streams[line]) end
+  for index = STREAMS_PER_LANE * lane + 1, STREAMS_PER_LANE * lane + STREAMS_PER_LANE do count = count + call('XLEN', streams[index]) end
   return count
 end
 
 -- Jobs in line or running: what limits are about. Retries that only wait in the pending list are neither.
-local function load_of(streams, lane, group, parking)
+local function active_jobs_in(streams, lane, group, retry_consumer)
   local count = backlog_of(streams, lane)
-  for line = WIDTH * lane + 1, count > 0 and WIDTH * lane + WIDTH or 0 do
-    for _, consumer in ipairs(pending(streams[line], group)[4] or {}) do
-      if consumer[1] == parking then count = count - tonumber(consumer[2]) end
+  for index = STREAMS_PER_LANE * lane + 1, count > 0 and STREAMS_PER_LANE * lane + STREAMS_PER_LANE or 0 do
+    for _, consumer in ipairs(pending(streams[index], group)[4] or {}) do
+      if consumer[1] == retry_consumer then count = count - tonumber(consumer[2]) end
     end
   end
   return count
 end
 
 -- Leases that are held in a lane; retries that only wait in the pending list are none.
-local function leased_in(streams, lane, group, parking)
+local function leases_in(streams, lane, group, retry_consumer)
   local count = 0
-  for line = WIDTH * lane + 1, WIDTH * lane + WIDTH do
-    local summary = pending(streams[line], group)
+  for index = STREAMS_PER_LANE * lane + 1, STREAMS_PER_LANE * lane + STREAMS_PER_LANE do
+    local summary = pending(streams[index], group)
     count = count + (summary[1] or 0)
     for _, consumer in ipairs(summary[4] or {}) do
-      if consumer[1] == parking then count = count - tonumber(consumer[2]) end
+      if consumer[1] == retry_consumer then count = count - tonumber(consumer[2]) end
     end
   end
   return count
 end
 
 -- How many more of a lane may run; nil: as many as there are.
-local function room_in(streams, limits, lane, group, parking)
+local function free_slots_in(streams, limits, lane, group, retry_consumer)
   local limit = limits[lane]
   if not limit or limit.concurrency < 0 then return nil end
-  return math.max(0, limit.concurrency - leased_in(streams, lane, group, parking))
+  return math.max(0, limit.concurrency - leases_in(streams, lane, group, retry_consumer))
 end
 
-local function nudge(wake)
+local function wake_one(wake)
   redis.call('XADD', wake, 'MAXLEN', 1, '*', 'more', 1)
 end
 
 -- Leases of these lines ended: whoever waits for a limited tenant's place has to look.
-local function nudge_if_limited(wake, packed, lines)
+local function wake_if_limited(wake, packed, indexes)
   if not packed then return end
-  local limits = limits_in(packed)
-  for line in pairs(lines) do
-    local limit = limits[lane_of_line(line)]
-    if limit and limit.concurrency >= 0 then return nudge(wake) end
+  local limits = decode_limits(packed)
+  for index in pairs(indexes) do
+    local limit = limits[lane_of_stream(index)]
+    if limit and limit.concurrency >= 0 then return wake_one(wake) end
   end
 end
 
--- Where tenants' next messages go. `seat` reads and decides; `open_lanes` writes, once nothing is missing.
-local function seating_of(streams, key, control, group)
+-- Where tenants' next messages go. `lane_for_tenant` reads and decides; `open_lanes` writes, once nothing is missing.
+local function new_assignment(streams, key, control, group)
   return { streams = streams, key = key, control = control, group = group, lane_of = { default = 0, [''] = 0 }, used = {},
-    given = {}, seats = {}, gone = {}, shared = {}, missing = { 'lanes' } }
+    given = {}, assignments = {}, released = {}, shared = {}, missing = { 'lanes' } }
 end
 
-local function look_at_lanes(seating)
-  local controls = redis.call('HMGET', seating.control, 'lanes', 'limits')
-  seating.active, seating.is_active = numbers_in(controls[1]), {}
-  for _, lane in ipairs(seating.active) do seating.is_active[lane] = true end
-  seating.reserved = limits_in(controls[2])
+local function load_lanes(assignment)
+  local controls = redis.call('HMGET', assignment.control, 'lanes', 'limits')
+  assignment.active, assignment.is_active = numbers_in(controls[1]), {}
+  for _, lane in ipairs(assignment.active) do assignment.is_active[lane] = true end
+  assignment.reserved = decode_limits(controls[2])
 end
 
-local function give_lane(seating, tenant, lane, owner)
-  if owner then seating.gone[#seating.gone + 1] = owner end
-  seating.given[lane], seating.seats[tenant] = tenant, number(lane)
+local function assign_lane(assignment, tenant, lane, owner)
+  if owner then assignment.released[#assignment.released + 1] = owner end
+  assignment.given[lane], assignment.assignments[tenant] = tenant, format_integer(lane)
   return lane
 end
 
 -- A lane for a tenant that has none: one that is nobody's, else one that nobody uses, else a part of the shortest one.
-local function find_lane(seating, tenant)
-  local owners, rows, now = {}, redis.call('HGETALL', seating.key), now_ms()
+local function find_lane(assignment, tenant)
+  local owners, rows, now = {}, redis.call('HGETALL', assignment.key), now_ms()
   for i = 1, #rows, 2 do
     local lane, ends = string.match(rows[i + 1], '^(%d+) ?(%d*)$')
     if ends == '' then
       owners[tonumber(lane)] = rows[i]
     elseif tonumber(ends) <= now and rows[i] ~= tenant then
-      seating.gone[#seating.gone + 1] = rows[i]
+      assignment.released[#assignment.released + 1] = rows[i]
     end
   end
   for lane = 1, LANES do
-    if not owners[lane] and not seating.given[lane] then return give_lane(seating, tenant, lane) end
+    if not owners[lane] and not assignment.given[lane] then return assign_lane(assignment, tenant, lane) end
   end
   local free = {}
   for lane = 1, LANES do
-    if not seating.reserved[lane] and not seating.given[lane] then
-      if not seating.is_active[lane] and not seating.used[lane] then return give_lane(seating, tenant, lane, owners[lane]) end
+    if not assignment.reserved[lane] and not assignment.given[lane] then
+      if not assignment.is_active[lane] and not assignment.used[lane] then return assign_lane(assignment, tenant, lane, owners[lane]) end
       free[#free + 1] = lane
     end
   end
   if #free == 0 then return 0 end
-  local unknown = undeclared(seating.streams, free)
+  local unknown = undeclared_lanes(assignment.streams, free)
   if unknown then
-    seating.missing = unknown
+    assignment.missing = unknown
     return nil
   end
   local shortest, fewest
   for _, lane in ipairs(free) do
-    local count = backlog_of(seating.streams, lane) + (seating.shared[lane] or 0) + (seating.used[lane] and 1 or 0)
+    local count = backlog_of(assignment.streams, lane) + (assignment.shared[lane] or 0) + (assignment.used[lane] and 1 or 0)
     if not fewest or count < fewest then shortest, fewest = lane, count end
   end
-  if fewest == 0 and leased_in(seating.streams, shortest, seating.group, '') == 0 then
-    return give_lane(seating, tenant, shortest, owners[shortest])
+  if fewest == 0 and leases_in(assignment.streams, shortest, assignment.group, '') == 0 then
+    return assign_lane(assignment, tenant, shortest, owners[shortest])
   end
-  seating.shared[shortest] = (seating.shared[shortest] or 0) + 1
-  seating.seats[tenant] = number(shortest) .. ' ' .. number(now + SHARED_MS)
+  assignment.shared[shortest] = (assignment.shared[shortest] or 0) + 1
+  assignment.assignments[tenant] = format_integer(shortest) .. ' ' .. format_integer(now + SHARED_MS)
   return shortest
 end
 
 -- The lane in which this tenant's next message goes; nil if the caller has to declare more first.
-local function seat(seating, tenant)
-  local lane = seating.lane_of[tenant]
+local function lane_for_tenant(assignment, tenant)
+  local lane = assignment.lane_of[tenant]
   if lane then return lane end
-  if not seating.active then look_at_lanes(seating) end
-  local known = redis.call('HGET', seating.key, tenant)
+  if not assignment.active then load_lanes(assignment) end
+  local known = redis.call('HGET', assignment.key, tenant)
   if known then
     local own, ends = string.match(known, '^(%d+) ?(%d*)$')
     own = tonumber(own)
     -- A guest leaves a lane that has become a named tenant's.
-    if ends == '' or (tonumber(ends) > now_ms() and not seating.reserved[own]) then lane = own end
+    if ends == '' or (tonumber(ends) > now_ms() and not assignment.reserved[own]) then lane = own end
   end
-  lane = lane or find_lane(seating, tenant)
+  lane = lane or find_lane(assignment, tenant)
   if not lane then return nil end
-  seating.lane_of[tenant] = lane
+  assignment.lane_of[tenant] = lane
   if lane > 0 then
-    seating.used[lane] = true
-    local missing = seating.missing
-    if not seating.streams[WIDTH * lane + 1] then missing[#missing + 1], missing[#missing + 2] = tenant, lane end
+    assignment.used[lane] = true
+    local missing = assignment.missing
+    if not assignment.streams[STREAMS_PER_LANE * lane + 1] then missing[#missing + 1], missing[#missing + 2] = tenant, lane end
   end
   return lane
 end
 
 -- What to answer if lanes are not declared; nil if all are.
-local function missing_lanes(seating)
-  return #seating.missing > 1 and seating.missing or nil
+local function missing_lanes(assignment)
+  return #assignment.missing > 1 and assignment.missing or nil
 end
 
 -- HSET and XGROUP come before HDEL: a full Redis has to refuse a submission.
-local function open_lanes(seating, wake)
+local function open_lanes(assignment, wake)
   local new = false
-  for lane in pairs(seating.used) do
-    if not seating.is_active[lane] then
-      for line = WIDTH * lane + 1, WIDTH * lane + DIRECT do
-        redis.pcall('XGROUP', 'CREATE', seating.streams[line], seating.group, '0', 'MKSTREAM')
+  for lane in pairs(assignment.used) do
+    if not assignment.is_active[lane] then
+      for index = STREAMS_PER_LANE * lane + 1, STREAMS_PER_LANE * lane + DIRECT do
+        redis.pcall('XGROUP', 'CREATE', assignment.streams[index], assignment.group, '0', 'MKSTREAM')
       end
-      seating.active[#seating.active + 1], new = lane, true
+      assignment.active[#assignment.active + 1], new = lane, true
     end
   end
-  if new then redis.call('HSET', seating.control, 'lanes', table.concat(seating.active, ' ')) end
-  for tenant, lane in pairs(seating.seats) do redis.call('HSET', seating.key, tenant, lane) end
-  for _, tenant in ipairs(seating.gone) do
-    if not seating.seats[tenant] then redis.call('HDEL', seating.key, tenant) end
+  if new then redis.call('HSET', assignment.control, 'lanes', table.concat(assignment.active, ' ')) end
+  for tenant, lane in pairs(assignment.assignments) do redis.call('HSET', assignment.key, tenant, lane) end
+  for _, tenant in ipairs(assignment.released) do
+    if not assignment.assignments[tenant] then redis.call('HDEL', assignment.key, tenant) end
   end
-  if next(seating.used) then nudge(wake) end
+  if next(assignment.used) then wake_one(wake) end
 end

@@ -1,3 +1,4 @@
+-- uses: lanes
 -- adopt: messages that other programs wrote, just delivered to this worker, become jobs, or dead letters.
 -- KEYS   1-4 streams  5 feed  6 result  7 dlq ('' if off)  8 dead  9 control  10 waiters  then n records, then idempotency keys,
 --        then streams of further lanes
@@ -7,7 +8,7 @@
 --        old owner ('' unless it was just reclaimed), what the feed says of the dead letter, then the lanes that are
 --        declared
 -- Reply  {'lanes', …} | one word a message: 'adopted' | 'duplicate' | 'waits' (a duplicate of a job that waits for its time) | 'dead' | 'stale' | 'clash' (a malformed one under a known id)
-local streams, last_key = declared_lines()
+local streams, last_key = declared_streams()
 local feed_key, results, dlq, dead, control, waiters = KEYS[5], KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
 local group, worker, nonce, feed_limit, n = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
 local ttl, result_limit, ledger, dlq_on = ARGV[6], ARGV[7], ARGV[8] == '1', ARGV[9] == '1'
@@ -16,22 +17,22 @@ local FIRST_KEY, FIRST_ARG, STRIDE = 10, 9, 16
 check_types({ feed_key, results, dlq_on and dlq or results }, { dead }, { waiters })
 local reader = redis.call('HGET', control, 'reader')
 local known = redis.call('MGET', unpack(KEYS, FIRST_KEY + 1, last_key))
-local missing = undeclared_places(streams, { unpack(known, 1, n) })
+local missing = undeclared_positions(streams, { unpack(known, 1, n) })
 if missing then return missing end
-local now = number(now_ms())
+local now = format_integer(now_ms())
 local reply, moves, ended, letters, taken = {}, {}, {}, {}, {}
 -- Whose job this is: ids are unique in a queue, so a second message may name another tenant.
-local function tenant_known(record)
-  local place, _, _, body = header_of(record)
-  local line, id = split_place(place)
+local function known_tenant(record)
+  local position, _, _, body = parse_record(record)
+  local index, id = split_position(position)
   if body ~= '' then return cmsgpack.unpack(body)[TENANT] end
-  local entry = line and redis.call('XRANGE', streams[line + 1], id, id)[1]
+  local entry = index and redis.call('XRANGE', streams[index + 1], id, id)[1]
   return entry and tenant_of(entry[2])
 end
 
-local function waits(record)
-  local place, state = header_of(record)
-  return state == 'retrying' or (state == 'queued' and not split_place(place))
+local function is_waiting(record)
+  local position, state = parse_record(record)
+  return state == 'retrying' or (state == 'queued' and not split_position(position))
 end
 
 for i = 1, n do
@@ -40,18 +41,18 @@ for i = 1, n do
 end
 for i = 1, n do
   local arg = FIRST_ARG + (i - 1) * STRIDE
-  local line, id, deliveries, job_id, fault = ARGV[arg + 1], ARGV[arg + 2], tonumber(ARGV[arg + 3]), ARGV[arg + 4], ARGV[arg + 5]
+  local index, id, deliveries, job_id, fault = ARGV[arg + 1], ARGV[arg + 2], tonumber(ARGV[arg + 3]), ARGV[arg + 4], ARGV[arg + 5]
   local body, key_index = ARGV[arg + 6], tonumber(ARGV[arg + 8])
-  local stream, record, tenant = streams[line + 1], KEYS[FIRST_KEY + i], ARGV[arg + 11]
-  local place = line .. ':' .. id
+  local stream, record, tenant = streams[index + 1], KEYS[FIRST_KEY + i], ARGV[arg + 11]
+  local position = index .. ':' .. id
   local row = pending(stream, group, id, id, 1, worker)[1]
   local first = key_index > 0 and known[key_index]
   if not row or row[4] ~= deliveries then
     reply[i] = 'stale'
-  elseif known[i] and place_of(known[i]) == place then
+  elseif known[i] and position_of(known[i]) == position then
     local owner = ARGV[arg + 15]
     if owner ~= '' then
-      local _, _, _, kept = header_of(known[i])
+      local _, _, _, kept = parse_record(known[i])
       local retries = kept ~= '' and cmsgpack.unpack(kept)[RETRIES] or '0'
       moves[#moves + 1] = { 'reclaimed', job_id, tenant, deliveries, owner, id, worker, retries }
     end
@@ -59,11 +60,11 @@ for i = 1, n do
   elseif (known[i] or taken[job_id]) and fault ~= '' then
     reply[i] = 'clash'
   elseif known[i] or taken[job_id] or (first and first ~= job_id) then
-    local whose = taken[job_id] or (known[i] and tenant_known(known[i])) or tenant
+    local whose = taken[job_id] or (known[i] and known_tenant(known[i])) or tenant
     redis.call('XACK', stream, group, id)
     redis.call('XDEL', stream, id)
     moves[#moves + 1] = { 'duplicate', first or job_id, first and tenant or whose, id }
-    reply[i] = known[i] and waits(known[i]) and 'waits' or 'duplicate'
+    reply[i] = known[i] and is_waiting(known[i]) and 'waits' or 'duplicate'
   else
     -- A batch may hold two copies.
     taken[job_id] = tenant
@@ -72,7 +73,7 @@ for i = 1, n do
     if fault == '' then
       -- The lease again, for its own sake and because a full Redis allows it: then it allows the SET, too.
       redis.call('XCLAIM', stream, group, worker, 0, id, 'JUSTID')
-      redis.call('SET', record, place .. ' queued -')
+      redis.call('SET', record, position .. ' queued -')
       if key_index > 0 then redis.call('SET', KEYS[FIRST_KEY + key_index], job_id) end
       -- Workers that died before they could adopt it had attempts too; only the last of them is known by name.
       local owner = ARGV[arg + 15]
@@ -101,6 +102,6 @@ for i = 1, n do
     end
   end
 end
-feed(feed_key, feed_limit, reader, nonce, 'adopted', now, worker, moves)
-tell_waiters(waiters, ended)
+append_feed(feed_key, feed_limit, reader, nonce, 'adopted', now, worker, moves)
+publish_finished(waiters, ended)
 return reply

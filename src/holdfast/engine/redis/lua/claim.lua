@@ -1,27 +1,28 @@
+-- uses: lanes
 -- claim: lease what may run now. Writes nothing per job: the pending list is the lease.
 -- KEYS   1-4 streams  5 feed  6 control  7 wake  8 workers  then streams of further lanes
 -- ARGV   1 group  2 worker  3 limit  4 nonce  5 feed limit  6 wake group  7-9 priorities in reading order
 --        10 consumer that holds retries in the pending list  11 the lanes that are declared
 -- Reply  {'paused'} | {'lanes', …} | {'ok', now, lanes in use, line, entries, line, entries, …} | {'nogroup', …the same}
-local streams = declared_lines()
+local streams = declared_streams()
 local feed_key, control, wake, workers = KEYS[5], KEYS[6], KEYS[7], KEYS[8]
 local group, worker, limit, nonce, feed_limit, wake_group = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4], ARGV[5], ARGV[6]
-local parking = ARGV[10]
+local retry_consumer = ARGV[10]
 
 local controls = redis.call('HMGET', control, 'paused', 'reader', 'lanes', 'limits', 'turns')
 if controls[1] == '1' then return { 'paused' } end
 local active = numbers_in(controls[3])
-local missing = undeclared(streams, active)
+local missing = undeclared_lanes(streams, active)
 if missing then return missing end
 
 check_types({ feed_key, wake }, { workers }, {})
-local now = number(now_ms())
+local now = format_integer(now_ms())
 local reply, moves, room = { 'ok', now, controls[3] or '' }, {}, limit
 
 -- Leases up to `count` of a line; returns how many there were.
-local function read(line, count)
+local function read(index, count)
   -- pcall: a group that is gone must not hide what the lines before it have given.
-  local got = redis.pcall('XREADGROUP', 'GROUP', group, worker, 'COUNT', count, 'STREAMS', streams[line + 1], '>')
+  local got = redis.pcall('XREADGROUP', 'GROUP', group, worker, 'COUNT', count, 'STREAMS', streams[index + 1], '>')
   if not got then return 0 end
   if got.err then
     if not string.find(got.err, 'NOGROUP', 1, true) then error(got.err) end
@@ -30,11 +31,11 @@ local function read(line, count)
   end
   local entries = got[1][2]
   room = room - #entries
-  reply[#reply + 1] = line
+  reply[#reply + 1] = index
   reply[#reply + 1] = entries
   for _, entry in ipairs(entries) do
     local fields = entry[2]
-    if is_ours(fields) then
+    if is_native(fields) then
       local m = #moves
       moves[m + 1], moves[m + 2], moves[m + 3] = fields[4], fields[2], #fields == 8 and '' or tenant_of(fields)
     end
@@ -45,21 +46,21 @@ end
 -- Lanes take turns. Each line has a pass: how much it got, divided by its weight, beyond what the one that got least had.
 -- The lowest goes first and gets its share of the room; what one cannot use goes to the others. A line that runs dry
 -- begins again beside the lowest: nothing is saved up. Passes are the queue's, so that claims of one job are fair, too.
-local function take_turns()
+local function claim_fairly()
   -- First, because a full Redis allows it, and then allows the rest.
   redis.call('XDEL', wake, '0-0')
-  local limits, passes, spare, used = limits_in(controls[4]), {}, {}, {}
+  local limits, passes, spare, used = decode_limits(controls[4]), {}, {}, {}
   local kept = controls[5] and cmsgpack.unpack(controls[5]) or {}
   for i = 1, #kept, 2 do passes[kept[i]] = kept[i + 1] end
   local lanes = { 0, unpack(active) }
-  for _, lane in ipairs(lanes) do spare[lane] = room_in(streams, limits, lane, group, parking) end
+  for _, lane in ipairs(lanes) do spare[lane] = free_slots_in(streams, limits, lane, group, retry_consumer) end
 
   for turn = 7, 9 do
     if room <= 0 then break end
     local priority = tonumber(ARGV[turn])
-    local function line_of(lane) return WIDTH * lane + priority end
+    local function index_of(lane) return STREAMS_PER_LANE * lane + priority end
     local function weight_of(lane) return limits[lane] and limits[lane].weight or 1 end
-    local function pass_of(lane) return passes[line_of(lane)] or 0 end
+    local function pass_of(lane) return passes[index_of(lane)] or 0 end
     local function goes_before(one, other)
       local first, second = pass_of(one), pass_of(other)
       if first ~= second then return first < second end
@@ -67,8 +68,8 @@ local function take_turns()
     end
     local waiting = {}
     for _, lane in ipairs(lanes) do
-      if call('XLEN', streams[line_of(lane) + 1]) == 0 then
-        passes[line_of(lane)] = nil
+      if call('XLEN', streams[index_of(lane) + 1]) == 0 then
+        passes[index_of(lane)] = nil
       elseif spare[lane] ~= 0 then
         waiting[#waiting + 1] = lane
       end
@@ -81,12 +82,12 @@ local function take_turns()
         if room <= 0 then
           still[#still + 1] = lane
         else
-          local line, weight = line_of(lane), weight_of(lane)
+          local index, weight = index_of(lane), weight_of(lane)
           local share = math.min(room, math.ceil(whole * weight / total), spare[lane] or room)
-          local got = read(line, share)
+          local got = read(index, share)
           if spare[lane] then spare[lane] = spare[lane] - got end
           used[lane] = used[lane] or got > 0
-          passes[line] = got == share and pass_of(lane) + got / weight or nil
+          passes[index] = got == share and pass_of(lane) + got / weight or nil
           if got == share and spare[lane] ~= 0 then still[#still + 1] = lane end
         end
       end
@@ -95,21 +96,21 @@ local function take_turns()
     local lowest
     for _, lane in ipairs(waiting) do lowest = math.min(lowest or pass_of(lane), pass_of(lane)) end
     for _, lane in ipairs(lanes) do
-      local line = line_of(lane)
-      if passes[line] then passes[line] = math.max(0, passes[line] - (lowest or 0)) end
+      local index = index_of(lane)
+      if passes[index] then passes[index] = math.max(0, passes[index] - (lowest or 0)) end
     end
   end
   return passes, used
 end
 
 -- A lane that has nothing in line and nothing running is given back, consumers and all.
-local function keep_used(used)
+local function save_lanes_in_use(used)
   local left = {}
   for _, lane in ipairs(active) do
-    if used[lane] or backlog_of(streams, lane) > 0 or leased_in(streams, lane, group, '') > 0 then
+    if used[lane] or backlog_of(streams, lane) > 0 or leases_in(streams, lane, group, '') > 0 then
       left[#left + 1] = lane
     else
-      redis.call('DEL', unpack(streams, WIDTH * lane + 1, WIDTH * lane + WIDTH))
+      redis.call('DEL', unpack(streams, STREAMS_PER_LANE * lane + 1, STREAMS_PER_LANE * lane + STREAMS_PER_LANE))
     end
   end
   if #left < #active then
@@ -125,22 +126,22 @@ if #active == 0 and not controls[4] then
   end
 else
   -- Asked first: what other lanes give must not be told twice because lane 0 has no groups yet.
-  for line = 1, DIRECT do
-    if redis.pcall('XPENDING', streams[line], group, '-', '+', 1).err then return { 'nogroup', now, reply[3] } end
+  for index = 1, DIRECT do
+    if redis.pcall('XPENDING', streams[index], group, '-', '+', 1).err then return { 'nogroup', now, reply[3] } end
   end
-  local passes, used = take_turns()
+  local passes, used = claim_fairly()
   local kept = {}
-  for line, pass in pairs(passes) do
-    if pass > 0 then kept[#kept + 1], kept[#kept + 2] = line, pass end
+  for index, pass in pairs(passes) do
+    if pass > 0 then kept[#kept + 1], kept[#kept + 2] = index, pass end
   end
   if #kept > 0 then
     redis.call('HSET', control, 'turns', cmsgpack.pack(kept))
   elseif controls[5] then
     redis.call('HDEL', control, 'turns')
   end
-  keep_used(used)
+  save_lanes_in_use(used)
 end
-feed(feed_key, feed_limit, controls[2], nonce, 'claimed', now, worker, moves)
+append_feed(feed_key, feed_limit, controls[2], nonce, 'claimed', now, worker, moves)
 redis.call('ZADD', workers, now, worker)
 
 if reply[1] == 'ok' then
@@ -151,7 +152,7 @@ if reply[1] == 'ok' then
     end
   else
     -- There may be more: wake one other worker.
-    nudge(wake)
+    wake_one(wake)
   end
 end
 return reply

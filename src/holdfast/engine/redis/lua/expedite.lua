@@ -15,12 +15,12 @@ check_types({ KEYS[5], KEYS[7] }, {}, { KEYS[6] })
 
 -- ZREM comes first: it is allowed on a full Redis, and then so is the rest.
 redis.call('ZREM', set, job_id)
-local now = number(now_ms())
+local now = format_integer(now_ms())
 redis.call('ZADD', set, now, job_id)
 local moves = { ARGV[7], job_id, '', '', ARGV[5], ARGV[6], ARGV[8], ARGV[11] }
 if ARGV[9] ~= '' then
   for _, value in ipairs({ ARGV[9], job_id, '', '', 0, 0, ARGV[10], ARGV[11] }) do moves[#moves + 1] = value end
 end
-feed(KEYS[5], ARGV[2], redis.call('HGET', KEYS[6], 'reader'), ARGV[1], 'told', now, '', moves)
-tell_if_first(set, KEYS[7], now)
+append_feed(KEYS[5], ARGV[2], redis.call('HGET', KEYS[6], 'reader'), ARGV[1], 'operator', now, '', moves)
+notify_if_earliest(set, KEYS[7], now)
 return 'ok'

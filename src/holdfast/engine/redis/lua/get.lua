@@ -1,14 +1,15 @@
+-- uses: lanes
 -- get: jobs as they are at one moment. Reads only, unless callers are to be notified of those that have not ended.
 -- KEYS   1-4 streams  5 waiting  6 retry  7 delayed  8 waiters  then records, then streams of further lanes
 -- ARGV   1 group  2 register waiters (1|0)  then the job ids, then the lanes that are declared
 -- Reply  {'lanes', …} | for each: '' | {record} | {record, '', due} | {record, fields, owner, deliveries, due}
-local streams, last = declared_lines()
+local streams, last = declared_streams()
 local group, registers, waiting, retry, delayed, waiters = ARGV[1], ARGV[2] == '1', KEYS[5], KEYS[6], KEYS[7], KEYS[8]
 local FIRST_KEY = 8
 
 local records = {}
 for i = 1, last - FIRST_KEY do records[i] = redis.call('GET', KEYS[FIRST_KEY + i]) end
-local missing = undeclared_places(streams, records)
+local missing = undeclared_positions(streams, records)
 if missing then return missing end
 
 local reply = {}
@@ -17,12 +18,12 @@ for i, record in ipairs(records) do
   if not record then
     reply[i] = ''
   else
-    local place, state = header_of(record)
-    local line, id = split_place(place)
+    local position, state = parse_record(record)
+    local index, id = split_position(position)
     if registers and next(MOVES[state]) then redis.call('HSET', waiters, job_id, 1) end
-    if line then
-      local entry = redis.call('XRANGE', streams[line + 1], id, id)[1]
-      local row = pending(streams[line + 1], group, id, id, 1)[1] or {}
+    if index then
+      local entry = redis.call('XRANGE', streams[index + 1], id, id)[1]
+      local row = pending(streams[index + 1], group, id, id, 1)[1] or {}
       local due = state == 'retrying' and redis.call('ZSCORE', waiting, job_id) or ''
       reply[i] = { record, entry and entry[2] or {}, row[2] or '', row[4] or 0, due or '' }
     elseif state == 'retrying' or state == 'queued' then

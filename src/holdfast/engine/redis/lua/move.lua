@@ -1,3 +1,4 @@
+-- uses: lanes
 -- move: an operator's move, by the same table as every other.
 -- KEYS   1-4 streams  5 feed  6 result  7 dlq  8 retry  9 waiting  10 suspended  11 held  12 dead  13 delayed  14 control
 --        15 waiters  16 notices  17 wake  18 lanes  19 record  20 idempotency key (or the record again)
@@ -9,27 +10,27 @@
 --        21 owner and deliveries as last seen ('<owner> <deliveries>')  22 tenant  23 data of the steps after a dead letter
 --        24 what the move means ('': as usual)  25 the operators' event ('': none)  26 its data  27 the lanes that are declared
 -- Reply  {'unknown'} | {'changed'} | {'lanes', …} | {'illegal', from} | {'applied', from}
-local streams = declared_lines()
+local streams = declared_streams()
 local feed_key, results, dlq, retry, waiting, suspended = KEYS[5], KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
 local held, dead, delayed, control, waiters, notices = KEYS[11], KEYS[12], KEYS[13], KEYS[14], KEYS[15], KEYS[16]
-local wake, seating = KEYS[17], seating_of(streams, KEYS[18], KEYS[14], ARGV[1])
+local wake, assignment = KEYS[17], new_assignment(streams, KEYS[18], KEYS[14], ARGV[1])
 local group, nonce, feed_limit, job_id, target, expected = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
 local seen, body, data, ttl, result_limit = ARGV[7], ARGV[8], ARGV[9], ARGV[10], ARGV[11]
-local ledger, dlq_on, dlq_fields, parking = ARGV[12] == '1', ARGV[13] == '1', ARGV[14], ARGV[15]
+local ledger, dlq_on, dlq_fields, retry_consumer = ARGV[12] == '1', ARGV[13] == '1', ARGV[14], ARGV[15]
 local attempt, retry_count, error_text, tenant = ARGV[18], ARGV[19], ARGV[20], ARGV[22]
 local record_key = KEYS[19]
 
 local record = redis.call('GET', record_key)
 if not record then return { 'unknown' } end
 if string.match(record, '^[^\n]*') ~= seen then return { 'changed' } end
-local missing = undeclared_places(streams, { record })
+local missing = undeclared_positions(streams, { record })
 if missing then return missing end
-local place, from, token = header_of(record)
-local line, id = split_place(place)
-local row = line and pending(streams[line + 1], group, id, id, 1)[1]
+local position, from, token = parse_record(record)
+local index, id = split_position(position)
+local row = index and pending(streams[index + 1], group, id, id, 1)[1]
 -- A claim leaves the record as it was: only the pending list shows that somebody was faster.
 if (row and row[2] .. ' ' .. row[4] or ' 0') ~= ARGV[21] then return { 'changed' } end
-local running = row and row[2] ~= parking
+local running = row and row[2] ~= retry_consumer
 if running then from = 'running' end
 if (expected ~= '' and expected ~= from) or not MOVES[from][target] then return { 'illegal', from } end
 
@@ -37,20 +38,20 @@ check_types({ feed_key, results, notices, wake, dlq_on and dlq or results },
   { retry, waiting, suspended, held, dead, delayed }, { control, waiters, KEYS[18] })
 check_types(streams, {}, {})
 local at = now_ms()
-local now = number(at)
+local now = format_integer(at)
 local body_values = target == 'queued' and cmsgpack.unpack(body)
 local letter = dlq_fields ~= '' and cmsgpack.unpack(dlq_fields)
-local to_line
+local to_index
 if body_values and tonumber(body_values[RUN_AT]) <= at then
-  to_line = WIDTH * (seat(seating, body_values[TENANT]) or 0) + tonumber(body_values[LINE])
+  to_index = STREAMS_PER_LANE * (lane_for_tenant(assignment, body_values[TENANT]) or 0) + tonumber(body_values[STREAM_INDEX])
 end
-missing = missing_lanes(seating)
+missing = missing_lanes(assignment)
 if missing then return missing end
 local controls = redis.call('HMGET', control, 'reader', 'limits')
 
-if line then
-  redis.call('XACK', streams[line + 1], group, id)
-  redis.call('XDEL', streams[line + 1], id)
+if index then
+  redis.call('XACK', streams[index + 1], group, id)
+  redis.call('XDEL', streams[index + 1], id)
 end
 for _, set in ipairs({ retry, waiting, suspended, held, dead, delayed }) do redis.call('ZREM', set, job_id) end
 
@@ -64,19 +65,19 @@ local function finish(state)
   redis.call('XADD', results, 'MAXLEN', '~', result_limit, '*', 'task_id', job_id, 'status', state,
     'error', error_text, 'retry_count', retry_count, 'finished_at', now)
   if ARGV[16] == '1' then redis.call('PEXPIRE', KEYS[20], ARGV[17]) end
-  tell_waiters(waiters, { job_id })
+  publish_finished(waiters, { job_id })
 end
 local function write_dead_letter()
   if dlq_on and letter then redis.call('XADD', dlq, '*', 'failed_at', now, unpack(letter)) end
 end
 
-if to_line then
-  open_lanes(seating, wake)
-  redis.call('SET', record_key, put_in_line(streams, to_line, body_values, 'queued', job_id) .. ' queued ' .. token)
+if to_index then
+  open_lanes(assignment, wake)
+  redis.call('SET', record_key, append_message(streams, to_index, body_values, 'queued', job_id) .. ' queued ' .. token)
 elseif target == 'queued' then
   park(target)
   redis.call('ZADD', delayed, body_values[RUN_AT], job_id)
-  tell_if_first(delayed, notices, body_values[RUN_AT])
+  notify_if_earliest(delayed, notices, body_values[RUN_AT])
 elseif target == 'suspended' then
   park(target, suspended)
 elseif target == 'waiting_approval' then
@@ -98,9 +99,9 @@ end
 if ARGV[25] ~= '' then
   for _, value in ipairs({ ARGV[25], job_id, '', '', 0, 0, ARGV[26], tenant }) do moves[#moves + 1] = value end
 end
-feed(feed_key, feed_limit, controls[1], nonce, 'told', now, '', moves)
+append_feed(feed_key, feed_limit, controls[1], nonce, 'operator', now, '', moves)
 if running then
   redis.call('XADD', notices, 'MAXLEN', '~', 1000, '*', 'cancelled', job_id)
-  nudge_if_limited(wake, controls[2], { [line] = true })
+  wake_if_limited(wake, controls[2], { [index] = true })
 end
 return { 'applied', from }

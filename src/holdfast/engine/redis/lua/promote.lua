@@ -1,41 +1,42 @@
+-- uses: lanes
 -- promote: jobs whose time has come go (back) in line. No move of the state machine: a retry is `retrying` until claimed.
 -- KEYS   1-4 streams  5 delayed  6 retry  7 control  8 wake  9 lanes  then n records, then streams of further lanes
 -- ARGV   1 group  2 n, then 2 a job: job id, 'delayed' | 'retry', then the lanes that are declared
 -- Reply  {'lanes', …} | how many
-local streams = declared_lines()
+local streams = declared_streams()
 local sets, wake = { delayed = KEYS[5], retry = KEYS[6] }, KEYS[8]
-local seating = seating_of(streams, KEYS[9], KEYS[7], ARGV[1])
+local assignment = new_assignment(streams, KEYS[9], KEYS[7], ARGV[1])
 local n = tonumber(ARGV[2])
 local FIRST_KEY = 9
 
 check_types(streams, {}, {})
 local at = now_ms()
 local records = redis.call('MGET', unpack(KEYS, FIRST_KEY + 1, FIRST_KEY + n))
-local ready, strays = {}, {}
+local ready, orphans = {}, {}
 for i = 1, n do
   local job_id, set = ARGV[1 + 2 * i], sets[ARGV[2 + 2 * i]]
   local due = redis.call('ZSCORE', set, job_id)
   if due and tonumber(due) <= at then
-    local place, state, token, packed = header_of(records[i] or '')
-    if place == '-' and (state == 'queued' or state == 'retrying') then
+    local position, state, token, packed = parse_record(records[i] or '')
+    if position == '-' and (state == 'queued' or state == 'retrying') then
       local body = cmsgpack.unpack(packed)
-      seat(seating, body[TENANT])
+      lane_for_tenant(assignment, body[TENANT])
       ready[#ready + 1] = { i, job_id, set, state, token, body }
     else
-      strays[#strays + 1] = { set, job_id }
+      orphans[#orphans + 1] = { set, job_id }
     end
   end
 end
-local missing = missing_lanes(seating)
+local missing = missing_lanes(assignment)
 if missing then return missing end
 
 -- ZREM comes first: it is allowed on a full Redis, and then so is the rest. What waits must drain too.
 for _, job in ipairs(ready) do redis.call('ZREM', job[3], job[2]) end
-for _, stray in ipairs(strays) do redis.call('ZREM', stray[1], stray[2]) end
-if #ready > 0 then open_lanes(seating, wake) end
+for _, orphan in ipairs(orphans) do redis.call('ZREM', orphan[1], orphan[2]) end
+if #ready > 0 then open_lanes(assignment, wake) end
 for _, job in ipairs(ready) do
   local i, job_id, _, state, token, body = unpack(job)
-  local line = WIDTH * seating.lane_of[body[TENANT]] + tonumber(body[LINE])
-  redis.call('SET', KEYS[FIRST_KEY + i], put_in_line(streams, line, body, state, job_id) .. ' ' .. state .. ' ' .. token)
+  local index = STREAMS_PER_LANE * assignment.lane_of[body[TENANT]] + tonumber(body[STREAM_INDEX])
+  redis.call('SET', KEYS[FIRST_KEY + i], append_message(streams, index, body, state, job_id) .. ' ' .. state .. ' ' .. token)
 end
 return #ready

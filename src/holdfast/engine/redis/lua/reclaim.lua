@@ -1,9 +1,10 @@
+-- uses: lanes
 -- reclaim: take over leases that are lost, if they still are. A tenant's concurrency is not touched: they were held before.
 -- KEYS   1-4 streams  5 feed  6 control  then n records, then streams of further lanes
 -- ARGV   1 group  2 worker  3 nonce  4 feed limit  5 visibility timeout  6 autoclaim (1: Redis 6.2 and later)  7 n
 --        then 4 a lease: line, message id, owner, deliveries, then the lanes that are declared
 -- Reply  {'paused'} | {'ok', now, then position (from 1), deliveries, entry, record ('' if none) for each taken}
-local streams = declared_lines()
+local streams = declared_streams()
 local feed_key, control = KEYS[5], KEYS[6]
 local group, worker, nonce, feed_limit = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local timeout, autoclaim, n = tonumber(ARGV[5]), ARGV[6] == '1', tonumber(ARGV[7])
@@ -13,24 +14,24 @@ local controls = redis.call('HMGET', control, 'paused', 'reader')
 if controls[1] == '1' then return { 'paused' } end
 
 local records = redis.call('MGET', unpack(KEYS, FIRST_KEY + 1, FIRST_KEY + n))
-local now = number(now_ms())
-local lost, gone = {}, {}
+local now = format_integer(now_ms())
+local lost, deleted = {}, {}
 for i = 1, n do
   local arg = FIRST_ARG + (i - 1) * STRIDE
   local stream, id, owner, deliveries = streams[ARGV[arg + 1] + 1], ARGV[arg + 2], ARGV[arg + 3], tonumber(ARGV[arg + 4])
   local row = pending(stream, group, id, id, 1)[1]
   if row and row[2] == owner and row[3] >= timeout and row[4] == deliveries then
     if #redis.call('XRANGE', stream, id, id) == 0 then
-      gone[#gone + 1] = { stream, id }
+      deleted[#deleted + 1] = { stream, id }
     else
-      local _, _, _, body = header_of(records[i] or '')
+      local _, _, _, body = parse_record(records[i] or '')
       lost[#lost + 1] = { i, stream, id, owner, body and body ~= '' and cmsgpack.unpack(body)[RETRIES] or '' }
     end
   end
 end
 
 -- An entry that someone deleted under the pending list would stay there for ever.
-for _, entry in ipairs(gone) do redis.call('XACK', entry[1], group, entry[2]) end
+for _, entry in ipairs(deleted) do redis.call('XACK', entry[1], group, entry[2]) end
 local reply, moves = { 'ok', now }, {}
 for _, row in ipairs(lost) do
   local i, stream, id, owner, retries = unpack(row)
@@ -44,9 +45,9 @@ for _, row in ipairs(lost) do
   local r, fields = #reply, entry[2]
   reply[r + 1], reply[r + 2], reply[r + 3], reply[r + 4] = i, deliveries, entry, records[i] or ''
   -- Foreign messages have no header; `adopt` knows whether they are jobs yet, and tells their story.
-  if is_ours(fields) then
+  if is_native(fields) then
     moves[#moves + 1] = { fields[4], fields[2], deliveries, owner, id, retries, tenant_of(fields) }
   end
 end
-feed(feed_key, feed_limit, controls[2], nonce, 'reclaimed', now, worker, moves)
+append_feed(feed_key, feed_limit, controls[2], nonce, 'reclaimed', now, worker, moves)
 return reply

@@ -1,3 +1,4 @@
+-- uses: lanes
 -- restore: lost jobs come back in their state, while the feed is still the one that was surveyed.
 -- KEYS   1-4 streams  5 feed  6 retry  7 suspended  8 held  9 dead  10 delayed  11 control  12 notices  13 wake  14 lanes
 --        then n records, then idempotency keys, then streams of further lanes
@@ -5,10 +6,10 @@
 --        6 packed, 6 values a job: job id, state, due (0: at once), index of its idempotency key (0: none), attempt, tenant
 --        then n bodies, then the group, then the lanes that are declared
 -- Reply  {'forked'} | {'lanes', …} | {'ok', feed id ('' if nothing was restored), positions (from 1) of those that were}
-local streams, last_key = declared_lines()
+local streams, last_key = declared_streams()
 local feed_key, retry, delayed, control, notices, wake = KEYS[5], KEYS[6], KEYS[10], KEYS[11], KEYS[12], KEYS[13]
 local parked = { suspended = KEYS[7], waiting_approval = KEYS[8], dlq_pending = KEYS[9], dlq_recorded = KEYS[9] }
-local seating = seating_of(streams, KEYS[14], control, ARGV[#ARGV - 1])
+local assignment = new_assignment(streams, KEYS[14], control, ARGV[#ARGV - 1])
 local nonce, feed_limit, position, n = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[5])
 local FIRST_KEY, FIRST_BODY, STRIDE = 14, 6, 6
 
@@ -24,8 +25,8 @@ local jobs = cmsgpack.unpack(ARGV[6])
 local known = redis.call('MGET', unpack(KEYS, FIRST_KEY + 1, last_key))
 local reader = redis.call('HGET', control, 'reader')
 local at = now_ms()
-local now = number(at)
-local function goes_in_line(state, due) return state == 'running' or (state == 'queued' and due <= at) end
+local now = format_integer(at)
+local function is_ready(state, due) return state == 'running' or (state == 'queued' and due <= at) end
 local lost, taken = {}, {}
 for i = 1, n do
   local first = (i - 1) * STRIDE
@@ -34,33 +35,33 @@ for i = 1, n do
     -- Unpacked here: it can fail, and nothing may once writing has begun.
     local body = cmsgpack.unpack(ARGV[FIRST_BODY + i])
     lost[#lost + 1] = { i, body, unpack(jobs, first + 1, first + STRIDE) }
-    if goes_in_line(jobs[first + 2], jobs[first + 3]) then seat(seating, body[TENANT]) end
+    if is_ready(jobs[first + 2], jobs[first + 3]) then lane_for_tenant(assignment, body[TENANT]) end
   end
 end
-local missing = missing_lanes(seating)
+local missing = missing_lanes(assignment)
 if missing then return missing end
-if next(seating.used) then open_lanes(seating, wake) end
+if next(assignment.used) then open_lanes(assignment, wake) end
 
 local reply, moves, earliest = { 'ok', '' }, {}, {}
-local function due_at(set, job_id, due)
-  redis.call('ZADD', set, number(due), job_id)
+local function schedule(set, job_id, due)
+  redis.call('ZADD', set, format_integer(due), job_id)
   if not earliest[set] or due < earliest[set] then earliest[set] = due end
 end
 
 for _, job in ipairs(lost) do
   local i, body, job_id, state, due, key_index, attempt, tenant = unpack(job)
   local record, to, waits = KEYS[FIRST_KEY + i], state, 0
-  if goes_in_line(state, due) then
+  if is_ready(state, due) then
     to = 'queued'
-    local line = WIDTH * seating.lane_of[body[TENANT]] + tonumber(body[LINE])
-    redis.call('SET', record, put_in_line(streams, line, body, to, job_id) .. ' queued -')
+    local index = STREAMS_PER_LANE * assignment.lane_of[body[TENANT]] + tonumber(body[STREAM_INDEX])
+    redis.call('SET', record, append_message(streams, index, body, to, job_id) .. ' queued -')
   else
     redis.call('SET', record, '- ' .. state .. ' -\n' .. ARGV[FIRST_BODY + i])
     if parked[state] then
       redis.call('ZADD', parked[state], now, job_id)
     else
       waits = due
-      due_at(state == 'retrying' and retry or delayed, job_id, due)
+      schedule(state == 'retrying' and retry or delayed, job_id, due)
     end
   end
   -- Without an end: it outlives the open job. A key that somebody else has by now stays theirs.
@@ -72,6 +73,6 @@ for _, job in ipairs(lost) do
   reply[#reply + 1] = i
   moves[#moves + 1] = { job_id, state, to, attempt, body[RETRIES], waits, tenant }
 end
-reply[2] = feed(feed_key, feed_limit, reader, nonce, 'restored', now, '', moves)
-for set, due in pairs(earliest) do tell_if_first(set, notices, number(due)) end
+reply[2] = append_feed(feed_key, feed_limit, reader, nonce, 'restored', now, '', moves)
+for set, due in pairs(earliest) do notify_if_earliest(set, notices, format_integer(due)) end
 return reply

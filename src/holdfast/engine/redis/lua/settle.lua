@@ -1,3 +1,4 @@
+-- uses: lanes
 -- settle: lease holders end their attempts.
 -- KEYS   1-4 streams  5 feed  6 result  7 dlq  8 retry  9 waiting  10 suspended  11 held  12 dead  13 delayed  14 control
 --        15 waiters  16 notices  17 wake  18 lanes  then n records, then idempotency keys, then streams of further lanes
@@ -9,13 +10,13 @@
 --        tenant ('' for the default one)}; the feed tells the tenant, the scripts do not need it)
 --        then n bodies, then the lanes that are declared
 -- Reply  {'lanes', …} | position (from 1) and 'already' | 'stale' of each that was not applied
-local streams = declared_lines()
+local streams = declared_streams()
 local feed_key, results, dlq, retry, waiting, suspended = KEYS[5], KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
 local held_set, dead, delayed, control, waiters, notices = KEYS[11], KEYS[12], KEYS[13], KEYS[14], KEYS[15], KEYS[16]
-local wake, seating = KEYS[17], seating_of(streams, KEYS[18], KEYS[14], ARGV[1])
+local wake, assignment = KEYS[17], new_assignment(streams, KEYS[18], KEYS[14], ARGV[1])
 local group, worker, nonce, feed_limit, n = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
 local ttl, result_limit, ledger, dlq_on = ARGV[6], ARGV[7], ARGV[8] == '1', ARGV[9] == '1'
-local parking = ARGV[10]
+local retry_consumer = ARGV[10]
 -- One packed argument: nine a job would cost Redis more than the jobs themselves.
 local spans, jobs = cmsgpack.unpack(ARGV[11]), cmsgpack.unpack(ARGV[12])
 local FIRST_KEY, FIRST_BODY, STRIDE = 18, 12, 10
@@ -32,56 +33,56 @@ for at = 0, (n - 1) * STRIDE, STRIDE do
 end
 local controls = redis.call('HMGET', control, 'reader', 'limits')
 local records = redis.call('MGET', unpack(KEYS, FIRST_KEY + 1, FIRST_KEY + n))
-local function ids_of(line)
+local function ids_of(index)
   local ids = {}
   for at = 0, (n - 1) * STRIDE, STRIDE do
-    if jobs[at + LINE_AT] == line then ids[#ids + 1] = jobs[at + ID_AT] end
+    if jobs[at + LINE_AT] == index then ids[#ids + 1] = jobs[at + ID_AT] end
   end
   return ids
 end
 local held, leaving = {}, {}
 for at = 1, #spans, 4 do
-  local line, wanted, low, high = unpack(spans, at, at + 3)
-  held[line] = deliveries_held(streams[line + 1], group, worker, wanted, low, high, function() return ids_of(line) end)
-  leaving[line] = {}
+  local index, wanted, low, high = unpack(spans, at, at + 3)
+  held[index] = deliveries_held(streams[index + 1], group, worker, wanted, low, high, function() return ids_of(index) end)
+  leaving[index] = {}
 end
 
 -- Whether the record says that the job is in this message: it begins with `<line>:<id> `.
-local function is_here(record, line, id)
-  local place = PLACE[line]
-  local first, last = #place + 1, #place + #id
+local function is_current(record, index, id)
+  local position = POSITION_PREFIX[index]
+  local first, last = #position + 1, #position + #id
   return string.sub(record, first, last) == id and string.byte(record, last + 1) == 32
-    and string.sub(record, 1, #place) == place
+    and string.sub(record, 1, #position) == position
 end
 
 -- Decide. The fence is (message, worker, delivery count), and the record must agree that the job is here.
 local DONE = -1
-local reply, skipped, released, lines = {}, {}, {}, {}
+local reply, skipped, released, indexes = {}, {}, {}, {}
 for i = 1, n do
   local at = (i - 1) * STRIDE
-  local line, id, deliveries, target = jobs[at + LINE_AT], jobs[at + ID_AT], jobs[at + DELIVERIES_AT], jobs[at + TARGET_AT]
-  local record, has = records[i], held[line][id]
+  local index, id, deliveries, target = jobs[at + LINE_AT], jobs[at + ID_AT], jobs[at + DELIVERIES_AT], jobs[at + TARGET_AT]
+  local record, has = records[i], held[index][id]
   local verdict = 'stale'
   if has == deliveries and legal[target] then
-    held[line][id] = DONE
-    if not record or is_here(record, line, id) then
+    held[index][id] = DONE
+    if not record or is_current(record, index, id) then
       verdict = nil
       -- Unpacked here: it can fail, and nothing may once writing has begun.
       if target == 'queued' then
         local body = cmsgpack.unpack(ARGV[FIRST_BODY + i])
         released[i] = body
-        if jobs[at + MORE_AT][1] <= 0 then lines[i] = WIDTH * (seat(seating, body[TENANT]) or 0) + tonumber(body[LINE]) end
+        if jobs[at + MORE_AT][1] <= 0 then indexes[i] = STREAMS_PER_LANE * (lane_for_tenant(assignment, body[TENANT]) or 0) + tonumber(body[STREAM_INDEX]) end
       end
     end
     -- A copy of a job that is elsewhere, or has ended, leaves the line without a word more.
-    if verdict or target ~= 'retrying' or parking == '' then
-      local of_line = leaving[line]
-      of_line[#of_line + 1] = id
+    if verdict or target ~= 'retrying' or retry_consumer == '' then
+      local of_index = leaving[index]
+      of_index[#of_index + 1] = id
     end
   elseif has == DONE then
     verdict = 'already' -- the same attempt twice in one batch
   elseif record then
-    local _, _, token = header_of(record)
+    local _, _, token = parse_record(record)
     if token == jobs[at + TOKEN_AT] then verdict = 'already' end
   end
   if verdict then
@@ -91,25 +92,25 @@ for i = 1, n do
   end
 end
 
-local missing = missing_lanes(seating)
+local missing = missing_lanes(assignment)
 if missing then return missing end
 
 -- Write. XACK and XDEL come first: they free memory, so that a full Redis still drains.
-for line, of_line in pairs(leaving) do
-  in_chunks(of_line, function(...)
-    redis.call('XACK', streams[line + 1], group, ...)
-    redis.call('XDEL', streams[line + 1], ...)
+for index, of_index in pairs(leaving) do
+  in_chunks(of_index, function(...)
+    redis.call('XACK', streams[index + 1], group, ...)
+    redis.call('XDEL', streams[index + 1], ...)
   end)
 end
 if #skipped == n then return reply end
-if next(lines) then open_lanes(seating, wake) end
+if next(indexes) then open_lanes(assignment, wake) end
 
 local now_at = now_ms()
-local now = number(now_at)
+local now = format_integer(now_at)
 local ended, first_due = {}, {}
 
-local function due_in(set, job_id, delay)
-  local due = number(now_at + delay)
+local function schedule(set, job_id, delay)
+  local due = format_integer(now_at + delay)
   redis.call('ZADD', set, due, job_id)
   if not first_due[set] or tonumber(due) < tonumber(first_due[set]) then first_due[set] = due end
 end
@@ -124,22 +125,22 @@ local function finish(i, at, state)
 end
 
 -- Everything but success.
-local function settle_otherwise(i, at, target)
-  local line, id = jobs[at + LINE_AT], jobs[at + ID_AT]
+local function settle_slow(i, at, target)
+  local index, id = jobs[at + LINE_AT], jobs[at + ID_AT]
   local token = jobs[at + TOKEN_AT]
   local record, job_id, body, delay = KEYS[FIRST_KEY + i], jobs[at + JOB_AT], ARGV[FIRST_BODY + i], jobs[at + MORE_AT][1]
-  if target == 'retrying' and parking == '' then
+  if target == 'retrying' and retry_consumer == '' then
     redis.call('SET', record, '- retrying ' .. token .. '\n' .. body)
-    due_in(retry, job_id, delay)
+    schedule(retry, job_id, delay)
   elseif target == 'retrying' then
-    redis.call('XCLAIM', streams[line + 1], group, parking, 0, id, 'JUSTID')
-    redis.call('SET', record, PLACE[line] .. id .. ' retrying ' .. token .. '\n' .. body)
-    due_in(waiting, job_id, delay)
+    redis.call('XCLAIM', streams[index + 1], group, retry_consumer, 0, id, 'JUSTID')
+    redis.call('SET', record, POSITION_PREFIX[index] .. id .. ' retrying ' .. token .. '\n' .. body)
+    schedule(waiting, job_id, delay)
   elseif target == 'queued' and delay > 0 then
     redis.call('SET', record, '- queued ' .. token .. '\n' .. body)
-    due_in(delayed, job_id, delay)
+    schedule(delayed, job_id, delay)
   elseif target == 'queued' then
-    redis.call('SET', record, put_in_line(streams, lines[i], released[i], 'queued', job_id) .. ' queued ' .. token)
+    redis.call('SET', record, append_message(streams, indexes[i], released[i], 'queued', job_id) .. ' queued ' .. token)
   elseif target == 'suspended' then
     redis.call('SET', record, '- suspended ' .. token .. '\n' .. body)
     redis.call('ZADD', suspended, now, job_id)
@@ -162,14 +163,14 @@ for i = 1, n do
   if target == 'succeeded' then
     finish(i, at, target)
   elseif target then
-    settle_otherwise(i, at, target)
+    settle_slow(i, at, target)
   end
 end
-feed_packed(feed_key, feed_limit, controls[1], nonce, ledger and 'settled_for_ledger' or 'settled', now, worker, ARGV[12], skipped)
+append_packed_feed(feed_key, feed_limit, controls[1], nonce, ledger and 'settled_for_ledger' or 'settled', now, worker, ARGV[12], skipped)
 if #ended > 0 then
   redis.call('XTRIM', results, 'MAXLEN', '~', result_limit)
-  tell_waiters(waiters, ended)
+  publish_finished(waiters, ended)
 end
-for set, due in pairs(first_due) do tell_if_first(set, notices, due) end
-nudge_if_limited(wake, controls[2], leaving)
+for set, due in pairs(first_due) do notify_if_earliest(set, notices, due) end
+wake_if_limited(wake, controls[2], leaving)
 return reply

@@ -1,3 +1,4 @@
+-- uses: lanes
 -- submit: accept new jobs, or name the ones that were there first.
 -- KEYS   1-4 streams  5 feed  6 delayed  7 held  8 control  9 notices  10 wake  11 lanes  then n records, then idempotency
 --        keys, then streams of further lanes
@@ -7,9 +8,9 @@
 --        Four values when no job of the batch has more to say, and none is there twice.
 --        7 whose memory the caller takes this for ('': there is no ledger)  8 packed positions (from 1) of the durable ones ('' if none)  9 group
 --        10 consumer that holds retries in the pending list  11 the lanes that are declared
--- Reply  {'paused'} | {'unread'} | {'full'} (the feed) | {'lanes', …} | {'limited', limit, backlog, tenant ('': the queue)} |
+-- Reply  {'paused'} | {'detached'} | {'full'} (the feed) | {'lanes', …} | {'limited', limit, backlog, tenant ('': the queue)} |
 --        {'ok', feed id, then index, 'known' | <id of the first job> for each that is not new}
-local streams, last_key = declared_lines()
+local streams, last_key = declared_streams()
 local feed_key, delayed, held, control, notices, wake = KEYS[5], KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
 local nonce, feed_limit, feed_bytes, n, width = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
 -- One packed argument: several a job would cost Redis more than the jobs themselves.
@@ -21,7 +22,7 @@ local controls = redis.call('HMGET', control, 'intake_paused', 'reader', 'feed_r
 if controls[1] == '1' then return { 'paused' } end
 -- With a ledger: without a reader the store is new, or was wiped; with one that registered in another memory it was
 -- restarted, or a replica took over. What the ledger knows must come first.
-if ARGV[7] ~= '' and controls[2] ~= ARGV[7] then return { 'unread' } end
+if ARGV[7] ~= '' and controls[2] ~= ARGV[7] then return { 'detached' } end
 if controls[2] and (redis.call('MEMORY', 'USAGE', feed_key) or 0) - (controls[3] or 0) > feed_bytes then
   return { 'full' }
 end
@@ -58,10 +59,10 @@ local function over_limit(limits)
   local queue_limit = tonumber(controls[4])
   if queue_limit then
     local active = numbers_in(controls[6])
-    local missing = undeclared(streams, active)
+    local missing = undeclared_lanes(streams, active)
     if missing then return missing end
-    local backlog = load_of(streams, 0, ARGV[9], ARGV[10])
-    for _, lane in ipairs(active) do backlog = backlog + load_of(streams, lane, ARGV[9], ARGV[10]) end
+    local backlog = active_jobs_in(streams, 0, ARGV[9], ARGV[10])
+    for _, lane in ipairs(active) do backlog = backlog + active_jobs_in(streams, lane, ARGV[9], ARGV[10]) end
     if backlog + n - #skipped > queue_limit then return { 'limited', queue_limit, backlog, '' } end
   end
   local more = {}
@@ -74,34 +75,34 @@ local function over_limit(limits)
     local lane = tenant == 'default' and 0 or tonumber(redis.call('HGET', KEYS[11], tenant) or nil)
     local limit = lane and limits[lane]
     if limit and limit.intake >= 0 then
-      if not streams[WIDTH * lane + 1] then return { 'lanes', tenant, lane } end
-      local backlog = load_of(streams, lane, ARGV[9], ARGV[10])
+      if not streams[STREAMS_PER_LANE * lane + 1] then return { 'lanes', tenant, lane } end
+      local backlog = active_jobs_in(streams, lane, ARGV[9], ARGV[10])
       if backlog + count > limit.intake then return { 'limited', limit.intake, backlog, tenant } end
     end
   end
 end
 if controls[4] or controls[5] then
-  local refusal = over_limit(limits_in(controls[5]))
+  local refusal = over_limit(decode_limits(controls[5]))
   if refusal then return refusal end
 end
 
-local hurry = false
-for _, i in ipairs(ARGV[8] ~= '' and cmsgpack.unpack(ARGV[8]) or {}) do hurry = hurry or not known[i] end
+local urgent = false
+for _, i in ipairs(ARGV[8] ~= '' and cmsgpack.unpack(ARGV[8]) or {}) do urgent = urgent or not known[i] end
 
-local seating
+local assignment
 if not plain then
-  seating = seating_of(streams, KEYS[11], control, ARGV[9])
+  assignment = new_assignment(streams, KEYS[11], control, ARGV[9])
   for i = 1, n do
     local first = (i - 1) * width
-    if not known[i] and jobs[first + 5] == '' then seat(seating, jobs[first + 7]) end
+    if not known[i] and jobs[first + 5] == '' then lane_for_tenant(assignment, jobs[first + 7]) end
   end
-  local missing = missing_lanes(seating)
+  local missing = missing_lanes(assignment)
   if missing then return missing end
-  open_lanes(seating, wake)
+  open_lanes(assignment, wake)
 end
 
 local at = now_ms()
-local now = number(at)
+local now = format_integer(at)
 local head = '1 queued 0 0 ' .. now
 local to_set, p, earliest = {}, 0, nil
 for i = 1, n do
@@ -110,16 +111,16 @@ for i = 1, n do
     local priority, job_id, task, payload = jobs[first + 1], jobs[first + 2], jobs[first + 3], jobs[first + 4]
     local record
     if plain then
-      record = PLACE[priority] .. call('XADD', streams[priority + 1], '*',
+      record = POSITION_PREFIX[priority] .. call('XADD', streams[priority + 1], '*',
         'holdfast', head, 'task_id', job_id, 'type', task, 'payload', payload) .. ' queued -'
     else
       local due, key_index, tenant, key, trace, meta = unpack(jobs, first + 5, first + 10)
-      local body = { task, payload, tenant, key, trace, meta, '0', '0', now, number(priority), '0' }
+      local body = { task, payload, tenant, key, trace, meta, '0', '0', now, format_integer(priority), '0' }
       if due == '' then
-        record = put_in_line(streams, WIDTH * seating.lane_of[tenant] + priority, body, 'queued', job_id) .. ' queued -'
+        record = append_message(streams, STREAMS_PER_LANE * assignment.lane_of[tenant] + priority, body, 'queued', job_id) .. ' queued -'
       else
         local how, ms = string.match(due, '(%a+) (%d+)$')
-        if how then body[RUN_AT] = how == 'in' and number(at + tonumber(ms)) or ms end
+        if how then body[RUN_AT] = how == 'in' and format_integer(at + tonumber(ms)) or ms end
         if string.sub(due, 1, 4) == 'hold' then
           record = '- waiting_approval -\n' .. cmsgpack.pack(body)
           redis.call('ZADD', held, now, job_id)
@@ -139,6 +140,6 @@ for i = 1, n do
   end
 end
 in_chunks(to_set, function(...) redis.call('MSET', ...) end)
-reply[2] = feed_packed(feed_key, feed_limit, controls[2], nonce, plain and 'created_plain' or 'created', now, '', ARGV[6], skipped, hurry)
-if earliest then tell_if_first(delayed, notices, earliest) end
+reply[2] = append_packed_feed(feed_key, feed_limit, controls[2], nonce, plain and 'created_plain' or 'created', now, '', ARGV[6], skipped, urgent)
+if earliest then notify_if_earliest(delayed, notices, earliest) end
 return reply

@@ -1,10 +1,11 @@
+-- uses: lanes
 -- workers: who claims from a queue, and what they hold. Reads only.
 -- KEYS   1-4 streams  5 workers  6 control  then streams of further lanes
 -- ARGV   1 group  2 consumer that holds retries in the pending list  3 the lanes that are declared
 -- Reply  {'lanes', …} | {worker, when it was last seen, leases, …}
-local streams = declared_lines()
-local group, parking = ARGV[1], ARGV[2]
-local missing = undeclared(streams, numbers_in(redis.call('HGET', KEYS[6], 'lanes')))
+local streams = declared_streams()
+local group, retry_consumer = ARGV[1], ARGV[2]
+local missing = undeclared_lanes(streams, numbers_in(redis.call('HGET', KEYS[6], 'lanes')))
 if missing then return missing end
 
 local now, seen, leases = now_ms(), {}, {}
@@ -15,7 +16,7 @@ for _, stream in pairs(streams) do
   for _, info in ipairs(consumers.err and {} or consumers) do
     local name, held, idle = info[2], info[4], info[6]
     -- Whoever renews a lease is alive, however long ago its last claim was.
-    if name ~= parking and (held > 0 or seen[name]) then
+    if name ~= retry_consumer and (held > 0 or seen[name]) then
       seen[name] = math.max(seen[name] or 0, now - idle)
       leases[name] = (leases[name] or 0) + held
     end
@@ -24,6 +25,6 @@ end
 local reply = {}
 for name, at in pairs(seen) do
   local r = #reply
-  reply[r + 1], reply[r + 2], reply[r + 3] = name, number(at), leases[name] or 0
+  reply[r + 1], reply[r + 2], reply[r + 3] = name, format_integer(at), leases[name] or 0
 end
 return reply

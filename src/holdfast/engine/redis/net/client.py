@@ -1,7 +1,7 @@
-"""Connections, scripts and errors: what lies between the engine's verbs and the socket.
+"""Redis client of the engine: connections by purpose, scripts and error translation.
 
-Each purpose has a connection of its own, opened when first needed and again after a failure, so that a
-blocking wait never stands before a settle. Driver errors are translated here, once.
+Each purpose has its own connection, opened on first use and again after a failure, so that a blocking wait never delays
+a settle. Driver errors are translated here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from holdfast.errors import EngineRefused, EngineUnavailable
 
 
 class Purpose(StrEnum):
-    """What a connection is for: calls of one purpose must not wait for those of another."""
+    """Use of a connection: calls of one purpose do not wait for those of another."""
 
     SUBMIT = "submit"
     CLAIM = "claim"
@@ -32,18 +32,18 @@ class Purpose(StrEnum):
     OTHER = "other"
 
 
-#: Words in Redis's errors that mean "not now", and what to do about them.
-_NOT_NOW: Final[Mapping[str, str]] = {
-    "OOM ": "Redis is full (maxmemory); free memory or raise the limit. Accepted jobs are safe and still drain",
+#: Fragments of Redis errors that mean unavailable, and what to do.
+_UNAVAILABLE: Final[Mapping[str, str]] = {
+    "OOM ": "Redis is full (maxmemory); free memory or raise the limit. Accepted jobs are kept and still run",
     "READONLY": "this Redis is a read-only replica; connect to the master",
-    "LOADING": "Redis is still loading its data; it will answer soon",
+    "LOADING": "Redis is still loading its data; retry soon",
     "MASTERDOWN": "this replica has lost its master",
     "CLUSTERDOWN": "the Redis Cluster is down",
-    "TRYAGAIN": "the Redis Cluster is moving the queue's slot; it will answer soon",
+    "TRYAGAIN": "the Redis Cluster is moving the queue's slot; retry soon",
     "BUSY ": "Redis is busy running another script",
     "MISCONF": "Redis cannot write to its disk and refuses writes; see its log",
     "NOREPLICAS": "Redis has too few replicas to accept writes (min-replicas-to-write)",
-    "NOAUTH": "Redis wants a password; put it in the URL",
+    "NOAUTH": "Redis requires a password; put it in the URL",
     "WRONGPASS": "Redis refuses this user name or password",
     "NOPERM": "the Redis user lacks permissions for holdfast's commands or keys",
     "invalid username-password": "Redis refuses this user name or password",
@@ -51,57 +51,62 @@ _NOT_NOW: Final[Mapping[str, str]] = {
 }
 
 
-#: Connections that know whose memory they speak to.
-_LEARNED: Final = frozenset({Purpose.SUBMIT, Purpose.OTHER})
-#: Scripts that are told so, and in which argument, where that is not empty.
-_TOLD: Final[Mapping[str, int]] = {"submit": 6}
+#: Purposes whose connections read the epoch of the server.
+_EPOCH_AWARE: Final = frozenset({Purpose.SUBMIT, Purpose.OTHER})
+#: Scripts that receive the epoch, and the index of that argument; left alone if it is empty.
+_EPOCH_ARGUMENT: Final[Mapping[str, int]] = {"submit": 6}
 
-#: Said by a server that is no master any more.
+#: First line of scripts that need `_lanes.lua`. It is large, so others are loaded without it.
+_USES_LANES: Final = "-- uses: lanes\n"
+
+#: Errors of a server that is no longer the master.
 _DEMOTED: Final = ("READONLY", "MASTERDOWN")
 
 
 class ScriptError(EngineRefused):
-    """A command or script failed for a reason that is not the server's state of health."""
+    """A command or script failed for a reason other than the health of the server."""
 
 
 class Redirected(ScriptError):
-    """Another node of a Cluster has the slot (`MOVED`), or has what this one has not (`ASK`). Nothing was applied."""
+    """Another Cluster node has the slot (`MOVED`), or has the migrated key (`ASK`). Nothing was applied."""
 
     def __init__(self, text: str) -> None:
-        super().__init__(f"this Redis is a node of a Cluster; begin the URL with redis+cluster:// ({text})")
-        word, _, self.place = text.split(" ")[:3]
-        self.asks = word == "ASK"
+        super().__init__(f"this Redis is a node of a Cluster; start the URL with redis+cluster:// ({text})")
+        kind, _, self.address = text.split(" ")[:3]
+        self.asks = kind == "ASK"
 
 
 class Unreachable(EngineUnavailable):
-    """The server did not answer at all: whoever asks it something else waits as long again."""
+    """The server did not answer at all. Another call to it would wait as long again."""
 
 
 class ConnectionLost(Unreachable):
-    """The connection broke while a call was on its way; nobody knows whether it was applied."""
+    """The connection broke during a call. It is unknown whether the call was applied."""
 
 
 class Script:
-    """One Lua file, with the common parts and the state table before it."""
+    """A Lua script: constants, prelude, `_lanes` if its first line requests it, and the file itself."""
 
     def __init__(self, name: str) -> None:
         folder = files("holdfast.engine.redis") / "lua"
-        parts = [(folder / f"{part}.lua").read_text() for part in ("_common", "_lanes", name)]
+        own = (folder / f"{name}.lua").read_text()
+        shared = ["_prelude", "_lanes"] if own.startswith(_USES_LANES) else ["_prelude"]
+        parts = [(folder / f"{part}.lua").read_text() for part in shared]
         self.name = name
-        self.source = "\n".join([_constants(), *parts]).encode()
+        self.source = "\n".join([_constants(), *parts, own]).encode()
         self.sha = hashlib.sha1(self.source, usedforsecurity=False).hexdigest().encode()
-        self._told_at = _TOLD.get(name)
+        self._epoch_at = _EPOCH_ARGUMENT.get(name)
 
     def arguments_for(self, connection: PipelinedConnection, arguments: Sequence[Any]) -> Sequence[Any]:
-        """The arguments for this very connection."""
-        at = self._told_at
+        """The arguments with the epoch of this connection filled in."""
+        at = self._epoch_at
         if at is None or not arguments[at]:
             return arguments
-        return [*arguments[:at], connection.incarnation, *arguments[at + 1 :]]
+        return [*arguments[:at], connection.epoch_id, *arguments[at + 1 :]]
 
 
 class RedisClient:
-    """A small set of connections to one Redis."""
+    """Connections to one Redis, one per purpose."""
 
     def __init__(
         self,
@@ -112,46 +117,46 @@ class RedisClient:
         unblocks: bool = False,
     ) -> None:
         self.address = address
-        #: Whether calls that block are given up so often that their connections are worth keeping.
+        #: Whether to unblock and keep connections of cancelled blocking calls, which are frequent on a Cluster.
         self._unblocks = unblocks
         self._connect_timeout_s = connect_timeout_s
         self._reply_timeout_s = reply_timeout_s
         self._connections: dict[Purpose, PipelinedConnection] = {}
         self._opening: dict[Purpose, asyncio.Lock] = {}
-        #: For calls that block: at rest, and in use.
+        #: Connections for blocking calls: idle, and in use.
         self._spare: list[PipelinedConnection] = []
-        self._lent: set[PipelinedConnection] = set()
-        #: Connections that are being opened.
+        self._in_use: set[PipelinedConnection] = set()
+        #: Number of connections being opened.
         self._pending = 0
         self._closed = False
 
     async def connect(self, purpose: Purpose) -> PipelinedConnection:
-        """The purpose's connection, opened anew if it is not usable."""
+        """The connection of the purpose, reopened if it is not usable."""
         connection = self._connections.get(purpose)
         if connection is not None and connection.usable:
             return connection
         async with self._opening.setdefault(purpose, asyncio.Lock()):
             connection = self._connections.get(purpose)
             if connection is None or not connection.usable:
-                connection = await self._open(PipelinedConnection, learned=purpose in _LEARNED)
+                connection = await self._open(PipelinedConnection, epoch_aware=purpose in _EPOCH_AWARE)
                 self._connections[purpose] = connection
             return connection
 
     async def epoch(self, purpose: Purpose, key: bytes) -> bytes:
-        """Whose memory the server has that has this key, asked anew."""
+        """Read the current epoch of the server that has this key."""
         connection = await self.connect(purpose)
-        await self._learn(connection)
-        return connection.incarnation
+        await self._read_epoch(connection)
+        return connection.epoch_id
 
     async def subscription(self, on_message: Callable[[bytes], None]) -> PubSubConnection:
-        """A connection of its own that tells the callback on which channel something was said."""
+        """Open a separate connection that calls back with the channel of each message."""
         connection = await self._open(PubSubConnection)
         assert isinstance(connection, PubSubConnection)
         connection.on_message = on_message
         return connection
 
     async def call(self, purpose: Purpose, *command: Any, blocks_s: float = 0.0) -> Any:
-        """One command; driver errors become holdfast's."""
+        """Send one command. Driver errors are translated."""
         connection = self._connections.get(purpose)
         if connection is None or not connection.usable:
             connection = await self.connect(purpose)
@@ -161,7 +166,7 @@ class RedisClient:
             raise self._failed(purpose, exc) from exc
 
     async def run(self, purpose: Purpose, script: Script, keys: Sequence[bytes], arguments: Sequence[Any]) -> Any:
-        """One script; loaded when the server does not know it."""
+        """Run one script. Loads it if the server does not have it."""
         connection = self._connections.get(purpose)
         if connection is None or not connection.usable:
             connection = await self.connect(purpose)
@@ -177,49 +182,49 @@ class RedisClient:
         return await self.call(purpose, b"EVALSHA", script.sha, len(keys), *keys, *arguments)
 
     async def call_dedicated(self, *command: Any, blocks_s: float) -> Any:
-        """One command that blocks, on a connection that nobody else uses meanwhile."""
+        """Send one blocking command on a connection that no other call uses meanwhile."""
         while self._spare and not self._spare[-1].usable:
             self._spare.pop()
         connection = self._spare.pop() if self._spare else await self._open(PipelinedConnection)
-        self._lent.add(connection)
+        self._in_use.add(connection)
         try:
             if self._unblocks and connection.id is None:
                 await connection.identify()
             reply = await connection.call(*command, blocks_s=blocks_s)
         except (OSError, hiredis.ReplyError) as exc:
-            self._lent.discard(connection)
+            self._in_use.discard(connection)
             connection.close()
             raise translate(exc) from exc
         except BaseException:
-            self._give_up(connection)
+            self._unblock(connection)
             raise
-        self._lent.discard(connection)
+        self._in_use.discard(connection)
         self._spare.append(connection)
         return reply
 
-    def _give_up(self, connection: PipelinedConnection) -> None:
-        """The server still holds this connection's call: it is told to let go, or the connection is closed."""
-        messengers = (self._connections.get(purpose) for purpose in (Purpose.OTHER, Purpose.CLAIM))
-        messenger = next((each for each in messengers if each is not None and each.usable), None)
-        if messenger is None or connection.id is None:
-            self._lent.discard(connection)
+    def _unblock(self, connection: PipelinedConnection) -> None:
+        """Unblock a cancelled call on the server so that its connection can be reused, or close the connection."""
+        others = (self._connections.get(purpose) for purpose in (Purpose.OTHER, Purpose.CLAIM))
+        other = next((each for each in others if each is not None and each.usable), None)
+        if other is None or connection.id is None:
+            self._in_use.discard(connection)
             connection.close()
             return
 
-        def told(answer: asyncio.Future[Any]) -> None:
-            self._lent.discard(connection)
-            # 0: it was not blocked, or not yet.
+        def on_reply(answer: asyncio.Future[Any]) -> None:
+            self._in_use.discard(connection)
+            # 0: the call was not blocked (yet).
             if answer.cancelled() or answer.exception() or answer.result() != 1:
                 connection.close()
             else:
                 self._spare.append(connection)
 
-        messenger.call(b"CLIENT", b"UNBLOCK", connection.id).add_done_callback(told)
+        other.call(b"CLIENT", b"UNBLOCK", connection.id).add_done_callback(on_reply)
 
     async def read(
         self, purpose: Purpose | None, head: Sequence[Any], streams: Mapping[bytes, Any], blocks_s: float
     ) -> list[Any]:
-        """XREAD or XREADGROUP, which may block; without a purpose, on a connection that nobody else uses meanwhile."""
+        """XREAD or XREADGROUP, which may block. Without a purpose, uses a dedicated connection."""
         command = (*head, b"STREAMS", *streams, *streams.values())
         if purpose is None:
             return await self.call_dedicated(*command, blocks_s=blocks_s) or []
@@ -228,7 +233,7 @@ class RedisClient:
         except ScriptError:
             raise
         except BaseException:
-            # The server still holds this call; the next one must not stand behind it.
+            # The server still blocks on this call; the next one must not wait behind it.
             self.drop(purpose)
             raise
 
@@ -241,12 +246,13 @@ class RedisClient:
         keys: Sequence[bytes],
         arguments: Sequence[Any],
     ) -> tuple[bool, Any]:
-        """A script that stands behind a blocking read on the same connection: Redis runs it the moment the read is
-        over, whatever came of that. Whether the read was carried out, and the script's reply; None if Redis has to be
-        given the script first."""
+        """Pipeline a script behind a blocking read: Redis runs it as soon as the read ends, whatever its result.
+
+        Returns whether the read succeeded, and the reply of the script; None if the script must be loaded first.
+        """
         connection = await self.connect(purpose)
         waited = connection.call(*read, blocks_s=blocks_s)
-        waited.add_done_callback(_look_at)
+        waited.add_done_callback(_retrieve_exception)
         try:
             reply = await connection.call(b"EVALSHA", script.sha, len(keys), *keys, *arguments, blocks_s=blocks_s)
             return waited.exception() is None, reply
@@ -257,21 +263,21 @@ class RedisClient:
         except OSError as exc:
             raise self._failed(purpose, exc) from exc
         except BaseException:
-            # The server still holds both; neither is wanted any more.
+            # The server still holds both calls, whose results are not needed.
             self.drop(purpose)
             raise
 
     async def run_asking(
         self, purpose: Purpose, script: Script, keys: Sequence[bytes], arguments: Sequence[Any]
     ) -> Any:
-        """One script on a slot that is on its way to this node."""
-        told = script.arguments_for(await self.connect(purpose), arguments)
-        return await self.call_asking(purpose, b"EVAL", script.source, len(keys), *keys, *told)
+        """Run one script on a slot that is being migrated to this node."""
+        arguments = script.arguments_for(await self.connect(purpose), arguments)
+        return await self.call_asking(purpose, b"EVAL", script.source, len(keys), *keys, *arguments)
 
     async def call_asking(self, purpose: Purpose, *command: Any) -> Any:
-        """One command on a slot that is on its way to this node."""
+        """Send one command on a slot that is being migrated to this node."""
         connection = await self.connect(purpose)
-        # One behind the other: the first speaks for the next command only.
+        # Pipelined: ASKING applies to the next command only.
         connection.call(b"ASKING")
         try:
             return await connection.call(*command)
@@ -280,54 +286,54 @@ class RedisClient:
 
     @property
     def idle(self) -> bool:
-        """Whether no call is under way, and no connection is being opened for one."""
+        """Whether no call is in flight and no connection is being opened."""
         opening = self._pending or any(lock.locked() for lock in self._opening.values())
-        return not opening and not self._lent and not any(each.busy for each in self._connections.values())
+        return not opening and not self._in_use and not any(each.busy for each in self._connections.values())
 
     async def time_ms(self, key: bytes | None = None) -> int:
-        """The clock of the server that has this key; without one, of any."""
+        """Clock of the server that has this key; without a key, of any server."""
         seconds, microseconds = await self.call(Purpose.OTHER, b"TIME")
         return int(seconds) * 1000 + int(microseconds) // 1000
 
     def node_of(self, key: bytes) -> object:
-        """Tells the server that has this key, as far as is known, from others."""
+        """An object that identifies the server of this key, as far as known."""
         return self
 
     async def masters(self) -> list[RedisClient]:
-        """All servers that have keys."""
+        """Clients of all masters."""
         return [self]
 
     def drop(self, purpose: Purpose) -> None:
-        """Close one purpose's connection; the next call opens another."""
+        """Close the connection of a purpose. The next call opens another."""
         connection = self._connections.pop(purpose, None)
         if connection is not None:
             connection.close()
 
     def drop_all(self) -> None:
-        """Close all connections; the next call opens another."""
-        for connection in (*self._connections.values(), *self._spare, *self._lent):
+        """Close all connections. The next call opens another."""
+        for connection in (*self._connections.values(), *self._spare, *self._in_use):
             connection.close()
         self._connections.clear()
         self._spare.clear()
 
     def close(self) -> None:
-        """Close all connections, also those that are being opened, and open none before `reopen`."""
+        """Close all connections, also those being opened. Opens none before `reopen`."""
         self._closed = True
         self.drop_all()
 
     def reopen(self) -> None:
-        """As new."""
+        """Allow connections again after `close`."""
         self._closed = False
 
-    async def _open(self, kind: type[PipelinedConnection], *, learned: bool = False) -> PipelinedConnection:
-        self._must_be_open()
+    async def _open(self, kind: type[PipelinedConnection], *, epoch_aware: bool = False) -> PipelinedConnection:
+        self._require_open()
         self._pending += 1
         try:
             connection = await self._reach(kind)
             try:
-                if learned:
-                    await self._learn(connection)
-                self._must_be_open()
+                if epoch_aware:
+                    await self._read_epoch(connection)
+                self._require_open()
             except BaseException:
                 connection.close()
                 raise
@@ -335,15 +341,15 @@ class RedisClient:
             self._pending -= 1
         return connection
 
-    def _must_be_open(self) -> None:
+    def _require_open(self) -> None:
         if self._closed:
             raise Unreachable("the engine is closed")
 
     async def _reach(self, kind: type[PipelinedConnection]) -> PipelinedConnection:
-        """A connection to the server, wherever that is."""
+        """Open a connection to the server; subclasses find its address first."""
         return await self._connect(kind, self.address)
 
-    async def _learn(self, connection: PipelinedConnection) -> None:
+    async def _read_epoch(self, connection: PipelinedConnection) -> None:
         try:
             await connection.read_epoch()
         except (OSError, hiredis.ReplyError) as exc:
@@ -362,34 +368,34 @@ class RedisClient:
         if isinstance(exc, OSError):
             self.drop(purpose)
         elif any(word in str(exc) for word in _DEMOTED):
-            # A replica stays one, for whoever only reads, too: ask again where the master is.
+            # The server is now a replica: drop all connections, also those for reads, to find the master again.
             self.drop_all()
         return error
 
 
 def translate(exc: Exception) -> EngineUnavailable:
-    """What the caller should know and do."""
+    """Convert a driver error."""
     text = str(exc)
     if isinstance(exc, hiredis.ReplyError):
         if text.startswith(("MOVED ", "ASK ")):
             return Redirected(text)
-        for word, advice in _NOT_NOW.items():
+        for word, advice in _UNAVAILABLE.items():
             if word in text:
                 return EngineUnavailable(f"{advice} (Redis says: {text})")
         return ScriptError(f"Redis refused a command: {text}")
     if isinstance(exc, TimeoutError):
-        return Unreachable("Redis did not accept a connection in time; is it running and reachable?")
-    return Unreachable(f"Redis cannot be reached: {text or type(exc).__name__}; is it running at HOLDFAST_URL?")
+        return Unreachable("Redis did not accept a connection in time; check that it runs and is reachable")
+    return Unreachable(f"cannot reach Redis: {text or type(exc).__name__}; check that it runs at HOLDFAST_URL")
 
 
-def _look_at(future: asyncio.Future[Any]) -> None:
-    """Nobody wants its result, nor its error."""
+def _retrieve_exception(future: asyncio.Future[Any]) -> None:
+    """Retrieve the exception, so that asyncio does not log it."""
     if not future.cancelled():
         future.exception()
 
 
 def _constants() -> str:
-    """The transition table and the number of lanes as Lua, so that scripts never type them again."""
+    """The transition table and the number of lanes as Lua, so that scripts do not repeat them."""
     moves = (
         f"{state} = {{ {', '.join(f'{target} = true' for target in sorted(targets))} }}"
         for state, targets in MOVES.items()

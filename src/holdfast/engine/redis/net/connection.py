@@ -28,11 +28,11 @@ import hiredis
 
 from holdfast.errors import InvalidOption
 
-#: The incarnation of a server that does not tell it.
+#: Epoch of a server that does not report one.
 UNKNOWN_EPOCH: Final = b"1"
 
-#: What it says then: its user may not ask, or there is no such question.
-_NOT_TOLD: Final = ("NOPERM", "ERR unknown command")
+#: Errors of such a server: no permission for INFO, or no such command.
+_NO_EPOCH: Final = ("NOPERM", "ERR unknown command")
 
 #: A reply that is due this long after its deadline ends the connection.
 _WATCH_INTERVAL_S: Final = 0.5
@@ -40,7 +40,7 @@ _WATCH_INTERVAL_S: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class RedisAddress:
-    """Where and how to connect."""
+    """Address, credentials and TLS of a server."""
 
     host: str = "127.0.0.1"
     port: int = 6379
@@ -52,11 +52,11 @@ class RedisAddress:
 
 
 class NoReply(ConnectionError):
-    """The server holds the connection but says nothing."""
+    """The server keeps the connection open but does not reply."""
 
 
 class PipelinedConnection(asyncio.Protocol):
-    """Pipelined calls over one socket. Any failure fails all calls under way with `ConnectionError`."""
+    """Pipelined calls over one socket. Any failure fails all calls in flight with `ConnectionError`."""
 
     def __init__(self, reply_timeout_s: float) -> None:
         self._loop = asyncio.get_running_loop()
@@ -65,10 +65,10 @@ class PipelinedConnection(asyncio.Protocol):
         self._waiting: deque[tuple[asyncio.Future[Any], float]] = deque()
         self._transport: asyncio.Transport | None = None
         self._watch: asyncio.TimerHandle | None = None
-        #: What the server calls it, if it was asked.
+        #: Client id on the server, after `identify`.
         self.id: int | None = None
-        #: Whose memory it speaks to, if it was asked.
-        self.incarnation = b""
+        #: Epoch of the server, after `read_epoch`.
+        self.epoch_id = b""
 
     @classmethod
     async def connect(
@@ -90,13 +90,13 @@ class PipelinedConnection(asyncio.Protocol):
                 )
             _, connection = await opening
             try:
-                await connection._greet(address)
+                await connection._authenticate(address)
             except BaseException:
                 connection.close()
                 raise
         return connection
 
-    async def _greet(self, address: RedisAddress) -> None:
+    async def _authenticate(self, address: RedisAddress) -> None:
         if address.password is not None:
             user = (address.username,) if address.username else ()
             await self.call(b"AUTH", *user, address.password)
@@ -126,34 +126,37 @@ class PipelinedConnection(asyncio.Protocol):
         return future
 
     async def identify(self) -> None:
-        """Ask the server for this connection's id; one that may not be told has none."""
+        """Read the client id from the server. None without permission."""
         try:
             self.id = await self.call(b"CLIENT", b"ID")
         except hiredis.ReplyError:
             self.id = None
 
     async def read_epoch(self) -> None:
-        """Ask whose memory this is. Another one after every restart and every fail-over, the same until then: a server
-        that starts or is promoted takes a new replication id. No replica has an answer of its own."""
+        """Read the epoch, which is the replication id of the master.
+
+        It changes with every restart and fail-over: a server that starts or is promoted takes a new replication id. A
+        replica has no epoch.
+        """
         try:
             info: bytes = await self.call(b"INFO", b"replication")
         except hiredis.ReplyError as exc:
-            if not str(exc).startswith(_NOT_TOLD):
+            if not str(exc).startswith(_NO_EPOCH):
                 raise
-            self.incarnation = UNKNOWN_EPOCH
+            self.epoch_id = UNKNOWN_EPOCH
             return
-        said = dict(line.split(b":", 1) for line in info.splitlines() if b":" in line)
-        self.incarnation = said.get(b"master_replid", UNKNOWN_EPOCH) if said.get(b"role") == b"master" else b"replica"
+        fields = dict(line.split(b":", 1) for line in info.splitlines() if b":" in line)
+        self.epoch_id = fields.get(b"master_replid", UNKNOWN_EPOCH) if fields.get(b"role") == b"master" else b"replica"
 
     def close(self) -> None:
-        """Close now; calls under way fail."""
+        """Close immediately. Calls in flight fail."""
         if self._watch is not None:
             self._watch.cancel()
             self._watch = None
         if self._transport is not None:
             self._transport.abort()
 
-    # asyncio's side --------------------------------------------------------------------------------
+    # Called by asyncio -----------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]
@@ -186,7 +189,7 @@ class PipelinedConnection(asyncio.Protocol):
             future, _ = self._waiting.popleft()
             if not future.done():
                 future.set_exception(error)
-                # Nobody may be listening any more, and that is fine: the error is the connection's.
+                # Retrieved, so that asyncio does not log it if the caller no longer waits.
                 future.exception()
 
     def _check_deadline(self) -> None:
@@ -201,12 +204,12 @@ class PipelinedConnection(asyncio.Protocol):
 
 
 class PubSubConnection(PipelinedConnection):
-    """A connection in subscriber mode: the channel of each message goes to a callback."""
+    """A connection in subscriber mode. Calls back with the channel of each message."""
 
     on_message: Callable[[bytes], None]
 
     def send_nowait(self, *command: Any) -> None:
-        """Unsubscribe; nobody waits for that."""
+        """Send an unsubscribe without waiting for the reply."""
         if self._transport is not None:
             self._transport.write(hiredis.pack_command(command))
 
@@ -226,7 +229,7 @@ _TLS_OPTIONS: Final = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_
 
 @dataclass(frozen=True, slots=True)
 class SentinelAddresses:
-    """Who knows where the master is, what it is called, and how to talk to it once its place is known."""
+    """Addresses of sentinels, name of the service, and credentials of the master."""
 
     addresses: tuple[RedisAddress, ...]
     service: str
@@ -235,24 +238,24 @@ class SentinelAddresses:
 
 @dataclass(frozen=True, slots=True)
 class ClusterSeeds:
-    """Some nodes of a Cluster; the others are learned from them."""
+    """Some nodes of a Cluster, from which the others are discovered."""
 
     addresses: tuple[RedisAddress, ...]
 
 
 def parse_url(url: str) -> RedisAddress | SentinelAddresses | ClusterSeeds:
-    """Where HOLDFAST_URL points to."""
+    """Parse `HOLDFAST_URL`."""
     try:
         parts = urlsplit(url)
         query = dict(parse_qsl(parts.query, keep_blank_values=True))
     except ValueError:
-        # Not chained: the reason repeats what was given.
+        # Not chained: the original error quotes the URL.
         raise InvalidOption(
-            "HOLDFAST_URL cannot be read; IPv6 addresses go in [brackets], and special characters of a password are "
-            "written as %XX"
+            "HOLDFAST_URL is not valid; put IPv6 addresses in [brackets], and write special characters of a password "
+            "as %XX"
         ) from None
     if parts.fragment:
-        raise InvalidOption("HOLDFAST_URL: # is not allowed; in a password write it as %23")
+        raise InvalidOption("HOLDFAST_URL: # is not allowed; write it as %23 in a password")
     scheme = parts.scheme
     common = _common(parts, query)
     if scheme in _SENTINEL:
@@ -267,7 +270,7 @@ def parse_url(url: str) -> RedisAddress | SentinelAddresses | ClusterSeeds:
 
 
 def is_cluster(url: str) -> bool:
-    """Whether every queue's names carry a hash tag there."""
+    """Whether the URL is of a Cluster, where key names have a hash tag."""
     return url.partition("://")[0] in _CLUSTER
 
 
@@ -275,13 +278,13 @@ def _common(parts: SplitResult, query: dict[str, str]) -> RedisAddress:
     """User, password and TLS, which are the same for all hosts."""
     credentials, at, _ = parts.netloc.rpartition("@")
     user, _, password = credentials.partition(":")
-    wanted = query.pop("ssl", "").lower()
-    if wanted not in ("", "true", "false"):
-        raise InvalidOption("HOLDFAST_URL: ssl is true or false")
-    tls = _tls(query) if parts.scheme.startswith("rediss") or wanted == "true" else None
+    use_ssl = query.pop("ssl", "").lower()
+    if use_ssl not in ("", "true", "false"):
+        raise InvalidOption("HOLDFAST_URL: ssl must be true or false")
+    tls = _tls(query) if parts.scheme.startswith("rediss") or use_ssl == "true" else None
     if tls is None and (given := [name for name in _TLS_OPTIONS if name in query]):
         secure = parts.scheme.replace("redis", "rediss", 1)
-        raise InvalidOption(f"HOLDFAST_URL: {', '.join(given)} are for TLS; begin the URL with {secure}://")
+        raise InvalidOption(f"HOLDFAST_URL: {', '.join(given)} require TLS; start the URL with {secure}://")
     return RedisAddress(
         username=unquote(user) if at and user else None, password=unquote(password) if password else None, tls=tls
     )
@@ -291,7 +294,7 @@ def _single(parts: SplitResult, query: dict[str, str], common: RedisAddress) -> 
     hosts = _hosts(parts, _PORT) if parts.netloc.rpartition("@")[2] else [("127.0.0.1", _PORT)]
     if len(hosts) > 1:
         raise InvalidOption(
-            f"HOLDFAST_URL: {parts.scheme}:// has one host; several are redis+sentinel://HOSTS/SERVICE or "
+            f"HOLDFAST_URL: {parts.scheme}:// accepts one host; for several use redis+sentinel://HOSTS/SERVICE or "
             "redis+cluster://HOSTS"
         )
     (host, port), *_ = hosts
@@ -302,12 +305,12 @@ def _sentinels(parts: SplitResult, query: dict[str, str], common: RedisAddress) 
     service, _, db = parts.path.strip("/").partition("/")
     if not service:
         raise InvalidOption(
-            f"HOLDFAST_URL: the name of the service that the sentinels watch is missing; write it after the hosts: "
+            f"HOLDFAST_URL: the service name is missing; write it after the hosts: "
             f"{parts.scheme}://HOST:{_SENTINEL_PORT},HOST:{_SENTINEL_PORT}/SERVICE"
         )
     user, password = query.pop("sentinel_username", None), query.pop("sentinel_password", None)
     if user and not password:
-        raise InvalidOption("HOLDFAST_URL: sentinel_username needs a sentinel_password")
+        raise InvalidOption("HOLDFAST_URL: sentinel_username requires sentinel_password")
     sentinel = RedisAddress(username=user or None, password=password or None, tls=common.tls)
     return SentinelAddresses(
         tuple(replace(sentinel, host=host, port=port) for host, port in _hosts(parts, _SENTINEL_PORT)),
@@ -318,35 +321,35 @@ def _sentinels(parts: SplitResult, query: dict[str, str], common: RedisAddress) 
 
 def _seeds(parts: SplitResult, query: dict[str, str], common: RedisAddress) -> ClusterSeeds:
     if _db(query.pop("db", parts.path.strip("/"))):
-        raise InvalidOption("HOLDFAST_URL: a Redis Cluster has database 0 only; use a namespace to share it")
+        raise InvalidOption("HOLDFAST_URL: a Redis Cluster has only database 0; use a namespace to share it")
     return ClusterSeeds(tuple(replace(common, host=host, port=port) for host, port in _hosts(parts, _PORT)))
 
 
-def _hosts(parts: SplitResult, usual_port: int) -> list[tuple[str, int]]:
-    """`host:port,[::1]:port,host` of a URL."""
+def _hosts(parts: SplitResult, default_port: int) -> list[tuple[str, int]]:
+    """The hosts of a URL: `host:port,[::1]:port,host`."""
     hosts = []
-    for place in parts.netloc.rpartition("@")[2].split(","):
-        host, port = split_host_port(place)
+    for address in parts.netloc.rpartition("@")[2].split(","):
+        host, port = split_host_port(address)
         if not host:
             raise InvalidOption(f"HOLDFAST_URL: a host is missing in {parts.scheme}://HOST:PORT,HOST:PORT")
         if port and not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
             raise InvalidOption(f"HOLDFAST_URL: ports must be numbers from 1 to 65535 in {parts.scheme}://HOST:PORT")
-        hosts.append((host, int(port) if port else usual_port))
+        hosts.append((host, int(port) if port else default_port))
     return hosts
 
 
-def split_host_port(place: str) -> tuple[str, str]:
-    """Host and port of `host:port`, `[host]:port`, or, as Redis writes IPv6, `a::b:port`."""
-    if place.startswith("["):
-        host, _, port = place[1:].partition("]")
+def split_host_port(address: str) -> tuple[str, str]:
+    """Split `host:port`, `[host]:port`, or IPv6 as Redis writes it, `a::b:port`."""
+    if address.startswith("["):
+        host, _, port = address[1:].partition("]")
         return host, port.removeprefix(":")
-    host, colon, port = place.rpartition(":")
-    return (host, port) if colon else (place, "")
+    host, colon, port = address.rpartition(":")
+    return (host, port) if colon else (address, "")
 
 
 def _db(text: str) -> int:
     if text and not (text.isascii() and text.isdigit()):
-        raise InvalidOption("HOLDFAST_URL: the database, last in the path, must be a number")
+        raise InvalidOption("HOLDFAST_URL: the database (end of the path) must be a number")
     return int(text or 0)
 
 
@@ -357,7 +360,7 @@ def _tls(query: dict[str, str]) -> ssl.SSLContext:
         if certificate:
             context.load_cert_chain(certificate, key)
     except OSError as exc:
-        raise InvalidOption(f"HOLDFAST_URL: a file that ssl_… names cannot be used: {exc}") from exc
+        raise InvalidOption(f"HOLDFAST_URL: cannot use a file of ssl_…: {exc}") from exc
     if query.pop("ssl_cert_reqs", "required") == "none":
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE

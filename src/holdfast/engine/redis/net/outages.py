@@ -1,10 +1,10 @@
-"""Queues whose node is away: on a Cluster, its outage touches its own queues only (decision 0018).
+"""Queues on unreachable nodes: on a Cluster, an outage of a node affects only its own queues (decision 0018).
 
-Such a queue is passed over by every call that has other queues to serve, so that none of them waits for a node which
-does not answer. Whether it is back is asked beside the calls, later each time, and only while somebody wants to know.
-What a lost reply had granted is in doubt until `resume` has looked.
+Calls that serve several queues skip such a queue, so that no other queue waits for a node that does not answer. The
+node is probed in the background, with backoff, and only while calls ask for the queue. Leases granted in a lost reply
+are in doubt until `resume` has checked.
 
-On a single server there is nothing to pass over: every failure is the caller's.
+On a single server nothing is skipped: every failure is raised.
 """
 
 from __future__ import annotations
@@ -28,58 +28,60 @@ class _Outage:
     def __init__(self, failure: EngineUnavailable) -> None:
         self.failure = failure
         self.backoff = Backoff()
-        #: Not to be asked before.
+        #: Not probed before this time.
         self.until = 0.0
-        self.asking: asyncio.Task[None] | None = None
-        #: Its node answers questions; whether it does what it is told is to be seen.
+        self.probing: asyncio.Task[None] | None = None
+        #: The node answered a probe; the next call shows whether it works.
         self.answers = False
 
 
 class Outages:
-    """Which queues do not answer. `ask` is a cheap question to a queue's node, `place` tells one node from another."""
+    """Unreachable queues. `probe` is a cheap call to the node of a queue, `node_of` identifies that node."""
 
-    def __init__(self, ask: Callable[[str], Awaitable[object]], place: Callable[[str], object], *, apart: bool) -> None:
-        self._ask = ask
-        self._place = place
-        #: Whether queues can be away one by one.
+    def __init__(
+        self, probe: Callable[[str], Awaitable[object]], node_of: Callable[[str], object], *, apart: bool
+    ) -> None:
+        self._probe = probe
+        self._node_of = node_of
+        #: Whether queues can be unreachable one by one (Cluster).
         self.apart = apart
-        self._away: dict[str, _Outage] = {}
+        self._outages: dict[str, _Outage] = {}
         self._in_doubt: set[str] = set()
-        #: What the log has been told, by this engine or its siblings.
-        self.told: set[str] = set()
+        #: Queues whose outage was logged, by this engine or its siblings.
+        self.logged: set[str] = set()
 
     def is_skipped(self, queue: str) -> bool:
-        """Whether it is not to be asked now. Sees to it that somebody finds out when it is."""
-        outage = self._away.get(queue)
+        """Whether to skip the queue now. Starts a probe when one is due."""
+        outage = self._outages.get(queue)
         if outage is None or outage.answers:
             return False
-        if outage.asking is None and time.monotonic() >= outage.until:
-            outage.asking = asyncio.create_task(self._find_out(queue, outage))
+        if outage.probing is None and time.monotonic() >= outage.until:
+            outage.probing = asyncio.create_task(self._probe_queue(queue, outage))
         return True
 
     def may_have_lost_reply(self, queue: str) -> bool:
-        """Whether a reply may have been lost that granted something."""
+        """Whether a lost reply may have granted leases."""
         return queue in self._in_doubt
 
     def confirm(self, queue: str) -> None:
-        """Everything that it grants to us is known."""
+        """All leases granted by this queue are known."""
         self._in_doubt.discard(queue)
 
     async def for_each(self, queues: Iterable[str], step: Callable[[str], Awaitable[_T | None]]) -> dict[str, _T]:
-        """A step for each queue, in order; a step that is not taken returns None.
+        """Run a step for each queue, in order. A step that did nothing returns None.
 
-        On a Cluster those that are away are left out. If all that were asked are, the failure is raised.
+        On a Cluster, unreachable queues are skipped. If all called queues are unreachable, the failure is raised.
         """
-        asked = list(queues)
+        called = list(queues)
         if self.apart:
-            asked = [queue for queue in asked if not self.is_skipped(queue)] or asked
+            called = [queue for queue in called if not self.is_skipped(queue)] or called
         done: dict[str, _T] = {}
         failure: EngineUnavailable | None = None
-        #: Nodes that do not answer at all. (Else it may be one queue's own trouble: its slot is being moved.)
-        gone: dict[object, EngineUnavailable] = {}
-        for queue in asked:
-            if gone and (known := gone.get(self._place(queue))) is not None:
-                # Its neighbour has waited for that node already.
+        #: Nodes that do not answer at all. Other failures may concern one queue, whose slot is being moved.
+        unreachable: dict[object, EngineUnavailable] = {}
+        for queue in called:
+            if unreachable and (known := unreachable.get(self._node_of(queue))) is not None:
+                # Another queue has already waited for that node.
                 self._began(queue, known)
                 continue
             try:
@@ -89,54 +91,54 @@ class Outages:
                     raise
                 failure = exc
                 if isinstance(exc, Unreachable):
-                    gone[self._place(queue)] = exc
+                    unreachable[self._node_of(queue)] = exc
                 self._in_doubt.add(queue)
                 self._began(queue, exc)
             else:
                 if result is not None:
                     done[queue] = result
-                    self._is_well(queue)
+                    self._ended(queue)
         if failure is not None and not done:
             raise failure
         return done
 
     def first_error(self, queues: Iterable[str]) -> EngineUnavailable:
-        """What the first of these that is away said last."""
-        failures = (self._away[queue].failure for queue in queues if queue in self._away)
-        return next(failures, EngineUnavailable("a node of the Redis Cluster does not answer; try again"))
+        """The last failure of the first unreachable queue."""
+        failures = (self._outages[queue].failure for queue in queues if queue in self._outages)
+        return next(failures, EngineUnavailable("a node of the Redis Cluster does not answer; retry"))
 
     def close(self) -> None:
-        """Ask no more."""
-        for outage in self._away.values():
-            if outage.asking is not None:
-                outage.asking.cancel()
-        self._away.clear()
+        """Cancel all probes."""
+        for outage in self._outages.values():
+            if outage.probing is not None:
+                outage.probing.cancel()
+        self._outages.clear()
 
     def log_once(self, queue: str, failure: EngineUnavailable) -> None:
-        """Log it, once in an outage."""
-        if queue not in self.told:
-            self.told.add(queue)
-            _log.warning("queue %s is away, others go on: %s", queue, failure)
+        """Log an outage once."""
+        if queue not in self.logged:
+            self.logged.add(queue)
+            _log.warning("queue %s unreachable, other queues continue: %s", queue, failure)
 
     def _began(self, queue: str, failure: EngineUnavailable) -> None:
-        outage = self._away.get(queue)
+        outage = self._outages.get(queue)
         if outage is None:
-            outage = self._away[queue] = _Outage(failure)
+            outage = self._outages[queue] = _Outage(failure)
             self.log_once(queue, failure)
         outage.failure, outage.answers = failure, False
         outage.until = time.monotonic() + outage.backoff.next_s()
 
-    def _is_well(self, queue: str) -> None:
-        if self._away and self._away.pop(queue, None) is not None and queue in self.told:
-            self.told.discard(queue)
-            _log.warning("queue %s answers again", queue)
+    def _ended(self, queue: str) -> None:
+        if self._outages and self._outages.pop(queue, None) is not None and queue in self.logged:
+            self.logged.discard(queue)
+            _log.warning("queue %s recovered", queue)
 
-    async def _find_out(self, queue: str, outage: _Outage) -> None:
+    async def _probe_queue(self, queue: str, outage: _Outage) -> None:
         try:
-            await self._ask(queue)
+            await self._probe(queue)
             outage.answers = True
         except EngineUnavailable as exc:
-            _log.debug("queue %s is still away: %s", queue, exc)
+            _log.debug("queue %s still unreachable: %s", queue, exc)
             outage.until = time.monotonic() + outage.backoff.next_s()
         finally:
-            outage.asking = None
+            outage.probing = None

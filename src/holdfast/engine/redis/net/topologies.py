@@ -42,9 +42,9 @@ from holdfast.engine.redis.net.connection import (
 from holdfast.errors import EngineUnavailable
 
 _SLOTS: Final = 16_384
-#: A command that is sent on this often is caught between nodes that do not agree.
+#: Maximum of redirects for one command; more means that nodes disagree.
 _HOPS: Final = 5
-#: A node that has not said by then who has which slot is passed over.
+#: Timeout for the slot map of one node, before the next is tried.
 _CLUSTER_ANSWER_S: Final = 1.0
 
 _T = TypeVar("_T")
@@ -53,7 +53,7 @@ _UNKNOWN: Final[Sequence[RedisClient | None]] = (None,) * _SLOTS
 
 
 def slot_of(key: bytes) -> int:
-    """Where a key lives: CRC16 of what is between the first `{` and the next `}`, or of the whole key."""
+    """Slot of a key: CRC16 of the part between the first `{` and the next `}`, or of the whole key."""
     start = key.find(b"{") + 1
     if start:
         end = key.find(b"}", start)
@@ -73,17 +73,17 @@ def key_of(command: Sequence[Any]) -> bytes:
 
 
 class ClusterClient(RedisClient):
-    """A small set of connections to each master of a Cluster."""
+    """One client per master of a Cluster."""
 
     def __init__(self, seeds: ClusterSeeds, connect_timeout_s: float, reply_timeout_s: float) -> None:
         super().__init__(seeds.addresses[0], connect_timeout_s, reply_timeout_s)
         self._seeds = seeds.addresses
         self._nodes: dict[tuple[str, int], RedisClient] = {}
         self._routes: Sequence[RedisClient | None] = _UNKNOWN
-        #: The routes that were learned last, whether or not they still hold.
+        #: The last known routes, even if outdated.
         self._last_routes: Sequence[RedisClient | None] = _UNKNOWN
         self._learning = asyncio.Lock()
-        #: Asked first who has which slot: it answered last time.
+        #: Queried first for the slot map: it answered last time.
         self._guide: tuple[str, int] | None = None
 
     # Calls -----------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ class ClusterClient(RedisClient):
     async def read(
         self, purpose: Purpose | None, head: Sequence[Any], streams: Mapping[bytes, Any], blocks_s: float
     ) -> list[Any]:
-        """One read for each slot, at the same time; what is there when the first of them has something."""
+        """Read each slot concurrently. Returns when the first read has found something."""
         by_slot: dict[int, dict[bytes, Any]] = {}
         for stream, position in streams.items():
             by_slot.setdefault(slot_of(stream), {})[stream] = position
@@ -124,7 +124,7 @@ class ClusterClient(RedisClient):
         )
 
     async def subscription(self, on_message: Callable[[bytes], None]) -> PubSubConnection:
-        """On any node: each hears what is published on the others."""
+        """Subscribe on any node: each receives what is published on the others."""
         return await self._any(lambda node: node.subscription(on_message))
 
     async def time_ms(self, key: bytes | None = None) -> int:
@@ -144,7 +144,7 @@ class ClusterClient(RedisClient):
         return self._last_routes[slot_of(key)]
 
     async def masters(self) -> list[RedisClient]:
-        """As they are now: whoever asks speaks to each of them, and does not notice when one has gone."""
+        """The current masters, from a fresh slot map: callers use each node and would not notice a change."""
         self._routes = _UNKNOWN
         await self._learn_routes()
         return self._known()
@@ -170,32 +170,32 @@ class ClusterClient(RedisClient):
     async def _follow(
         self, slot: int, send: Callable[[RedisClient], Awaitable[Any]], ask: Callable[[RedisClient], Awaitable[Any]]
     ) -> Any:
-        """Send to the node that has the slot, and on to where it points."""
+        """Send to the node that has the slot, and follow redirects."""
         node, way = self._routes[slot] or await self._find(slot), send
         for _ in range(_HOPS):
             try:
                 return await way(node)
             except Redirected as exc:
-                place = self._place(node, exc)
+                address = self._address(node, exc)
                 if exc.asks:
-                    node, way = self._node(*place), ask
+                    node, way = self._node(*address), ask
                 else:
-                    node, way = await self._moved(slot, place), send
+                    node, way = await self._moved(slot, address), send
             except ScriptError:
                 raise
             except EngineUnavailable:
-                # It may be gone for good, or no master any more: the next call asks who is.
+                # The node may be gone or no longer a master: the next call reads the slot map.
                 self._routes = _UNKNOWN
                 raise
         self._routes = _UNKNOWN
-        raise EngineUnavailable("the nodes of the Redis Cluster do not agree on who has the queue's slot; try again")
+        raise EngineUnavailable("the nodes of the Redis Cluster disagree on which has the queue's slot; retry")
 
     async def _any(self, send: Callable[[RedisClient], Awaitable[_T]]) -> _T:
         """Send to the first master that answers."""
         if self._routes is _UNKNOWN:
             await self._learn_routes()
         failure = EngineUnavailable("no node of the Redis Cluster has slots")
-        # First the one that answered last: another may hang.
+        # The one that answered last comes first: others may hang.
         for node in sorted(self._known(), key=lambda node: (node.address.host, node.address.port) != self._guide):
             try:
                 return await send(node)
@@ -210,80 +210,80 @@ class ClusterClient(RedisClient):
         node = self._routes[slot]
         if node is None:
             self._routes = _UNKNOWN
-            raise EngineUnavailable("no node of the Redis Cluster has the queue's slot; is a master down?")
+            raise EngineUnavailable("no node of the Redis Cluster has the queue's slot; check whether a master is down")
         return node
 
-    async def _moved(self, slot: int, place: tuple[str, int]) -> RedisClient:
-        """One slot has moved, others may have: learn again. Whoever said so knows better than what is learned."""
-        if self._routes[slot] is not self._node(*place):
+    async def _moved(self, slot: int, address: tuple[str, int]) -> RedisClient:
+        """Read the slot map again: other slots may have moved too. The redirect overrides it for this slot."""
+        if self._routes[slot] is not self._node(*address):
             self._routes = _UNKNOWN
             await self._learn_routes()
-            # Who was asked may know of no slots of the node, which is forgotten then.
-            self._routes = [*self._routes[:slot], self._node(*place), *self._routes[slot + 1 :]]
-        return self._node(*place)
+            # The queried node may not know slots of the new one, which is then dropped.
+            self._routes = [*self._routes[:slot], self._node(*address), *self._routes[slot + 1 :]]
+        return self._node(*address)
 
     async def _learn_routes(self) -> None:
-        """Who has which slot, from the first node that answers."""
+        """Read the slot map from the first node that answers."""
         async with self._learning:
             if self._routes is not _UNKNOWN:
                 return
             failures: list[str] = []
-            places = [self._guide] if self._guide else []
-            places += [*self._nodes, *((seed.host, seed.port) for seed in self._seeds)]
-            for place in dict.fromkeys(places):
+            addresses = [self._guide] if self._guide else []
+            addresses += [*self._nodes, *((seed.host, seed.port) for seed in self._seeds)]
+            for host, port in dict.fromkeys(addresses):
                 try:
                     async with asyncio.timeout(min(_CLUSTER_ANSWER_S, self._connect_timeout_s)):
-                        rows = await self._node(*place).call(Purpose.OTHER, b"CLUSTER", b"SLOTS")
+                        rows = await self._node(host, port).call(Purpose.OTHER, b"CLUSTER", b"SLOTS")
                 except EngineUnavailable as exc:
-                    failures.append(f"{place[0]}:{place[1]}: {exc}")
+                    failures.append(f"{host}:{port}: {exc}")
                     continue
                 except TimeoutError:
-                    failures.append(f"{place[0]}:{place[1]} does not answer")
+                    failures.append(f"{host}:{port} does not answer")
                     continue
                 if rows:
-                    self._guide = place
-                    self._routes = self._last_routes = self._routes_from(rows, place[0])
-                    self._forget_nodes()
+                    self._guide = (host, port)
+                    self._routes = self._last_routes = self._routes_from(rows, host)
+                    self._drop_unused_nodes()
                     return
-                failures.append(f"{place[0]}:{place[1]} knows of no slots")
+                failures.append(f"{host}:{port} has no slot map")
             self._guide = None
-            raise Unreachable(f"no node of the Redis Cluster says who has which slot ({'; '.join(failures)})")
+            raise Unreachable(f"cannot read the slot map from any node of the Redis Cluster ({'; '.join(failures)})")
 
     def _routes_from(self, rows: Sequence[Any], asked: str) -> list[RedisClient | None]:
         routes: list[RedisClient | None] = [None] * _SLOTS
         for first, last, (host, port, *_), *_ in rows:
-            # A node that does not know its own address is where we found it.
+            # A node that does not know its own address has the one it was queried at.
             name = host.decode() if host and host != b"?" else asked
             routes[first : last + 1] = [self._node(name, port)] * (last + 1 - first)
         return routes
 
-    def _forget_nodes(self) -> None:
-        """Those that have no slots and nothing to do."""
+    def _drop_unused_nodes(self) -> None:
+        """Close nodes that have no slots and no calls in flight."""
         used = set(self._routes)
-        for place, node in list(self._nodes.items()):
+        for address, node in list(self._nodes.items()):
             if node not in used and node.idle:
                 node.close()
-                del self._nodes[place]
+                del self._nodes[address]
 
     def _node(self, host: str, port: int) -> RedisClient:
         node = self._nodes.get((host, port))
         if node is None:
-            self._must_be_open()
+            self._require_open()
             address = replace(self._seeds[0], host=host, port=port)
             timeouts = self._connect_timeout_s, self._reply_timeout_s
             node = self._nodes[host, port] = RedisClient(address, *timeouts, unblocks=True)
         return node
 
-    def _place(self, node: RedisClient, redirection: Redirected) -> tuple[str, int]:
-        host, port = split_host_port(redirection.place)
+    def _address(self, node: RedisClient, redirection: Redirected) -> tuple[str, int]:
+        host, port = split_host_port(redirection.address)
         return host if host not in ("", "?") else node.address.host, int(port)
 
 
 async def _first(reads: Sequence[Awaitable[list[Any]]], *, all_of_them: bool) -> list[Any]:
-    """What reads on several nodes have found when the first one has found something, or when all have ended.
+    """Results of reads on several nodes, once the first one found something or all have ended.
 
-    All block for the same time. A node that does not answer keeps nobody from hearing the others: those that are not
-    back soon after the first are given up, and failures count only if all have failed.
+    All block for the same time. A node that does not answer does not delay the others: reads that have not returned
+    soon after the first are cancelled. An error is raised only if all have failed.
     """
     waiting = {asyncio.ensure_future(read) for read in reads}
     replies: list[Any] = []
@@ -309,12 +309,12 @@ async def _first(reads: Sequence[Awaitable[list[Any]]], *, all_of_them: bool) ->
     return replies
 
 
-#: A sentinel that has not answered by then has no say.
+#: Timeout for one sentinel; without an answer it has no vote.
 _SENTINEL_ANSWER_S: Final = 1.0
 
 
 class SentinelClient(RedisClient):
-    """A small set of connections to the master of one service."""
+    """Connections to the current master of one service."""
 
     def __init__(self, sentinels: SentinelAddresses, connect_timeout_s: float, reply_timeout_s: float) -> None:
         super().__init__(sentinels.master, connect_timeout_s, reply_timeout_s)
@@ -341,16 +341,16 @@ class SentinelClient(RedisClient):
             if role == b"master":
                 return connection
             connection.close()
-            failures.append(f"{host}:{port} is a {role.decode()}, no master")
+            failures.append(f"{host}:{port} is a {role.decode()}, not a master")
         raise EngineUnavailable(
-            f"no master of {self._sentinels.service!r} can be reached; a fail-over may be under way "
+            f"cannot reach a master of {self._sentinels.service!r}; a fail-over may be in progress "
             f"({'; '.join(failures)})"
         )
 
     async def _candidates(self, failures: list[str]) -> list[tuple[str, int]]:
-        """Addresses that the sentinels name, the one with most votes first; a majority ends the vote."""
+        """Addresses named by the sentinels, most votes first. Ends early with a majority."""
         votes: Counter[tuple[str, int]] = Counter()
-        asking = [asyncio.create_task(self._ask(address)) for address in self._sentinels.addresses]
+        asking = [asyncio.create_task(self._query_master(address)) for address in self._sentinels.addresses]
         unknown = 0
         try:
             for answer in asyncio.as_completed(asking):
@@ -371,28 +371,30 @@ class SentinelClient(RedisClient):
             await asyncio.gather(*asking, return_exceptions=True)
         if not votes and unknown:
             raise EngineUnavailable(
-                f"the sentinels watch no service named {self._sentinels.service!r}; its name is what comes after the "
-                "hosts in HOLDFAST_URL: redis+sentinel://HOSTS/SERVICE"
+                f"the sentinels do not know service {self._sentinels.service!r}; set its name after the hosts in "
+                "HOLDFAST_URL: redis+sentinel://HOSTS/SERVICE"
             )
         return [address for address, _ in votes.most_common()]
 
-    async def _ask(self, address: RedisAddress) -> tuple[str, int] | None:
-        """Who is master, says one sentinel; None if it does not watch the service."""
+    async def _query_master(self, address: RedisAddress) -> tuple[str, int] | None:
+        """Address of the master according to one sentinel; None if it does not know the service."""
         where = f"sentinel {address.host}:{address.port}"
         connection: PipelinedConnection | None = None
-        patience_s = min(_SENTINEL_ANSWER_S, self._connect_timeout_s)
+        timeout_s = min(_SENTINEL_ANSWER_S, self._connect_timeout_s)
         try:
-            async with asyncio.timeout(patience_s):
-                connection = await PipelinedConnection.connect(address, patience_s, patience_s)
+            async with asyncio.timeout(timeout_s):
+                connection = await PipelinedConnection.connect(address, timeout_s, timeout_s)
                 named = await connection.call(b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", self._sentinels.service)
         except TimeoutError as exc:
             raise EngineUnavailable(f"{where} does not answer") from exc
         except hiredis.ReplyError as exc:
             if any(word in str(exc) for word in ("NOAUTH", "WRONGPASS", "without any password")):
-                raise EngineUnavailable(f"{where} refuses us: {exc}; see sentinel_password in HOLDFAST_URL") from exc
+                raise EngineUnavailable(
+                    f"{where} refused the credentials: {exc}; check sentinel_password in HOLDFAST_URL"
+                ) from exc
             raise EngineUnavailable(f"{where}: {exc}") from exc
         except OSError as exc:
-            raise EngineUnavailable(f"{where} cannot be reached: {exc}") from exc
+            raise EngineUnavailable(f"cannot reach {where}: {exc}") from exc
         finally:
             if connection is not None:
                 connection.close()

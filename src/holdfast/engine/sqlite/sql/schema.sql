@@ -4,9 +4,9 @@
 -- Instants are milliseconds since the epoch, UTC. Payload, result, meta, history and data are JSON text.
 
 -- A job in motion is in exactly one place: in the line (`line` orders it), waiting for a time (`due_at`), or
--- leased (`lease_until`; a retry that waits in the pending list is kept there too, under its due time).
+-- leased (`lease_expires_at`; a retry that waits in the pending list is kept there too, under its due time).
 -- A lease is (id, place, deliveries, worker): `place` counts the claims of this row, `deliveries` the leases of one claim.
--- `came_from` is the state before this one: every statement that sets the state sets it too, and the last CHECK is the
+-- `previous_state` is the state before this one: every statement that sets the state sets it too, and the last CHECK is the
 -- state table once more where the data lives, for the day when our own code is wrong.
 CREATE TABLE jobs (
     id              INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -15,7 +15,7 @@ CREATE TABLE jobs (
     job_type        TEXT    NOT NULL,
     queue           TEXT    NOT NULL,
     state           TEXT    NOT NULL,
-    came_from       TEXT,
+    previous_state  TEXT,
     priority        INTEGER NOT NULL CHECK (priority IN ({{priorities}})),
     attempt         INTEGER NOT NULL DEFAULT 0 CHECK (attempt >= 0),
     retry_count     INTEGER GENERATED ALWAYS AS (coalesce(json_extract(meta, '$.retry_count'), 0)) VIRTUAL,
@@ -28,15 +28,15 @@ CREATE TABLE jobs (
     next_retry_at   INTEGER,
     dlq_id          TEXT,
     webhook         TEXT    GENERATED ALWAYS AS (json_extract(meta, '$.webhook')) VIRTUAL,
-    told_at         INTEGER,
+    notified_at     INTEGER,
     created_at      INTEGER NOT NULL,
     updated_at      INTEGER NOT NULL,
     finished_at     INTEGER,
-    line            INTEGER,
+    ready_seq       INTEGER,
     due_at          INTEGER,
-    lease_until     INTEGER,
+    lease_expires_at INTEGER,
     worker          TEXT,
-    place           INTEGER NOT NULL DEFAULT 0,
+    claim_seq       INTEGER NOT NULL DEFAULT 0,
     deliveries      INTEGER NOT NULL DEFAULT 0,
     claimed_at      INTEGER,
     token           TEXT,
@@ -46,31 +46,31 @@ CREATE TABLE jobs (
     result          TEXT,
     payload         TEXT    NOT NULL,
     CHECK ((finished_at IS NOT NULL) = (state IN ({{final}}))),
-    CHECK ((line IS NOT NULL) + (due_at IS NOT NULL) + (lease_until IS NOT NULL) = (state IN ({{in_motion}}))),
+    CHECK ((ready_seq IS NOT NULL) + (due_at IS NOT NULL) + (lease_expires_at IS NOT NULL) = (state IN ({{active}}))),
     CHECK ((worker IS NOT NULL) = (state = 'running')),
-    CHECK (state <> 'running' OR lease_until IS NOT NULL),
+    CHECK (state <> 'running' OR lease_expires_at IS NOT NULL),
     -- A dead letter comes before the state that says it is there (requirement D1).
     CONSTRAINT dead_letter CHECK (dlq_id IS NOT NULL OR state <> 'dlq_recorded' AND state <> 'failed'),
     CONSTRAINT legal_move CHECK ({{legal}})
 );
 CREATE UNIQUE INDEX jobs_by_job_id ON jobs (job_id, queue);
 -- Tenants take turns within a priority: each has a line of its own in this index.
-CREATE INDEX jobs_line ON jobs (queue, priority, tenant_id, line, state) WHERE line IS NOT NULL;
+CREATE INDEX jobs_ready ON jobs (queue, priority, tenant_id, ready_seq, state) WHERE ready_seq IS NOT NULL;
 CREATE INDEX jobs_due ON jobs (queue, due_at, state) WHERE due_at IS NOT NULL;
-CREATE INDEX jobs_leased ON jobs (queue, lease_until, state, tenant_id) WHERE lease_until IS NOT NULL;
-CREATE INDEX jobs_aside ON jobs (queue, state) WHERE state IN ({{aside}});
+CREATE INDEX jobs_leased ON jobs (queue, lease_expires_at, state, tenant_id) WHERE lease_expires_at IS NOT NULL;
+CREATE INDEX jobs_parked ON jobs (queue, state) WHERE state IN ({{parked}});
 CREATE INDEX jobs_finished ON jobs (queue, finished_at, state) WHERE finished_at IS NOT NULL;
 -- For the ledger's queries, beside the ones of its own: keys that were given; and what is neither in line, nor leased, nor
 -- an ordinary success. OR, not IN: that is how SQLite finds the one state that a query asks for.
 CREATE INDEX jobs_by_key ON jobs (tenant_id, idempotency_key) WHERE idempotency_key <> job_id AND idempotency_key <> '';
-CREATE INDEX jobs_by_state ON jobs (tenant_id, state, created_at, job_id) WHERE {{noted}};
+CREATE INDEX jobs_by_state ON jobs (tenant_id, state, created_at, job_id) WHERE {{indexed}};
 
 -- The story of every job; `id` is the feed position, `job` the row of the job. What the job's own row still says
 -- (most of the envelope of a creation, the result of a success) is not copied into `data`. Row 0 is nobody: what operators
 -- did is in the feed, but in no job's story; `data` says to whom.
 CREATE TABLE events (
     id          INTEGER PRIMARY KEY AUTOINCREMENT,
-    job         INTEGER NOT NULL,
+    job_row     INTEGER NOT NULL,
     seq         INTEGER NOT NULL CHECK (seq > 0),
     type        TEXT    NOT NULL,
     from_state  TEXT,
@@ -82,14 +82,14 @@ CREATE TABLE events (
     data        TEXT,
     at          INTEGER NOT NULL
 );
-CREATE UNIQUE INDEX events_by_job ON events (job, seq);
+CREATE UNIQUE INDEX events_by_job ON events (job_row, seq);
 -- The same as the ledger names it, whole.
 CREATE VIEW job_events AS
-SELECT event.id, jobs.tenant_id, jobs.job_id, jobs.queue, event.job, event.seq, event.type, event.from_state,
+SELECT event.id, jobs.tenant_id, jobs.job_id, jobs.queue, event.job_row, event.seq, event.type, event.from_state,
        event.to_state, event.attempt, event.retry_count, event.worker, event.message, {{event_data}} AS data, event.at
-  FROM events AS event JOIN jobs ON jobs.id = event.job;
+  FROM events AS event JOIN jobs ON jobs.id = event.job_row;
 
--- One atomic step of one queue: the events first_event..position. `total_bytes` is a running sum of `bytes`; `hurry`:
+-- One atomic step of one queue: the events first_event..position. `total_bytes` is a running sum of `bytes`; `urgent`:
 -- a durable submission waits for it.
 CREATE TABLE feed_entries (
     queue       TEXT    NOT NULL,
@@ -98,7 +98,7 @@ CREATE TABLE feed_entries (
     nonce       TEXT    NOT NULL,
     bytes       INTEGER NOT NULL,
     total_bytes INTEGER NOT NULL,
-    hurry       INTEGER NOT NULL DEFAULT 0,
+    urgent      INTEGER NOT NULL DEFAULT 0,
     PRIMARY KEY (queue, position)
 ) WITHOUT ROWID;
 CREATE TABLE feed_readers (
@@ -153,14 +153,14 @@ CREATE INDEX dlq_items_replaying ON dlq_items (tenant_id, dlq_id) WHERE replay_p
 -- `tenants` are the controls of single tenants, `turns` whose turn it is (`turns.py`): JSON, null while there are none.
 CREATE TABLE queues (
     queue         TEXT PRIMARY KEY,
-    used          INTEGER NOT NULL DEFAULT 0,
+    has_jobs      INTEGER NOT NULL DEFAULT 0,
     paused        INTEGER NOT NULL DEFAULT 0,
     intake_paused INTEGER NOT NULL DEFAULT 0,
     concurrency   INTEGER,
     intake_limit  INTEGER,
     backlog_alert INTEGER,
     tenants       TEXT,
-    turns         TEXT
+    fair_share    TEXT
 ) WITHOUT ROWID;
 
 CREATE TABLE workers (

@@ -1,0 +1,76 @@
+-- uses: lanes
+-- claim_due_retries: retries that waited in the pending list and are due run again under this worker.
+-- KEYS   1-4 streams  5 feed  6 control  7 waiting  8 wake  9 lanes  then n records, then streams of further lanes
+-- ARGV   1 group  2 worker  3 nonce  4 feed limit  5 consumer that holds them  6 n  7 how many at most  then n job ids, then
+--        the lanes that are declared
+-- Reply  {'paused'} | {'lanes', …} | {'ok', now, then line, deliveries, entry, record for each taken}
+local streams = declared_streams()
+local feed_key, control, waiting, wake = KEYS[5], KEYS[6], KEYS[7], KEYS[8]
+local group, worker, nonce, feed_limit, retry_consumer, n = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], tonumber(ARGV[6])
+local assignment = new_assignment(streams, KEYS[9], control, group)
+local most = tonumber(ARGV[7])
+local FIRST_KEY, FIRST_ARG = 9, 7
+
+local controls = redis.call('HMGET', control, 'paused', 'reader', 'limits')
+if controls[1] == '1' then return { 'paused' } end
+
+local at = now_ms()
+local records = redis.call('MGET', unpack(KEYS, FIRST_KEY + 1, FIRST_KEY + n))
+local missing = undeclared_positions(streams, records)
+if missing then return missing end
+local limits, spare = decode_limits(controls[3]), {}
+-- Whether the tenant may run one more. Those that may not wait on: somebody asks again when a place is free.
+local function has_free_slot(index)
+  local lane = lane_of_stream(index)
+  if spare[lane] == nil then spare[lane] = free_slots_in(streams, limits, lane, group, retry_consumer) or false end
+  if spare[lane] == 0 then return false end
+  if spare[lane] then spare[lane] = spare[lane] - 1 end
+  return true
+end
+
+local due, orphans, requeued = {}, {}, {}
+for i = 1, n do
+  local job_id, score = ARGV[FIRST_ARG + i], redis.call('ZSCORE', waiting, ARGV[FIRST_ARG + i])
+  if score and tonumber(score) <= at then
+    local position, state, token, packed = parse_record(records[i] or '')
+    local index, id = split_position(position or '')
+    if state ~= 'retrying' or not index or packed == '' then
+      orphans[#orphans + 1] = job_id
+    elseif #redis.call('XRANGE', streams[index + 1], id, id) == 1 then
+      if #due < most and has_free_slot(index) then due[#due + 1] = { i, job_id, index, id, cmsgpack.unpack(packed) } end
+    else
+      -- Somebody deleted the message; the record has all of the job.
+      local body = cmsgpack.unpack(packed)
+      lane_for_tenant(assignment, body[TENANT])
+      requeued[#requeued + 1] = { i, job_id, index, id, token, body }
+    end
+  end
+end
+missing = missing_lanes(assignment)
+if missing then return missing end
+
+local reply, moves = { 'ok', format_integer(at) }, {}
+for _, job in ipairs(due) do
+  local i, job_id, index, id, known = unpack(job)
+  local stream = streams[index + 1]
+  local entry = redis.call('XCLAIM', stream, group, worker, 0, id)[1]
+  redis.call('ZREM', waiting, job_id)
+  local deliveries = redis.call('XPENDING', stream, group, id, id, 1, worker)[1][4]
+  local r = #reply
+  reply[r + 1], reply[r + 2], reply[r + 3], reply[r + 4] = index, deliveries, entry, records[i]
+  local fields = entry[2]
+  moves[#moves + 1] = { job_id, is_native(fields) and fields[2] or '', deliveries, known[RETRIES], known[TENANT] }
+end
+for _, job in ipairs(requeued) do
+  redis.call('ZREM', waiting, job[2])
+  redis.call('XACK', streams[job[3] + 1], group, job[4])
+end
+if #requeued > 0 then open_lanes(assignment, wake) end
+for _, job in ipairs(requeued) do
+  local i, job_id, _, _, token, body = unpack(job)
+  local index = STREAMS_PER_LANE * assignment.lane_of[body[TENANT]] + tonumber(body[STREAM_INDEX])
+  redis.call('SET', KEYS[FIRST_KEY + i], append_message(streams, index, body, 'retrying', job_id) .. ' retrying ' .. token)
+end
+for _, job_id in ipairs(orphans) do redis.call('ZREM', waiting, job_id) end
+append_feed(feed_key, feed_limit, controls[2], nonce, 'retried', format_integer(at), worker, moves)
+return reply

@@ -1,0 +1,15 @@
+-- find_due: which waiting jobs are due, and when is the next one? Reads only.
+-- KEYS   sets by due time
+-- ARGV   1 limit  2 how many to pass over (none if it is left out)
+-- Reply  {now, next due ('' if none), then the due job ids of each set}
+local limit, skip = tonumber(ARGV[1]), tonumber(ARGV[2] or 0)
+local at = now_ms()
+local reply, next_due = { format_integer(at), '' }, nil
+for i, set in ipairs(KEYS) do
+  reply[2 + i] = redis.call('ZRANGEBYSCORE', set, '-inf', format_integer(at), 'LIMIT', skip, limit)
+  local later = redis.call('ZRANGEBYSCORE', set, '(' .. format_integer(at), '+inf', 'WITHSCORES', 'LIMIT', 0, 1)
+  local due = #reply[2 + i] == limit and at or tonumber(later[2])
+  if due and (not next_due or due < next_due) then next_due = due end
+end
+if next_due then reply[2] = format_integer(next_due) end
+return reply

@@ -1,0 +1,52 @@
+-- uses: lanes
+-- find_expired: which leases have been idle for the visibility timeout? Reads only; `reclaim` takes them over.
+-- KEYS   1-4 streams  5 control  then streams of further lanes
+-- ARGV   1 group  2 visibility timeout  3 limit  4 filter by idle time (1: Redis 6.2 and later)
+--        5 consumer that holds retries in the pending list  6 packed: line, where to go on, … ('-' for other lines)
+--        7 the lanes that are declared
+-- Reply  {'lanes', …} | {where to go on ({line, start, …}), then line, message id, owner, deliveries, fields for each}
+--        No fields: deleted.
+local streams = declared_streams()
+local group, timeout, limit, filter, retry_consumer = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4] == '1', ARGV[5]
+local missing = undeclared_lanes(streams, numbers_in(redis.call('HGET', KEYS[5], 'lanes')))
+if missing then return missing end
+
+local starts, indexes, values = {}, {}, cmsgpack.unpack(ARGV[6])
+for i = 1, #values, 2 do starts[values[i]] = values[i + 1] end
+for index in pairs(streams) do indexes[#indexes + 1] = index - 1 end
+table.sort(indexes)
+
+-- Before 6.2 XPENDING cannot filter by idle time, nor exclude the start of a range: look at more rows.
+-- Rows of retries that only wait count as looked at, too.
+local scan = math.max(limit, 1000)
+local going_on, found = {}, 0
+local reply = { going_on }
+local function continue_at(index, start) going_on[#going_on + 1], going_on[#going_on + 2] = index, start end
+
+for _, index in ipairs(indexes) do
+  local stream, start, rows, after = streams[index + 1], starts[index] or '-', {}, nil
+  if found >= limit then
+    after = start
+  elseif filter then
+    rows = pending(stream, group, 'IDLE', timeout, start, '+', scan)
+    if #rows == scan then after = '(' .. rows[#rows][1] end
+  else
+    rows = pending(stream, group, start, '+', scan)
+    if #rows == scan then after = rows[#rows][1] end
+  end
+  for _, row in ipairs(rows) do
+    local id, owner, idle, deliveries = row[1], row[2], row[3], row[4]
+    if idle >= timeout and owner ~= retry_consumer then
+      if found >= limit then
+        after = id
+        break
+      end
+      found = found + 1
+      local entry, r = redis.call('XRANGE', stream, id, id)[1], #reply
+      reply[r + 1], reply[r + 2], reply[r + 3], reply[r + 4] = index, id, owner, deliveries
+      reply[r + 5] = entry and entry[2] or {}
+    end
+  end
+  if after and after ~= '-' then continue_at(index, after) end
+end
+return reply

@@ -1,0 +1,10 @@
+-- restore_keys: idempotency keys are known again, unless they are already.
+-- KEYS   n idempotency keys
+-- ARGV   2 a key: job id, the instant at which it ends
+-- Reply  how many are new
+local at, count = now_ms(), 0
+for i = 1, #KEYS do
+  local left = tonumber(ARGV[2 * i]) - at
+  if left > 0 and redis.call('SET', KEYS[i], ARGV[2 * i - 1], 'NX', 'PX', format_integer(left)) then count = count + 1 end
+end
+return count

@@ -1,0 +1,93 @@
+-- name: intake_state
+-- What must be known before jobs are taken into a queue.
+-- Takes  :queue, :now, :window (ms); :names, a JSON list of job ids and idempotency keys alike;
+--        :tenants, a JSON list
+-- Gives  [[intake paused, intake limit or null, tenants' controls as JSON text or null] or null, whether the feed has a
+--        reader, its unread bytes or null, jobs, keys]
+--        jobs: [job id, tenant, has no key of its own, ended and past the window]; keys: [tenant, key, job id, expired]
+SELECT json_array(
+    json((SELECT json_array(intake_paused, intake_limit, tenants) FROM queues WHERE queue = :queue)),
+    EXISTS (SELECT 1 FROM feed_readers WHERE queue = :queue),
+    (SELECT (SELECT total_bytes FROM feed_entries WHERE queue = :queue ORDER BY position DESC LIMIT 1)
+          - coalesce(
+                (SELECT total_bytes FROM feed_entries AS read
+                  WHERE read.queue = :queue AND read.position <= feed_readers.position
+                  ORDER BY read.position DESC LIMIT 1),
+                (SELECT total_bytes - bytes FROM feed_entries WHERE queue = :queue ORDER BY position LIMIT 1))
+       FROM feed_readers WHERE queue = :queue),
+    (SELECT json_group_array(json_array(
+                job_id, tenant_id, json(iif(idempotency_key = '', 'true', 'false')),
+                json(iif(finished_at IS NOT NULL AND created_at + :window <= :now, 'true', 'false'))))
+       FROM jobs
+      WHERE queue = :queue AND job_id IN (SELECT value FROM json_each(:names))),
+    (SELECT json_group_array(json_array(
+                tenant_id, key, job_id,
+                json(iif(expires_at <= :now AND NOT EXISTS (
+                    SELECT 1 FROM jobs
+                     WHERE jobs.queue = submission_keys.queue AND jobs.job_id = submission_keys.job_id
+                       AND finished_at IS NULL), 'true', 'false'))))
+       FROM submission_keys
+      WHERE tenant_id IN (SELECT value FROM json_each(:tenants)) AND queue = :queue
+        AND key IN (SELECT value FROM json_each(:names)))
+)
+
+-- name: insert_jobs
+-- New jobs of one queue, in order.
+-- Takes  created_at, updated_at, queue; rows of job id, tenant, type, state, priority, idempotency key, trace id,
+--        dlq id, run_at, line, due_at, meta, payload
+INSERT INTO jobs (
+    created_at, updated_at, queue, last_seq, job_id, tenant_id, job_type, state, priority, idempotency_key, trace_id,
+    dlq_id, run_at, ready_seq, due_at, meta, payload)
+SELECT ?, ?, ?, 1, column1, column2, column3, column4, column5, column6, column7,
+       column8, column9, column10, column11, column12, column13
+  FROM (VALUES {{rows 13}})
+ WHERE column1 IS NOT NULL
+
+-- name: insert_created_events
+-- The first event of new jobs. Of their envelope only what may change is copied (policy, time): the feed
+-- reads the rest from the job's row.
+-- Takes  :first and :last, the new jobs' consecutive ids
+INSERT INTO events (job_row, seq, type, to_state, attempt, retry_count, data, at)
+SELECT id, 1,
+       CASE state WHEN 'queued' THEN {{event queued}} ELSE {{event waiting_approval}} END,
+       state, 0, retry_count,
+       CASE WHEN run_at IS NOT NULL OR meta IS NOT NULL THEN
+           json_patch('{}', json_object('run_at_ms', coalesce(run_at, 0), 'meta', meta)) END,
+       created_at
+  FROM jobs
+ WHERE id BETWEEN :first AND :last
+ ORDER BY id
+
+-- name: insert_submission_keys
+-- Which job came first under a key; an expired entry is replaced.
+-- Takes  queue; rows of tenant, key, job id, expires_at
+INSERT OR REPLACE INTO submission_keys (queue, tenant_id, key, job_id, expires_at)
+SELECT ?, column1, column2, column3, column4
+  FROM (VALUES {{rows 4}})
+ WHERE column1 IS NOT NULL
+
+-- name: count_backlog
+-- How many jobs are in line or running, as far as a limit wants to know: of a queue, and of some of its tenants.
+-- Takes  :queue, :most (the count of the queue ends there), :tenants (a JSON list), :most_each (each tenant's ends there)
+-- Gives  [count, [[tenant, count]…]]
+SELECT json_array(
+    (SELECT count(*) FROM (SELECT 1 FROM jobs WHERE queue = :queue AND ready_seq IS NOT NULL LIMIT :most))
+  + (SELECT count(*) FROM (
+        SELECT 1 FROM jobs WHERE queue = :queue AND lease_expires_at IS NOT NULL AND state = 'running' LIMIT :most)),
+    (SELECT json_group_array(json_array(
+                tenant.value,
+                (SELECT count(*) FROM (
+                    SELECT 1 FROM jobs
+                     WHERE queue = :queue AND priority IN ({{priorities}}) AND tenant_id = tenant.value
+                       AND ready_seq IS NOT NULL LIMIT :most_each))
+              + (SELECT count(*) FROM (
+                    SELECT 1 FROM jobs
+                     WHERE queue = :queue AND lease_expires_at IS NOT NULL AND state = 'running'
+                       AND tenant_id = tenant.value LIMIT :most_each))))
+       FROM json_each(:tenants) AS tenant))
+
+-- name: mark_queue_used
+-- The queue has had a job from now on.
+-- Takes  :queue
+INSERT INTO queues (queue, has_jobs) VALUES (:queue, 1)
+ON CONFLICT (queue) DO UPDATE SET has_jobs = 1 WHERE has_jobs = 0

@@ -1,0 +1,258 @@
+-- name: queues_with_expired_leases
+-- Is there anything to reclaim? Asked outside of a transaction. A paused queue's jobs stay where they are.
+-- Takes  :queues (a JSON list), :now
+-- Gives  a list of queues
+SELECT json_group_array(asked.value)
+  FROM json_each(:queues) AS asked
+ WHERE NOT EXISTS (SELECT 1 FROM queues WHERE queue = asked.value AND paused)
+   AND EXISTS (SELECT 1 FROM jobs WHERE queue = asked.value AND lease_expires_at IS NOT NULL AND lease_expires_at <= :now)
+
+-- name: expired_leases
+-- Leases that have expired, and retries due in the pending list. A retry stays there while its tenant runs as many jobs
+-- as it may.
+-- Takes  :queue, :now, :limit
+-- Gives  work rows
+WITH limited (tenant_id, room) AS (
+    SELECT key, json_extract(value, '$.concurrency')
+              - (SELECT count(*) FROM jobs
+                  WHERE queue = :queue AND lease_expires_at IS NOT NULL AND state = 'running' AND tenant_id = key)
+      FROM queues, json_each(queues.tenants)
+     WHERE queue = :queue AND json_extract(value, '$.concurrency') IS NOT NULL)
+SELECT json_group_array(json_array(
+           id, job_id, job_type, tenant_id, idempotency_key, trace_id, state, attempt, claim_seq, deliveries, worker,
+           claimed_at, created_at, run_at, last_seq, payload, meta))
+  FROM (
+    SELECT * FROM jobs
+     WHERE queue = :queue AND lease_expires_at IS NOT NULL AND lease_expires_at <= :now
+       AND NOT EXISTS (SELECT 1 FROM queues WHERE queue = :queue AND paused)
+       AND (state = 'running' OR NOT EXISTS (
+           SELECT 1 FROM limited
+            WHERE limited.tenant_id = jobs.tenant_id AND (room <= 0 OR room <= (
+                SELECT count(*) FROM (
+                    SELECT 1 FROM jobs AS earlier
+                     WHERE earlier.queue = :queue AND earlier.lease_expires_at IS NOT NULL
+                       AND earlier.lease_expires_at <= jobs.lease_expires_at AND earlier.state <> 'running'
+                       AND earlier.tenant_id = jobs.tenant_id
+                       AND (earlier.lease_expires_at < jobs.lease_expires_at OR earlier.id < jobs.id)
+                     LIMIT :limit)))))
+     ORDER BY lease_expires_at, id LIMIT :limit)
+
+-- name: reclaim
+-- Another worker takes over leases that have run out.
+-- Takes  :ids (a JSON list), :worker, :now, :until
+UPDATE jobs
+   SET attempt = attempt + 1, deliveries = deliveries + 1, worker = :worker, claimed_at = :now, lease_expires_at = :until,
+       last_seq = last_seq + 1, updated_at = :now
+ WHERE id IN (SELECT value FROM json_each(:ids)) AND state = 'running' AND lease_expires_at <= :now
+
+-- name: promote
+-- Jobs that are due go in line, in the order in which they fell due.
+-- Takes  :queue, :now, :limit
+UPDATE jobs SET ready_seq = due_at, due_at = NULL, updated_at = :now
+ WHERE id IN (
+    SELECT id FROM jobs
+     WHERE queue = :queue AND due_at IS NOT NULL AND due_at <= :now
+     ORDER BY due_at LIMIT :limit)
+
+-- name: next_due
+-- When waiting jobs are due next.
+-- Takes  :queues, a JSON list
+-- Gives  [the earliest instant or null]
+SELECT json_array(min((
+           SELECT due_at FROM jobs WHERE queue = asked.value AND due_at IS NOT NULL ORDER BY due_at LIMIT 1)))
+  FROM json_each(:queues) AS asked
+
+-- name: expired_jobs
+-- Finished jobs past their time that nobody still needs. Asked by a reader: it may have to look past many.
+-- Takes  :queue, :before, :limit
+-- Gives  a list of ids
+SELECT json_group_array(id)
+  FROM (
+    SELECT id FROM jobs
+     WHERE queue = :queue AND finished_at IS NOT NULL AND finished_at <= :before AND {{prunable}}
+     ORDER BY finished_at LIMIT :limit)
+
+-- name: prunable_jobs
+-- Which of some finished jobs nobody still needs.
+-- Takes  :queue, :before, :ids (a JSON list)
+-- Gives  a list of ids
+SELECT json_group_array(id) FROM jobs
+ WHERE id IN (SELECT value FROM json_each(:ids)) AND finished_at IS NOT NULL AND finished_at <= :before
+   AND queue = :queue AND {{prunable}}
+
+-- name: delete_idle_workers
+-- Workers that nobody has seen for long and that hold no leases.
+-- Takes  :queue, :before
+DELETE FROM workers
+ WHERE queue = :queue AND seen_at < :before AND NOT EXISTS (
+    SELECT 1 FROM jobs
+     WHERE jobs.queue = workers.queue AND lease_expires_at IS NOT NULL AND state = 'running' AND jobs.worker = workers.worker)
+
+-- name: prune_anomalies
+-- The anomalies of pruned jobs go with them. Before the jobs do.
+-- Takes  :ids (a JSON list of the jobs' rows)
+DELETE FROM anomalies
+ WHERE (tenant_id, job_id, queue) IN (
+    SELECT tenant_id, job_id, queue FROM jobs WHERE id IN (SELECT value FROM json_each(:ids)))
+
+-- name: prune_approvals
+-- The approvals of pruned jobs go with them. Before the jobs do.
+-- Takes  :ids (a JSON list of the jobs' rows)
+DELETE FROM approvals
+ WHERE (tenant_id, job_id, queue) IN (
+    SELECT tenant_id, job_id, queue FROM jobs WHERE id IN (SELECT value FROM json_each(:ids)))
+
+-- name: prune_audit_events
+-- Operators' entries of the feed past their time that no reader still needs.
+-- Takes  :queue, :before, :limit
+DELETE FROM events
+ WHERE id IN (
+    SELECT id FROM events
+     WHERE job_row = 0 AND at <= :before AND data ->> 'queue' = :queue
+       AND (NOT EXISTS (SELECT 1 FROM feed_readers WHERE queue = :queue)
+            OR id < coalesce((SELECT min(first_event) FROM feed_entries WHERE queue = :queue), 9223372036854775807))
+     ORDER BY seq LIMIT :limit)
+
+-- name: prune_effects
+-- Keys of effects that are done and may be used again. Reserved ones and those in doubt stay.
+-- Takes  :now, :limit
+DELETE FROM idempotency_keys
+ WHERE (tenant_id, key) IN (
+    WITH RECURSIVE tenants (tenant_id) AS (
+        SELECT min(tenant_id) FROM idempotency_keys WHERE expires_at IS NOT NULL
+        UNION ALL
+        SELECT (SELECT min(idempotency_keys.tenant_id) FROM idempotency_keys
+                 WHERE expires_at IS NOT NULL AND idempotency_keys.tenant_id > tenants.tenant_id)
+          FROM tenants WHERE tenants.tenant_id IS NOT NULL)
+    SELECT old.tenant_id, old.key
+      FROM tenants CROSS JOIN idempotency_keys AS old ON old.tenant_id = tenants.tenant_id
+     WHERE old.expires_at IS NOT NULL AND old.expires_at <= :now AND old.state = 'done'
+     LIMIT :limit)
+
+-- name: prune_events
+-- The story of pruned jobs goes with them.
+-- Takes  :ids (a JSON list of the jobs' rows)
+DELETE FROM events WHERE job_row IN (SELECT value FROM json_each(:ids))
+
+-- name: prune_executions
+-- What became of messages, past its time.
+-- Takes  :before, :limit
+DELETE FROM queue_executions
+ WHERE (tenant_id, id) IN (
+    WITH RECURSIVE tenants (tenant_id) AS (
+        SELECT min(tenant_id) FROM queue_executions
+        UNION ALL
+        SELECT (SELECT min(queue_executions.tenant_id) FROM queue_executions
+                 WHERE queue_executions.tenant_id > tenants.tenant_id)
+          FROM tenants WHERE tenants.tenant_id IS NOT NULL)
+    SELECT old.tenant_id, old.id
+      FROM tenants CROSS JOIN queue_executions AS old ON old.tenant_id = tenants.tenant_id
+     WHERE old.started_at <= :before
+     LIMIT :limit)
+
+-- name: prune_feed
+-- Entries whose events are all gone.
+-- Takes  :queue
+DELETE FROM feed_entries
+ WHERE queue = :queue AND NOT EXISTS (SELECT 1 FROM feed_readers WHERE queue = :queue)
+   AND position < coalesce((SELECT min(id) FROM events), 0)
+
+-- name: prune_jobs
+-- Finished jobs past their time.
+-- Takes  :ids (a JSON list)
+DELETE FROM jobs WHERE id IN (SELECT value FROM json_each(:ids)) AND finished_at IS NOT NULL
+
+-- name: prune_keys
+-- Keys past their window, unless their job is still open.
+-- Takes  :queue, :now, :limit
+DELETE FROM submission_keys
+ WHERE (tenant_id, queue, key) IN (
+    SELECT tenant_id, queue, key FROM submission_keys AS old
+     WHERE old.queue = :queue AND old.expires_at <= :now AND NOT EXISTS (
+        SELECT 1 FROM jobs WHERE jobs.queue = old.queue AND jobs.job_id = old.job_id AND finished_at IS NULL)
+     LIMIT :limit)
+
+-- name: prune_dead_letters
+-- The dead letters, which somebody has dealt with, of pruned jobs go with them. Before the jobs do.
+-- Takes  :ids (a JSON list of the jobs' rows)
+DELETE FROM dlq_items
+ WHERE (tenant_id, job_id, queue) IN (
+    SELECT tenant_id, job_id, queue FROM jobs WHERE id IN (SELECT value FROM json_each(:ids)))
+
+-- name: prune_audit_entries
+-- The operators' log, past its time.
+-- Takes  :before, :limit
+DELETE FROM operator_events
+ WHERE (tenant_id, id) IN (
+    WITH RECURSIVE tenants (tenant_id) AS (
+        SELECT min(tenant_id) FROM operator_events
+        UNION ALL
+        SELECT (SELECT min(operator_events.tenant_id) FROM operator_events
+                 WHERE operator_events.tenant_id > tenants.tenant_id)
+          FROM tenants WHERE tenants.tenant_id IS NOT NULL)
+    SELECT old.tenant_id, old.id
+      FROM tenants CROSS JOIN operator_events AS old ON old.tenant_id = tenants.tenant_id
+     WHERE old.at <= :before
+     LIMIT :limit)
+
+-- name: prune_notices
+-- Only the latest are kept; who comes later has missed them.
+-- Takes  :keep
+DELETE FROM notices WHERE id <= (SELECT max(id) FROM notices) - :keep
+
+-- name: prune_outbox
+-- Events that were sent long ago. Those that wait or are dead stay.
+-- Takes  :before, :limit
+DELETE FROM outbox_events
+ WHERE position IN (
+    SELECT position FROM outbox_events WHERE status = 'SENT' AND sent_at <= :before ORDER BY sent_at LIMIT :limit)
+
+-- name: prune_steps
+-- The checkpoints of pruned jobs go with them. Before the jobs do.
+-- Takes  :ids (a JSON list of the jobs' rows)
+DELETE FROM job_steps
+ WHERE (tenant_id, job_id, queue) IN (
+    SELECT tenant_id, job_id, queue FROM jobs WHERE id IN (SELECT value FROM json_each(:ids)))
+
+-- name: prune_votes
+-- What people said about pruned jobs goes with them. Before the approvals do.
+-- Takes  :ids (a JSON list of the jobs' rows)
+DELETE FROM approval_votes
+ WHERE (tenant_id, approval_id) IN (
+    SELECT approvals.tenant_id, approvals.approval_id
+      FROM json_each(:ids) AS asked CROSS JOIN jobs ON jobs.id = asked.value
+      CROSS JOIN approvals
+        ON approvals.tenant_id = jobs.tenant_id AND approvals.job_id = jobs.job_id AND approvals.queue = jobs.queue)
+
+-- name: snapshot
+-- Which of some jobs are not known here, and where the feed ends, at one moment.
+-- Takes  :queue, :ids (a JSON list of job ids)
+-- Gives  [ids, position or null, nonce or null]
+SELECT json_array(
+    (SELECT json_group_array(asked.value) FROM json_each(:ids) AS asked
+      WHERE NOT EXISTS (SELECT 1 FROM jobs WHERE queue = :queue AND job_id = asked.value)),
+    (SELECT position FROM feed_entries WHERE queue = :queue ORDER BY position DESC LIMIT 1),
+    (SELECT nonce FROM feed_entries WHERE queue = :queue ORDER BY position DESC LIMIT 1))
+
+-- name: insert_restored_jobs
+-- Jobs that were lost, put back under their own ids.
+-- Takes  updated_at, place, queue; rows of job id, tenant, type, state, previous_state, priority, attempt, idempotency key,
+--        trace id, dlq id, run_at, line, due_at, lease_expires_at, next_retry_at, error_code, last_error, error_message,
+--        created_at, meta, payload
+INSERT INTO jobs (
+    updated_at, claim_seq, queue, last_seq, job_id, tenant_id, job_type, state, previous_state, priority, attempt,
+    idempotency_key, trace_id, dlq_id, run_at, ready_seq, due_at, lease_expires_at, next_retry_at, error_code, last_error,
+    error_message, created_at, meta, payload)
+SELECT ?, ?, ?, 1, column1, column2, column3, column4, column5, column6, column7, column8, column9, column10, column11,
+       column12, column13, column14, column15, column16, column17, column18, column19, column20, column21
+  FROM (VALUES {{rows 21}})
+ WHERE column1 IS NOT NULL
+
+-- name: restore_keys
+-- Keys that a ledger knew; what is known here stays, but a job's own key is not kept for longer than said.
+-- Takes  queue; rows of tenant, key, job id, expires_at
+INSERT INTO submission_keys (queue, tenant_id, key, job_id, expires_at)
+SELECT ?, column1, column2, column3, column4
+  FROM (VALUES {{rows 4}})
+ WHERE column1 IS NOT NULL
+    ON CONFLICT DO UPDATE SET expires_at = min(expires_at, excluded.expires_at) WHERE job_id = excluded.job_id
