@@ -37,7 +37,7 @@ CLAUSES: Final = tuple(f"{family}{number}" for family, count in FAMILIES.items()
 _ROW: Final = re.compile(r"^\|\s*([A-Z]\d+)\s*\|(.*)\|\s*$")
 _TEST: Final = re.compile(r"tests/[\w/]+\.py(?:::\w+)*(?:\[[^\]`]*\])?|contract::\w+")
 #: `contract::test_x` on the page means test_x of the engine contract, on each of these.
-_CONTRACT: Final = tuple(f"tests/contract/test_engine_contract.py::{suite}::" for suite in ("TestSqlite", "TestRedis"))
+_CONTRACT: Final = tuple(f"tests/engine/test_contract.py::{suite}::" for suite in ("TestSqlite", "TestRedis"))
 _STATE: Final = re.compile(r"done|partly: .+|not yet(: .+)?")
 
 

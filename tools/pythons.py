@@ -1,4 +1,4 @@
-"""Run the unit tests, and the engine contract suite on SQLite, on other Python releases with the built wheel.
+"""Run the unit tests, and the tests of the engine on SQLite, on other Python releases with the built wheel.
 
     python -m tools.pythons list     list the installed releases
     python -m tools.pythons test     run the tests on them concurrently
@@ -25,14 +25,16 @@ REQUIREMENTS: Final = ROOT / "requirements" / "test.txt"
 RELEASES: Final = ("3.12", "3.13")
 #: Where version managers keep interpreters, below the home folder; `*` is the release and more.
 MANAGED: Final = (".pyenv/versions/{}*/bin", ".local/share/uv/python/cpython-{}*/bin")
-#: Left out: tests of tools, which run only on 3.11, and tests that need more packages or servers.
+#: Tests that need neither servers nor further packages.
 TESTS: Final = (
     "tests/unit",
-    "tests/contract/test_engine_contract.py",
-    "--ignore-glob=*_tool.py",
-    "--ignore-glob=*/test_servers_*",
-    "--ignore-glob=*/test_benchmark*",
-    "--ignore-glob=*/test_endurance*",
+    "tests/engine/sqlite",
+    "tests/engine/test_contract.py",
+    "tests/execution/test_locate.py",
+    "tests/ledger/test_embedded.py",
+    "tests/sqlite",
+    "tests/test_aio.py",
+    "tests/test_platform.py",
     "-m",
     "not redis and not postgres and not brokers and not faults and not search",
 )

@@ -17,7 +17,7 @@ import pytest
 
 from holdfast import Holdfast, Retry
 from holdfast.core.principal import Role
-from tests.http.world import serving
+from tests.http.deployment import serving
 
 SUCCEEDED = [(None, "queued"), ("queued", "running"), ("running", "succeeded")]
 PATIENCE_S = 60.0

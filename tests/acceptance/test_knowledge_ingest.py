@@ -13,8 +13,8 @@ import redis
 
 from holdfast.verification.chaos.servers import in_own_loop
 from tests.acceptance.chroma_server import ChromaServer
-from tests.acceptance.knowledge_world import APP, FOLDER, Knowledge
-from tests.acceptance.workflow_world import until
+from tests.acceptance.knowledge_deployment import APP, FOLDER, Knowledge
+from tests.acceptance.workflow_deployment import until
 from tests.brokers.kafka_server import KafkaServer
 from tests.conftest import MakeServer
 from tests.servers import find_server

@@ -158,7 +158,7 @@ async def test_a_dead_workers_job_is_reclaimed_and_finished(
 
 async def die_in_mid_run(url: str, namespace: str, ledger: str | None) -> str:
     """A worker process begins the job and is killed with -9; its name."""
-    arguments = [sys.executable, "-m", "tests.acceptance.victim", url, namespace, *([ledger] if ledger else [])]
+    arguments = [sys.executable, "-m", "tests.acceptance.stuck_worker", url, namespace, *([ledger] if ledger else [])]
     process = await asyncio.create_subprocess_exec(*arguments, stdout=asyncio.subprocess.PIPE)
     assert process.stdout is not None
     try:

@@ -14,7 +14,7 @@ import httpx
 import pytest
 import redis
 
-from tests.acceptance.workflow_world import Stores, World, deployed, until
+from tests.acceptance.workflow_deployment import Stores, World, deployed, until
 
 #: Processes start in the first one, which takes a while on a busy machine.
 pytestmark = [pytest.mark.redis, pytest.mark.postgres, pytest.mark.slow]

@@ -1,4 +1,4 @@
-"""SQS for tests: moto's server (see `orderly_moto`), in a process of its own. It keeps nothing beyond its process.
+"""SQS for tests: moto's server (see `serial_moto`), in a process of its own. It keeps nothing beyond its process.
 
 The fixture is for every test package: `from tests.brokers.sqs_server import sqs_server as sqs_server` in its
 `conftest.py`.
@@ -22,7 +22,7 @@ REGION: Final = "eu-central-1"
 ACCESS_KEY: Final = "TESTKEYOFHOLDFAST"
 SECRET_KEY: Final = "correct-horse-secret-battery"
 
-_PROGRAM: Final = Path(__file__).with_name("orderly_moto.py")
+_PROGRAM: Final = Path(__file__).with_name("serial_moto.py")
 
 
 class SqsServer(ServerProcess):

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 import pytest
 
 from tests.cli.test_commands import InProcess
-from tests.people.world import World, opened
+from tests.operations.deployment import World, opened
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from holdfast.core.verdict import Release, Settlement
 from holdfast.errors import Unavailable
 from holdfast.operations.operations import Operations
 from holdfast.testing import drain
-from tests.people.world import ADA, APPROVER, BOB, person
+from tests.operations.deployment import ADA, APPROVER, BOB, person
 
 CAROL: Final = person("carol", Role.APPROVER)
 

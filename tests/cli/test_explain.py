@@ -13,7 +13,7 @@ import pytest
 
 from tests.cli.deployments import PAIRS, Deployment, deployed
 from tests.cli.job_histories import HISTORIES, Histories
-from tests.people.world import World
+from tests.operations.deployment import World
 
 #: What differs between two runs of the same history.
 _VOLATILE: Final = (

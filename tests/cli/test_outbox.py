@@ -16,7 +16,7 @@ from holdfast.cli.command import ExitCode
 from holdfast.outbox.writer import NewOutboxEvent, Outbox
 from holdfast.settings import Settings
 from tests.cli.harness import Shell, eventually
-from tests.cli.test_people import Desk
+from tests.cli.test_operations import Desk
 
 
 @pytest.fixture

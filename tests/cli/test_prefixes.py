@@ -12,7 +12,7 @@ from holdfast.cli.command import ExitCode
 from holdfast.core.job import Envelope
 from holdfast.core.states import State
 from tests.cli.deployments import PAIRS, Deployment, deployed
-from tests.people.world import World
+from tests.operations.deployment import World
 
 #: As holdfast makes them: twelve digits of the millisecond, a seven, and the rest at random.
 FIRST: Final = "01a1e55a882077dba816af8e2802b8a1"

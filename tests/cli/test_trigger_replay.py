@@ -10,7 +10,7 @@ from redis import Redis
 
 from holdfast.cli.command import ExitCode
 from tests.cli.harness import Shell, eventually
-from tests.cli.test_people import Desk, desk  # noqa: F401 - a fixture
+from tests.cli.test_operations import Desk, desk  # noqa: F401 - a fixture
 from tests.cli.test_triggers import counts, streams, write
 
 #: `holdfast …`, except that this process dies when a message is published and its dead letter not acknowledged.

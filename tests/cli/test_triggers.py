@@ -21,7 +21,7 @@ from holdfast.cli.session import local_principal
 from holdfast.ledger.port.messages import Execution, ExecutionStatus, TriggerHeartbeat
 from holdfast.operations.operations import Operations
 from tests.cli.harness import Process, Shell, eventually
-from tests.cli.test_people import Desk, desk  # noqa: F401 - a fixture
+from tests.cli.test_operations import Desk, desk  # noqa: F401 - a fixture
 
 SECRET = "hunter2-is-not-here"
 ONE: dict[str, Any] = {

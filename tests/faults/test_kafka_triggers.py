@@ -18,7 +18,7 @@ from holdfast.triggers.config import TriggerConfig
 from holdfast.triggers.trigger import QueueTrigger
 from tests.brokers.kafka_server import KafkaServer
 from tests.conftest import MakeServer
-from tests.faults.brokering import Processes, Topic, accepted, by_key, write_triggers
+from tests.faults.broker_support import Processes, Topic, accepted, by_key, write_triggers
 from tests.faults.support import eventually
 from tests.triggers.rig import Recorder
 

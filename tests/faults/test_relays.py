@@ -15,7 +15,7 @@ import pytest
 
 from tests.brokers.kafka_server import SASL_USER, KafkaServer, MakeKafka
 from tests.brokers.rabbitmq_server import PASSWORD, USER, RabbitServer
-from tests.faults.brokering import DIES_BEFORE_MARKING, Processes, Topic, fill_outbox, statuses
+from tests.faults.broker_support import DIES_BEFORE_MARKING, Processes, Topic, fill_outbox, statuses
 from tests.faults.support import eventually
 
 pytestmark = [pytest.mark.faults, pytest.mark.postgres]

@@ -18,7 +18,7 @@ from holdfast.triggers.task_runtime import TaskRuntime
 from holdfast.triggers.trigger import QueueTrigger
 from tests.brokers.kafka_server import SASL_USER, KafkaServer
 from tests.brokers.rabbitmq_server import USER
-from tests.faults.brokering import Processes, Topic, write_triggers
+from tests.faults.broker_support import Processes, Topic, write_triggers
 from tests.faults.support import eventually
 
 pytestmark = [pytest.mark.faults]

@@ -20,7 +20,7 @@ from holdfast.triggers.task_runtime import TaskRuntime
 from holdfast.triggers.trigger import QueueTrigger
 from tests.brokers.kafka_server import KafkaServer, MakeKafka
 from tests.brokers.rabbitmq_server import PASSWORD, USER, MakeRabbit, RabbitServer
-from tests.faults.brokering import Topic, accepted, by_key
+from tests.faults.broker_support import Topic, accepted, by_key
 from tests.faults.support import eventually
 from tests.faults.test_kafka_triggers import message_of
 

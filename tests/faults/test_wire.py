@@ -1,6 +1,6 @@
 """Garbage on the wire: whatever bytes another program puts in line, the worker goes on, and each message ends once.
 
-`tests/contract/test_foreign.py` has the engine's side of it; here a real worker runs beside the garbage.
+`tests/engine/redis/test_foreign.py` has the engine's side of it; here a real worker runs beside the garbage.
 """
 
 from __future__ import annotations

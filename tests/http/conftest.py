@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.http.world import World, sample, serving
+from tests.http.deployment import World, sample, serving
 
 
 @pytest.fixture

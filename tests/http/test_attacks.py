@@ -18,9 +18,9 @@ from holdfast.errors import Unauthorized
 from holdfast.http.auth import DevAuthenticator
 from holdfast.http.operation import too_deep
 from holdfast.http.subscribers import EventIdCodec
+from tests.http.deployment import World, sample, serving
 from tests.http.test_jobs import _submit
 from tests.http.test_stream import _events, _ids, _listening, _take
-from tests.http.world import World, sample, serving
 
 
 @pytest.mark.parametrize(

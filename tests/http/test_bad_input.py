@@ -11,8 +11,8 @@ import pytest
 
 from holdfast.core.principal import Role
 from holdfast.http.operation import MAX_DEPTH
+from tests.http.deployment import ROOT, World, sample, serving
 from tests.http.test_jobs import _run, _submit
-from tests.http.world import ROOT, World, sample, serving
 
 _JSON = {"content-type": "application/json"}
 

@@ -24,7 +24,7 @@ from holdfast.core.principal import Role
 from holdfast.http import create_api
 from holdfast.http.task_schemas import references
 from tests.cli.harness import PATIENCE_S
-from tests.http.world import World
+from tests.http.deployment import World
 
 _PACKAGE: Final = "holdfast_client"
 _HOW_TO: Final = Path(__file__).parents[2] / "docs" / "how-to" / "http-service.md"

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from holdfast.core.principal import Role
-from tests.http.world import World, sample, serving
+from tests.http.deployment import World, sample, serving
 
 
 def _submit(client: httpx.Client, task: str = "add", payload: Any = None, **more: Any) -> str:

@@ -13,8 +13,8 @@ import pytest
 from holdfast import Holdfast
 from holdfast.core.principal import Role
 from holdfast.http import create_api
+from tests.http.deployment import World, sample
 from tests.http.test_jobs import _submit
-from tests.http.world import World, sample
 
 Document = dict[str, Any]
 Named = tuple[str, Mapping[str, Any]]

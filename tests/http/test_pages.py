@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from holdfast import Holdfast
 from holdfast.http import mount
 from holdfast.http.auth import DevAuthenticator
-from tests.http.world import World, sample, serving
+from tests.http.deployment import World, sample, serving
 
 #: As a browser sends them when an address is typed.
 _BROWSER: Final = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8", "sec-fetch-site": "none"}

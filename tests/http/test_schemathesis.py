@@ -20,7 +20,7 @@ import pytest
 from holdfast import Context, Holdfast
 from holdfast.core.principal import Role
 from holdfast.http.openapi import CODES
-from tests.http.world import PATIENCE_S, World, leave_a_trigger, sample, serving
+from tests.http.deployment import PATIENCE_S, World, leave_a_trigger, sample, serving
 
 _PROGRAM: Final = Path(sys.executable).parent / "st"
 #: Every stream tells at once that it is ready; the client goes away then. Waiting is bounded by the service's setting.

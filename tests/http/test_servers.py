@@ -23,7 +23,7 @@ from holdfast.http import create_api
 from holdfast.http.service import Service
 from holdfast.verification.chaos.servers import free_port
 from tests.cli.harness import PATIENCE_S, environment, eventually
-from tests.http.world import sample
+from tests.http.deployment import sample
 
 _APP: Final = """
 import asyncio, json

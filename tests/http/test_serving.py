@@ -25,7 +25,7 @@ from holdfast.http import mount
 from holdfast.http.server import HttpServer, bind
 from holdfast.operations.jobs import JobOperations
 from tests.cli.harness import SAMPLE_APP, Process, Shell, environment
-from tests.http.world import World, sample, serving
+from tests.http.deployment import World, sample, serving
 
 
 @pytest.fixture

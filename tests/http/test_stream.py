@@ -18,8 +18,8 @@ from holdfast.core.principal import Role
 from holdfast.http import subscribers
 from holdfast.http.event_hub import EventHub
 from holdfast.http.subscribers import StreamFilter, StreamSubscriber
+from tests.http.deployment import PATIENCE_S, World, sample, serving
 from tests.http.test_jobs import _run, _submit
-from tests.http.world import PATIENCE_S, World, sample, serving
 
 Event = dict[str, str]
 

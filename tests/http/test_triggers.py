@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from holdfast.core.principal import Role
-from tests.http.world import World, leave_a_trigger
+from tests.http.deployment import World, leave_a_trigger
 
 PATH = "/api/v1/triggers"
 

@@ -13,7 +13,7 @@ from holdfast.ledger.queries.prefixes import KINDS, matching_ids
 from holdfast.ledger.sqlite.embedded import EmbeddedLedger
 from holdfast.ledger.sqlite.ledger import SqliteLedger
 from tests.ledger.conftest import AnyLedger
-from tests.ledger.stories import S, Told, opened, write
+from tests.ledger.histories import S, Told, opened, write
 
 ID: Final = "01a1e55a882077db"
 

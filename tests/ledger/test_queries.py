@@ -19,7 +19,7 @@ from holdfast.ledger.queries.job_list import JobFilter, from_cursor
 from holdfast.ledger.queries.jobs import Queries
 from holdfast.ledger.queries.records import JobRow
 from holdfast.schema import idempotency_keys, job_steps
-from tests.ledger.stories import START, S, Told, async_url, opened, write
+from tests.ledger.histories import START, S, Told, async_url, opened, write
 
 
 @pytest.fixture

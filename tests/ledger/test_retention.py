@@ -31,8 +31,8 @@ from holdfast.schema import (
 )
 from holdfast.settings import Settings
 from holdfast.upkeep.ledger_tasks import BATCH, LedgerPruner
+from tests.ledger.histories import S, Told, opened, write
 from tests.ledger.projection_rig import open_ledger
-from tests.ledger.stories import S, Told, opened, write
 
 NOW = datetime.now(UTC)
 OLD, RECENT = NOW - timedelta(days=40), NOW - timedelta(days=20)

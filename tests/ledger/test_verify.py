@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from holdfast.ledger.queries.jobs import Queries
 from holdfast.ledger.verify import KEPT_FAULTS, LedgerReport, verify_ledger
 from holdfast.schema import approvals
-from tests.ledger.stories import START, S, Told, opened, write
+from tests.ledger.histories import START, S, Told, opened, write
 
 FORKED: dict[str, Any] = {"type": "ledger.forked"}
 

@@ -18,7 +18,7 @@ from urllib.parse import quote
 from pydantic import SecretStr
 
 from holdfast.brokers.factory import connection_model
-from tests.triggers.properties.bench import Listener
+from tests.triggers.properties.store_rig import Listener
 
 _PLAIN: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 #: What a broker needs beside its secrets: quick to give up.

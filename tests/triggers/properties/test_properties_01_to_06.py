@@ -32,6 +32,7 @@ from holdfast.triggers.envelope import HeaderNames, MessageEnvelope, parser_of
 from holdfast.triggers.runtime import Runtime
 from holdfast.triggers.state import TriggerState
 from holdfast.triggers.trigger import QueueTrigger
+from tests.triggers.properties.memory_rig import PROPERTY, START, Script, World, play, rest, until
 from tests.triggers.properties.strategies import (
     DEDUP_KEYS,
     EVENTS,
@@ -43,7 +44,6 @@ from tests.triggers.properties.strategies import (
     json_bodies,
     same,
 )
-from tests.triggers.properties.world import PROPERTY, START, Script, World, play, rest, until
 from tests.triggers.rig import MemoryBook
 from tests.triggers.rig import until as until_real
 

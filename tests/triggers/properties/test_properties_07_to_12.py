@@ -19,8 +19,8 @@ from holdfast.guard.decisions import Decision, GuardRequest
 from holdfast.ledger.port.messages import ExecutionStatus
 from holdfast.triggers.runtime import CallableRuntime, Runtime
 from holdfast.triggers.task_runtime import TaskRuntime
+from tests.triggers.properties.memory_rig import PROPERTY, START, Script, World, gate_of, play, rest, until
 from tests.triggers.properties.strategies import EVENTS, FOCUSES, HEADER_NAMES, HEADERS, JSON, TENANTS, same
-from tests.triggers.properties.world import PROPERTY, START, Script, World, gate_of, play, rest, until
 from tests.triggers.rig import Recorder, Rig
 
 pytestmark = pytest.mark.search

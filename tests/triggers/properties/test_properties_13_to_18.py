@@ -17,9 +17,9 @@ from holdfast import Fatal
 from holdfast.clock import to_datetime
 from holdfast.ledger.port.messages import ExecutionStatus
 from holdfast.triggers.dedup import InMemoryDedupStore
-from tests.triggers.properties.bench import KINDS, Bench, Kind, Listener, Store, open_store, scraped
+from tests.triggers.properties.memory_rig import PROPERTY, LoopClock, World, history_of, play, until
+from tests.triggers.properties.store_rig import KINDS, Bench, Kind, Listener, Store, open_store, scraped
 from tests.triggers.properties.strategies import EVENTS, TENANTS
-from tests.triggers.properties.world import PROPERTY, LoopClock, World, history_of, play, until
 from tests.triggers.rig import Recorder
 
 pytestmark = pytest.mark.search

@@ -32,7 +32,6 @@ from holdfast.triggers.http_runtime import HttpRuntime
 from holdfast.triggers.runtime import CallableRuntime
 from holdfast.triggers.state import TriggerState
 from holdfast.triggers.trigger import QueueTrigger
-from tests.triggers.properties.bench import KINDS, Bench, Kind, Listener, Store, open_store, scraped
 from tests.triggers.properties.leaks import (
     assert_silent,
     connection_of,
@@ -42,7 +41,8 @@ from tests.triggers.properties.leaks import (
     secret_fields,
     told_by,
 )
-from tests.triggers.properties.world import PROPERTY, LoopClock, World, play, rest
+from tests.triggers.properties.memory_rig import PROPERTY, LoopClock, World, play, rest
+from tests.triggers.properties.store_rig import KINDS, Bench, Kind, Listener, Store, open_store, scraped
 from tests.triggers.rig import Recorder
 
 pytestmark = pytest.mark.search

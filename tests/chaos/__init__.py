@@ -1,1 +1,0 @@
-"""Everything fails: chaos runs in small, and every call to a store at every point."""

@@ -1,0 +1,7 @@
+"""Apps of the worker tests, for callers."""
+
+from tests.worker.conftest import app as app
+from tests.worker.conftest import both as both
+from tests.worker.conftest import clock as clock
+from tests.worker.conftest import faults as faults
+from tests.worker.conftest import url as url

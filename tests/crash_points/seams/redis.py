@@ -1,0 +1,85 @@
+"""The last place that a call to Redis passes: `Connection.call`, one command or script on one socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import cache
+from importlib.resources import files
+from typing import Any, Final
+
+from holdfast.engine.redis.net import client as redis_client
+from holdfast.engine.redis.net.connection import PipelinedConnection
+from tests.crash_points.seams.open_handles import Opened
+from tests.crash_points.seams.seam import Seam
+
+
+@cache
+def scripts() -> list[Any]:
+    """All of the engine's, as it would send them."""
+    folder = files("holdfast.engine.redis") / "lua"
+    names = sorted(file.name.removesuffix(".lua") for file in folder.iterdir() if file.name.endswith(".lua"))
+    return [redis_client.Script(name) for name in names if not name.startswith("_")]
+
+
+#: Commands and scripts that only read. `XREADGROUP` changes who has what.
+_READS: Final = frozenset(
+    [
+        "EXISTS",
+        "GET",
+        "HGET",
+        "HGETALL",
+        "HMGET",
+        "INFO",
+        "MGET",
+        "PING",
+        "SMEMBERS",
+        "TIME",
+        "TYPE",
+        "XINFO",
+        "XLEN",
+        "XPENDING",
+        "XRANGE",
+        "XREAD",
+        "XREVRANGE",
+        "ZCARD",
+        "ZRANGE",
+        "ZRANGEBYSCORE",
+        "ZSCORE",
+        "find_due",
+        "find_expired",
+        "get",
+        "snapshot",
+        "stats",
+        "workers",
+    ]
+)
+#: Of connecting, not of work.
+_GREETINGS: Final = frozenset({"AUTH", "SELECT", "HELLO", "SCRIPT"})
+
+
+def call_through(seam: Seam, opened: Opened) -> Callable[..., Any]:
+    original = PipelinedConnection.call
+    names = {script.sha: script.name for script in scripts()}
+
+    def call(self: PipelinedConnection, *command: Any, blocks_s: float = 0.0) -> Any:
+        opened.redis(self)
+        word = _text(command[0]).upper()
+        if word in _GREETINGS or seam.off:
+            return original(self, *command, blocks_s=blocks_s)
+        name = names.get(command[1], word) if word == "EVALSHA" else word
+        return asyncio.ensure_future(
+            seam.through(
+                name,
+                lambda: original(self, *command, blocks_s=blocks_s),
+                lambda: ConnectionResetError("the connection was cut"),
+                self.close,
+                leaves=name not in _READS,
+            )
+        )
+
+    return call
+
+
+def _text(word: Any) -> str:
+    return word.decode() if isinstance(word, bytes) else str(word)

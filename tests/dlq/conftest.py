@@ -1,4 +1,0 @@
-"""The world of `tests.people`."""
-
-from tests.people.conftest import alone as alone
-from tests.people.conftest import world as world

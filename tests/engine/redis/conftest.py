@@ -1,0 +1,17 @@
+"""What the Redis-only tests share: a rig in a namespace of a real server of each supported version, or of a Cluster."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.engine.harness import RedisHarness, closing
+
+
+@pytest.fixture(
+    params=["redis_url", "redis_62_url", "redis_60_url", "cluster_url"], ids=["current", "6.2", "6.0.9", "cluster"]
+)
+async def redis_harness(request: pytest.FixtureRequest, namespace: str) -> AsyncIterator[RedisHarness]:
+    async with closing(RedisHarness(request.getfixturevalue(request.param), namespace)) as harness:
+        yield harness

@@ -1,0 +1,119 @@
+"""Corners of the Redis engine where a step could lose, strand or leak something."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from holdfast.core.history import check_history
+from holdfast.core.states import State
+from holdfast.core.verdict import DeadLetter, RetryLater, Settlement, SettleResult, Succeed
+from holdfast.engine.port.jobs import EngineOptions, RetryVia
+from holdfast.errors import EngineRefused, InvalidOption
+from holdfast.testing.contract.harness import FAILURE, QUEUE, Rig, ids
+from tests.engine.harness import RedisHarness
+
+pytestmark = pytest.mark.redis
+
+PENDING = {"retry_via": {QUEUE: RetryVia.PENDING}}
+
+
+@pytest.fixture
+async def rig(redis_harness: RedisHarness) -> Rig:
+    return await Rig.on(redis_harness)
+
+
+async def test_a_key_of_another_type_costs_nobody_a_job(redis_harness: RedisHarness, rig: Rig) -> None:
+    """Somebody else's list under the name of our dead letters: refused before the first write."""
+    dlq = redis_harness.keys(QUEUE).dlq
+    await redis_harness.redis.rpush(dlq, "theirs")
+    await rig.submit(2)
+    bad, good = await rig.claim()
+    verdicts = [Settlement(bad, DeadLetter(FAILURE), 1), Settlement(good, Succeed(b"1"), 1)]
+    with pytest.raises(EngineRefused, match="WRONGTYPE"):
+        await rig.engine.settle(verdicts)
+    assert [await rig.state(claim.job_id) for claim in (bad, good)] == [State.RUNNING] * 2
+    assert await rig.engine.settle(verdicts[1:]) == [SettleResult.APPLIED]
+    with pytest.raises(EngineRefused, match="WRONGTYPE"):
+        await rig.move(bad.job_id, State.DLQ_PENDING)
+    await redis_harness.redis.delete(dlq)
+    assert await rig.engine.settle(verdicts[:1]) == [SettleResult.APPLIED]
+    check_history(await rig.events(), ended=True)
+
+
+async def test_a_foreign_entry_does_not_stop_the_feed(redis_harness: RedisHarness, rig: Rig) -> None:
+    first = await rig.submit_one()
+    await redis_harness.redis.xadd(redis_harness.keys(rig.queue).feed, {"hello": "world"})
+    second = await rig.submit_one()
+    assert [event.job_id for event in await rig.events()] == [first, second]
+    assert (await rig.engine.snapshot(rig.queue, [])).position == (await rig.entries())[-1].position
+
+
+def test_times_to_live_are_at_least_a_millisecond() -> None:
+    with pytest.raises(InvalidOption, match="finished_ttl_ms"):
+        EngineOptions(finished_ttl_ms=0)
+
+
+async def test_retries_parked_before_a_change_of_settings_run(redis_harness: RedisHarness) -> None:
+    before = await Rig.on(redis_harness, **PENDING)
+    claim = await before.start_one()
+    await before.settle(claim, RetryLater(1_000, FAILURE))
+    after = await Rig.on(redis_harness)
+    await redis_harness.advance(1_001)
+    (again,) = await after.engine.reclaim("w2", [QUEUE], 10)
+    assert (again.job_id, again.attempt, again.meta.retry_count) == (claim.job_id, 2, 1)
+    assert await after.succeed(again) == [SettleResult.APPLIED]
+    check_history(await after.events(), ended=True)
+
+
+async def test_a_parked_retry_whose_message_was_deleted_runs_from_its_record(redis_harness: RedisHarness) -> None:
+    rig = await Rig.on(redis_harness, **PENDING)
+    claim = await rig.start_one()
+    await rig.settle(claim, RetryLater(1_000, FAILURE))
+    for stream in redis_harness.keys(QUEUE).streams:
+        await redis_harness.redis.xtrim(stream, maxlen=0, approximate=False)
+    assert await rig.state(claim.job_id) is State.RETRYING
+    await redis_harness.advance(1_001)
+    assert await rig.engine.reclaim("w2", [QUEUE], 10) == []
+    (again,) = await rig.claim("w2")
+    assert (again.job_id, again.payload, again.attempt) == (claim.job_id, claim.payload, 2)
+    assert await rig.succeed(again) == [SettleResult.APPLIED]
+    assert await rig.open_jobs() == 0
+
+
+async def test_waiting_retries_do_not_hide_a_lost_lease(redis_harness: RedisHarness) -> None:
+    rig = await Rig.on(redis_harness, **PENDING)
+    await rig.submit(100)
+    for claim in await rig.claim("w1", 100):
+        await rig.settle(claim, RetryLater(3_600_000, FAILURE))
+    lost = await rig.start_one("w1")
+    await rig.lose_leases()
+    assert ids(await rig.engine.reclaim("w2", [QUEUE], 1)) == [lost.job_id]
+
+
+async def test_ids_chosen_by_hand_settle_beside_our_own(redis_harness: RedisHarness, rig: Rig) -> None:
+    fields = {"task_id": "theirs", "type": "print", "payload": "{}"}
+    await redis_harness.redis.xadd(redis_harness.keys(QUEUE).streams[1], fields, id="5-1")
+    await rig.submit_one()
+    claims = await rig.claim()
+    assert len(claims) == 2
+    assert await rig.succeed(*claims) == [SettleResult.APPLIED] * 2
+
+
+async def test_nobody_stays_on_the_list_of_awaited_jobs(redis_harness: RedisHarness, rig: Rig) -> None:
+    for _ in range(50):
+        claim = await rig.start_one()
+        view, _ = await asyncio.gather(rig.engine.wait_final(QUEUE, claim.job_id, 10_000), rig.succeed(claim))
+        assert view is not None
+        assert view.state is State.SUCCEEDED
+    assert await redis_harness.redis.hlen(redis_harness.keys(QUEUE).waiters) == 0
+
+
+async def test_a_damaged_queue_is_told_and_keeps_nobody_from_the_others(redis_harness: RedisHarness, rig: Rig) -> None:
+    await rig.submit_one()
+    await redis_harness.redis.set(redis_harness.keys("damaged").control, "a string")
+    seen, away = await rig.engine.for_each_queue(["damaged", QUEUE], rig.engine.stats)
+    assert (list(seen), list(away)) == ([QUEUE], ["damaged"])
+    with pytest.raises(EngineRefused, match="WRONGTYPE"):
+        await rig.engine.for_each_queue(["damaged"], rig.engine.stats)

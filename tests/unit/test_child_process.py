@@ -1,0 +1,90 @@
+"""The child's side of `process=True`, without a process: finding tasks, running orders, answering."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import pytest
+
+from holdfast import Holdfast, Retry
+from holdfast.core.job import Claim, Failure, Lease, Meta
+from holdfast.core.verdict import Deferred, FailureKind, Raised, Returned
+from holdfast.errors import InvalidOption
+from holdfast.execution import processes
+from holdfast.execution.processes import RunCommand, RunReply
+from holdfast.execution.spec import TaskLocation, find_task, load_task, locate
+from tests.execution import process_tasks
+
+META = Meta(retry_count=1, retry=Retry(max_retries=2), context={"a": [1]})
+CLAIM = Claim(Lease("q", "j", "1-0", 1, "w"), "pid", b'{"word": "x"}', "default", "", "", 2, 1, 2, META)
+
+
+def test_orders_and_replies_travel_whole() -> None:
+    order = RunCommand(TaskLocation("m", "f", "t"), CLAIM)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(order), type=RunCommand) == order
+    for outcome in (Returned(b"1"), Raised(FailureKind.FATAL, Failure("CODE", "message"))):
+        packed = msgspec.msgpack.encode(RunReply.of(outcome))
+        assert msgspec.msgpack.decode(packed, type=RunReply).outcome() == outcome
+    with pytest.raises(TypeError):
+        RunReply.of(Deferred("no"))
+
+
+def test_a_task_is_found_where_it_is_defined() -> None:
+    place = locate(process_tasks.pid.plan)
+    assert (place.module, place.task) == ("tests.execution.process_tasks", "pid")
+    assert load_task(place) is process_tasks.pid.plan
+    with pytest.raises(InvalidOption, match="no task 'nobody'"):
+        load_task(TaskLocation(place.module, place.file, "nobody"))
+
+
+def test_a_task_is_found_through_its_app() -> None:
+    module: Any = ModuleType("somewhere")
+    module.application = Holdfast("sqlite://")
+    module.number = 7
+
+    @module.application.task
+    def hidden() -> None: ...
+
+    assert find_task(module, "hidden") is hidden.plan
+    assert find_task(module, "nobody") is None
+
+
+def test_a_script_is_loaded_from_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from holdfast import Holdfast\n"
+        "app = Holdfast('sqlite://')\n"
+        "@app.task(process=True)\n"
+        "def work() -> str:\n"
+        "    return __name__\n"
+        "assert __name__ != '__main__'\n"
+    )
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    monkeypatch.delitem(sys.modules, "__mp_main__", raising=False)
+    plan = load_task(TaskLocation("", str(script), "work"))
+    assert plan.function() == "__mp_main__"
+    assert load_task(TaskLocation("", str(script), "work")) is plan
+    monkeypatch.delitem(sys.modules, "__mp_main__")
+    with pytest.raises(InvalidOption, match="no file"):
+        load_task(TaskLocation("", str(tmp_path / "no_suffix"), "work"))
+
+
+def test_orders_are_run(capfd: pytest.CaptureFixture[str]) -> None:
+    with asyncio.Runner() as runner:
+        outcome = processes._run(process_tasks.pid.plan, CLAIM, runner)
+        assert isinstance(outcome, Returned)
+        assert msgspec.json.decode(outcome.result)[1:] == ["x", "j"]
+        nap = msgspec.structs.replace(CLAIM, task="nap", payload=b"[0]")
+        assert isinstance(processes._run(process_tasks.nap.plan, nap, runner), Returned)
+
+
+def test_a_module_that_cannot_be_imported_is_a_failure_that_retries() -> None:
+    loaded = processes._load(TaskLocation("holdfast.nowhere", "", "work"))
+    assert isinstance(loaded, Raised)
+    assert (loaded.kind, loaded.failure.type) == (FailureKind.RETRYABLE, "ModuleNotFoundError")
+    assert processes._load(locate(process_tasks.pid.plan)) is process_tasks.pid.plan

@@ -1,0 +1,95 @@
+"""Workers and `holdfast upkeep` keep the ledger in step by themselves, in a thread that stalls no task."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+
+import pytest
+
+from holdfast import Holdfast, Retry
+from holdfast.core.states import State
+from holdfast.ledger.port.ledger import Ledger
+from holdfast.upkeep.upkeep import Upkeep
+from holdfast.worker.worker import Worker
+from tests.ledger.projection_rig import QUEUE, check_ledger, rows
+from tests.upkeep.projector_rig import until
+
+
+@pytest.fixture
+async def app(redis_url: str, ledger_url: str, namespace: str) -> AsyncIterator[Holdfast]:
+    made = Holdfast(redis_url, ledger=ledger_url, namespace=namespace, retry=Retry(max_retries=0))
+
+    @made.task
+    async def add(a: int, b: int) -> int:
+        return a + b
+
+    @made.task
+    async def fail() -> None:
+        raise ValueError("boom")
+
+    yield made
+    await made.close()
+
+
+async def _states(ledger: Ledger) -> dict[str, int]:
+    found = await rows(ledger, "SELECT state, count(*) AS n FROM jobs GROUP BY state")
+    return {row["state"]: row["n"] for row in found}
+
+
+async def _shows(ledger: Ledger, **wanted: int) -> None:
+    async def shown() -> bool:
+        return await _states(ledger) == wanted
+
+    await until(shown, f"the ledger shows {wanted}")
+
+
+async def test_a_worker_brings_everything_into_the_ledger(app: Holdfast) -> None:
+    worker = Worker(app, queues=[QUEUE])
+    working = asyncio.create_task(worker.run())
+    for number in range(20):
+        await app.tasks["add"].submit(number, 1)
+    for _ in range(3):
+        await app.tasks["fail"].submit()
+    assert app.ledger_backend is not None
+    await _shows(app.ledger_backend, succeeded=20, failed=3)
+    assert any(thread.name == "holdfast-projector" for thread in threading.enumerate())
+    worker.drain()
+    await working
+    assert not any(thread.name == "holdfast-projector" for thread in threading.enumerate())
+    told = await check_ledger(app.ledger_backend)
+    assert set(told.values()) == {State.FAILED, State.SUCCEEDED}
+    (feed,) = await rows(app.ledger_backend, "SELECT projector FROM feed_positions")
+    assert feed["projector"] is None
+
+
+async def test_upkeep_projects_for_workers_that_do_not(app: Holdfast) -> None:
+    await app.open()
+    assert app.ledger_backend is not None
+    keeper = Upkeep(app.engine, [], app.settings, app.ledger_backend)
+    keeping = asyncio.create_task(keeper.run())
+    worker = Worker(app, queues=[QUEUE], upkeep=False)
+    working = asyncio.create_task(worker.run())
+    await app.tasks["add"].submit(1, 2)
+    await _shows(app.ledger_backend, succeeded=1)
+    worker.drain()
+    await working
+    keeper.stop()
+    await keeping
+
+
+async def test_a_worker_works_while_its_ledger_is_away(redis_url: str, namespace: str) -> None:
+    app = Holdfast(redis_url, ledger="postgresql://nobody@127.0.0.1:1/none", namespace=namespace)
+
+    @app.task
+    async def add(a: int, b: int) -> int:
+        return a + b
+
+    async with app:
+        worker = Worker(app, queues=[QUEUE])
+        working = asyncio.create_task(worker.run())
+        job = await add.submit(1, 2)
+        assert await job.result(timeout=10) == 3
+        worker.drain()
+        await working
