@@ -280,7 +280,7 @@ async def test_a_key_that_the_replica_never_saw_still_names_one_job(scene: Scene
     await scene.site.ended([before, first])
     await scene.site.app.ledger.wait_caught_up()
     await scene.fail_over(target=scene.owner())
-    await eventually(lambda: any(each.said("keys are known again") for each in scene.workers), "a worker to notice")
+    await eventually(lambda: any(each.said("; restored ") for each in scene.workers), "a worker to notice")
     again = await scene.insist(1, durable=True)
     await scene.settled()
     assert again == first
