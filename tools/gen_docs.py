@@ -9,14 +9,17 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Final
 
 from holdfast.core.states import FINAL, MOVES, State, event_for, mermaid_diagram
-from tools import cli_reference
+from tools import cli_reference, import_graph
 
 ROOT: Final = Path(__file__).resolve().parent.parent
-PAGES: Final = (ROOT / "docs" / "reference" / "states.md", ROOT / "docs" / "reference" / "cli.md")
+PAGES: Final = tuple(
+    ROOT / "docs" / page for page in ("reference/states.md", "reference/cli.md", "explanation/architecture.md")
+)
 
 _PART: Final = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
@@ -50,6 +53,21 @@ def finals() -> str:
     return ", ".join(f"`{state}`" for state in State if state in FINAL) + ".\n"
 
 
+@cache
+def _imports() -> Mapping[str, set[str]]:
+    return import_graph.package_imports(import_graph.build())
+
+
+def layers() -> str:
+    """The packages in their layers, with arrows for the imports that do not follow from others."""
+    return import_graph.flowchart(import_graph.read_layers(), _imports())
+
+
+def imports() -> str:
+    """Every import between packages."""
+    return import_graph.table(import_graph.read_layers(), _imports())
+
+
 PARTS: Final[Mapping[str, Callable[[], str]]] = {
     "diagram": diagram,
     "moves": moves,
@@ -57,6 +75,8 @@ PARTS: Final[Mapping[str, Callable[[], str]]] = {
     "finals": finals,
     "exit_codes": cli_reference.exit_codes,
     "commands": cli_reference.commands,
+    "layers": layers,
+    "imports": imports,
 }
 
 

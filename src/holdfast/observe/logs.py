@@ -1,7 +1,7 @@
-"""Logs of the long-running commands: to stderr, as plain text or one JSON object per line, redacted.
+"""Log fields that identify the current run.
 
 Log records written during a run, including those of the user's code, carry the job's fields. `current_claim` is set
-around each run and read by the formatter.
+around each run and read by the formatters (`observe.log_formats`).
 """
 
 from __future__ import annotations
