@@ -8,11 +8,9 @@ from typing import Any, Final
 from pydantic import BaseModel, ConfigDict
 from pydantic.alias_generators import to_camel
 
-from holdfast import State
-from holdfast.core.job import JobInfo
+from holdfast import JobInfo, State
 from holdfast.errors import UnknownJob
-from holdfast.ledger.queries.job_list import JobFilter
-from holdfast.ledger.queries.records import JobRow
+from holdfast.ledger import JobFilter, JobRow
 from knowledge_ingest.settings import QUEUE
 from knowledge_ingest.tasks import app
 

@@ -1,14 +1,13 @@
 """holdfast: durable background tasks. Every task reaches exactly one recorded outcome.
 
-The names exported here are public, as are `holdfast.effects`, `holdfast.mongo` and `holdfast.testing`; all else may
-change between releases. Errors to catch are in `holdfast.errors`.
+Public are the names that this package and `holdfast.brokers`, `effects`, `engine`, `http`, `ledger`, `mongo`,
+`observe`, `operations`, `outbox`, `testing`, `triggers` and `webhooks` export; all else may change between releases.
+Errors to catch are in `holdfast.errors`.
 """
 
-import importlib as _importlib
 from typing import TYPE_CHECKING as _TYPE_CHECKING
-from typing import Any as _Any
 
-from holdfast._platform import unsupported as _unsupported
+from holdfast._exports import lazy_exports as _lazy_exports
 from holdfast._version import __version__
 from holdfast.errors import Fatal, Unavailable
 
@@ -16,7 +15,7 @@ if _TYPE_CHECKING:
     from holdfast.app import Holdfast
     from holdfast.client.job import Job
     from holdfast.client.task import Task
-    from holdfast.core.job import Approval, Priority
+    from holdfast.core.job import Approval, JobInfo, Priority
     from holdfast.core.retry import Retry
     from holdfast.core.states import State
     from holdfast.execution.context import Context
@@ -33,6 +32,7 @@ __all__ = [
     "GuardRequest",
     "Holdfast",
     "Job",
+    "JobInfo",
     "Priority",
     "RequireApproval",
     "Retry",
@@ -45,33 +45,27 @@ __all__ = [
     "errors",
 ]
 
-#: Modules of the other names, loaded at first use so that `holdfast --version` starts fast.
-_HOMES = {
-    "Allow": "holdfast.guard.decisions",
-    "RequireApproval": "holdfast.guard.decisions",
-    "Approval": "holdfast.core.job",
-    "Context": "holdfast.execution.context",
-    "Deny": "holdfast.guard.decisions",
-    "GuardRequest": "holdfast.guard.decisions",
-    "Holdfast": "holdfast.app",
-    "Job": "holdfast.client.job",
-    "Priority": "holdfast.core.job",
-    "Retry": "holdfast.core.retry",
-    "Settings": "holdfast.settings",
-    "State": "holdfast.core.states",
-    "Task": "holdfast.client.task",
-    "Worker": "holdfast.worker.worker",
-}
-
-
-def __getattr__(name: str) -> _Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if (error := _unsupported()) is not None:
-        raise error
-    value = getattr(_importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
+# Loaded at first use, so that `holdfast --version` starts fast.
+__getattr__ = _lazy_exports(
+    __name__,
+    {
+        "Allow": "holdfast.guard.decisions",
+        "RequireApproval": "holdfast.guard.decisions",
+        "Approval": "holdfast.core.job",
+        "Context": "holdfast.execution.context",
+        "Deny": "holdfast.guard.decisions",
+        "GuardRequest": "holdfast.guard.decisions",
+        "Holdfast": "holdfast.app",
+        "Job": "holdfast.client.job",
+        "JobInfo": "holdfast.core.job",
+        "Priority": "holdfast.core.job",
+        "Retry": "holdfast.core.retry",
+        "Settings": "holdfast.settings",
+        "State": "holdfast.core.states",
+        "Task": "holdfast.client.task",
+        "Worker": "holdfast.worker.worker",
+    },
+)
 
 
 def __dir__() -> list[str]:

@@ -20,6 +20,7 @@ NAMES = {
     "GuardRequest",
     "Holdfast",
     "Job",
+    "JobInfo",
     "Priority",
     "Retry",
     "Settings",

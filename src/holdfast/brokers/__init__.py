@@ -1,1 +1,22 @@
-"""Broker clients, shared by triggers (messages in) and the outbox (events out)."""
+"""Broker clients, shared by triggers (messages in) and the outbox (events out).
+
+Public: the broker in memory, for tests and trials.
+"""
+
+from typing import TYPE_CHECKING
+
+from holdfast._exports import lazy_exports as _lazy_exports
+
+if TYPE_CHECKING:
+    from holdfast.brokers.memory import MemoryAdapter, MemoryBroker, MemoryConfig
+
+__all__ = ["MemoryAdapter", "MemoryBroker", "MemoryConfig"]
+
+__getattr__ = _lazy_exports(
+    __name__,
+    {
+        "MemoryAdapter": "holdfast.brokers.memory",
+        "MemoryBroker": "holdfast.brokers.memory",
+        "MemoryConfig": "holdfast.brokers.memory",
+    },
+)

@@ -1,1 +1,28 @@
-"""Triggers: start a run for each message of a broker queue."""
+"""Triggers: start a run for each message of a broker queue.
+
+Public: `QueueTrigger`, its configuration and the runtimes that it can call.
+"""
+
+from typing import TYPE_CHECKING
+
+from holdfast._exports import lazy_exports as _lazy_exports
+
+if TYPE_CHECKING:
+    from holdfast.triggers.config import TriggerConfig
+    from holdfast.triggers.http_runtime import HttpRuntime
+    from holdfast.triggers.runtime import CallableRuntime
+    from holdfast.triggers.task_runtime import TaskRuntime
+    from holdfast.triggers.trigger import QueueTrigger
+
+__all__ = ["CallableRuntime", "HttpRuntime", "QueueTrigger", "TaskRuntime", "TriggerConfig"]
+
+__getattr__ = _lazy_exports(
+    __name__,
+    {
+        "CallableRuntime": "holdfast.triggers.runtime",
+        "HttpRuntime": "holdfast.triggers.http_runtime",
+        "QueueTrigger": "holdfast.triggers.trigger",
+        "TaskRuntime": "holdfast.triggers.task_runtime",
+        "TriggerConfig": "holdfast.triggers.config",
+    },
+)
