@@ -14,6 +14,7 @@ from confluent_kafka import Consumer
 from benchmarks.sides.channel import ARGUMENT, Answer, Spec, main, serve, watched
 from benchmarks.sides.feeding import KEYS
 from holdfast import Holdfast
+from holdfast.execution.backend import backend_of
 from holdfast.outbox.writer import NewOutboxEvent
 from holdfast.triggers.config import TriggerEntry
 from holdfast.triggers.service import build_trigger
@@ -56,9 +57,9 @@ async def relay(spec: Spec) -> None:
     """As `holdfast outbox relay` runs it."""
     app = Holdfast(spec.url, **spec.settings)
     async with app:
-        outbox = app.outbox_backend
+        outbox = backend_of(app).outbox
         assert outbox is not None
-        relaying = RelayService(app, outbox)
+        relaying = RelayService(backend_of(app), outbox)
         running: list[asyncio.Task[None]] = []
 
         async def start() -> Answer:

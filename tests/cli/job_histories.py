@@ -13,6 +13,7 @@ from holdfast.core.job import Claim, Envelope, new_job_ids
 from holdfast.core.principal import Role
 from holdfast.core.verdict import Release, Settlement
 from holdfast.errors import Unavailable
+from holdfast.execution.backend import backend_of
 from holdfast.operations.operations import Operations
 from holdfast.testing import drain
 from tests.people.world import ADA, APPROVER, BOB, person
@@ -235,7 +236,7 @@ async def _kept(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
 
 async def _unknown_task(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
     envelope = Envelope(job_id=new_job_ids(1)[0], task="no.such.task", payload=b"{}", queue=queue)
-    receipt = await (await at.app.submitter()).submit(envelope)
+    receipt = await (await backend_of(at.app).submitter()).submit(envelope)
     yield at.app.job(receipt.job_id, queue)
 
 

@@ -20,6 +20,7 @@ from holdfast.errors import (
     TransitionInvalid,
     UnknownJob,
 )
+from holdfast.execution.backend import backend_of
 from holdfast.operations.jobs import JobOperations
 from tests.people.world import ADA, ADMIN, APPROVER, BOB, LOCAL, OF_ACME, VIEWER, World, person
 
@@ -60,7 +61,7 @@ async def test_with_the_ledger_down_jobs_are_still_found_and_cancelled(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = await world.charge.submit(1)
-    ledger = world.app.ledger_backend
+    ledger = backend_of(world.app).ledger
     assert ledger is not None
 
     async def down(*_: Any) -> Any:

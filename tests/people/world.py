@@ -10,6 +10,7 @@ from holdfast import Context, Fatal, Holdfast, Retry
 from holdfast.core.job import JobInfo
 from holdfast.core.principal import ALL_TENANTS, Principal, Role
 from holdfast.core.states import State
+from holdfast.execution.backend import backend_of
 from holdfast.operations.operations import Operations
 from holdfast.testing import drain
 from holdfast.upkeep.ledger_tasks import LedgerTasks
@@ -106,7 +107,7 @@ class World:
 async def opened(world: World) -> AsyncIterator[World]:
     """Open, with a projector where one is needed."""
     async with world.app as app:
-        ledger = app.ledger_backend
+        ledger = backend_of(app).ledger
         bookkeeping = None if ledger is None else LedgerTasks(app.engine, ledger, app.settings)
         if bookkeeping is not None:
             bookkeeping.start()

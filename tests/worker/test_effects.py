@@ -17,6 +17,7 @@ from holdfast import Context, Holdfast, Job, Retry, State
 from holdfast.core.job import JobInfo
 from holdfast.effects import Done, NotDone
 from holdfast.errors import InvalidOption, LedgerUnavailable, Unavailable
+from holdfast.execution.backend import backend_of
 from holdfast.ledger.port.effects import EffectOutcome, EffectState, EffectStore
 from holdfast.testing import inline
 from tests.worker.support import eventually, working
@@ -76,8 +77,9 @@ def world() -> World:
 
 
 def effects(app: Holdfast) -> EffectStore:
-    assert app.ledger_backend is not None
-    return app.ledger_backend.effects
+    backend = backend_of(app)
+    assert backend.ledger is not None
+    return backend.ledger.effects
 
 
 async def settled(app: Holdfast, job: Job[Any], state: State) -> JobInfo:
@@ -533,7 +535,7 @@ class Broken:
 
 
 def break_ledger(app: Holdfast) -> Broken:
-    ledger: Any = app.ledger_backend
+    ledger: Any = backend_of(app).ledger
     ledger.effects = Broken(ledger.effects)
     broken: Broken = ledger.effects
     return broken

@@ -39,6 +39,7 @@ from holdfast.errors import (
     UnknownJob,
     UsageError,
 )
+from holdfast.execution.backend import backend_of
 from holdfast.extras import require_drivers
 from holdfast.factory import build_engine, build_ledger, sqlite_path
 from holdfast.operations.jobs import find_in_queues
@@ -223,7 +224,7 @@ async def open_operations(
     await app.open()
     try:
         operations = Operations.for_app(app)
-        yield operations, await current_principal(app.settings, app.ledger_backend)
+        yield operations, await current_principal(app.settings, backend_of(app).ledger)
     finally:
         await app.close()
 

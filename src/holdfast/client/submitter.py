@@ -69,13 +69,13 @@ class BatchingSubmitter(Submitter):
         ledger: Ledger | None = None,
         *,
         durable_timeout_s: float = _DURABLE_TIMEOUT_S,
-        gate: GuardRunner | None = None,
+        guards: GuardRunner | None = None,
         webhook_policy: WebhookPolicy | None = None,
     ) -> None:
-        """`gate` reviews every job before it is sent; `webhook_policy` checks and sets its webhook."""
+        """`guards` reviews every job before it is sent; `webhook_policy` checks and sets its webhook."""
         self._webhooks = webhook_policy
         self._engine = engine
-        self._guards = gate
+        self._guards = guards
         self._ledger = ledger
         self._durable_timeout_s = durable_timeout_s
         #: Called with every durable submission that the engine has accepted and that waits for the ledger.

@@ -36,38 +36,40 @@ _COUNTED: Final = 50
 _WORK: Final = (State.QUEUED, State.RUNNING, State.RETRYING)
 
 
-class MetricsApp(Protocol):
-    """The part of an app that metrics need."""
+class MetricsBackend(Protocol):
+    """The parts of an app's backend that metrics are read from."""
 
     @property
     def settings(self) -> Settings: ...
     @property
     def engine(self) -> Engine: ...
     @property
-    def ledger_backend(self) -> Ledger | None: ...
+    def ledger(self) -> Ledger | None: ...
     @property
-    def outbox_backend(self) -> OutboxOpener | None: ...
+    def outbox(self) -> OutboxOpener | None: ...
 
 
-async def render_metrics(app: MetricsApp) -> tuple[bytes, str]:
+async def render_metrics(backend: MetricsBackend) -> tuple[bytes, str]:
     """Return all metrics and their content type."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(MetricsCollector(app.settings.metrics_prefix, app.engine.counts, await collect_gauges(app)))
+    registry.register(
+        MetricsCollector(backend.settings.metrics_prefix, backend.engine.counts, await collect_gauges(backend))
+    )
     return generate_latest(registry), CONTENT_TYPE_LATEST
 
 
-async def collect_gauges(app: MetricsApp) -> StoreGauges:
+async def collect_gauges(backend: MetricsBackend) -> StoreGauges:
     """Read the gauges of all stores."""
-    gauges = await _read_ledger(app.ledger_backend)
-    queues = await _read_engine(app)
+    gauges = await _read_ledger(backend.ledger)
+    queues = await _read_engine(backend)
     return StoreGauges(
         engine_up=queues is not None,
         queues=queues or [],
-        ledger_up=None if app.ledger_backend is None else gauges is not None,
+        ledger_up=None if backend.ledger is None else gauges is not None,
         dlq_pending={} if gauges is None else gauges.dlq_pending,
         approvals_waiting={} if gauges is None else gauges.approvals_waiting,
-        alerts=app.engine.counts.alerts if gauges is None else gauges.alerts,
-        outbox_backlog=await _read_outbox(app.outbox_backend),
+        alerts=backend.engine.counts.alerts if gauges is None else gauges.alerts,
+        outbox_backlog=await _read_outbox(backend.outbox),
     )
 
 
@@ -95,8 +97,8 @@ async def _read_outbox(outbox: OutboxOpener | None) -> int | None:
         return None
 
 
-async def _read_engine(app: MetricsApp) -> list[QueueGauges] | None:
-    engine, ledger = app.engine, app.ledger_backend
+async def _read_engine(backend: MetricsBackend) -> list[QueueGauges] | None:
+    engine, ledger = backend.engine, backend.ledger
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             queues = await engine.queues()
@@ -106,7 +108,7 @@ async def _read_engine(app: MetricsApp) -> list[QueueGauges] | None:
         return None
     if unreachable:
         _log.info("engine did not answer a scrape for %s", ", ".join(sorted(unreachable)))
-    return [await _queue_gauges(app.settings, engine, ledger, stats) for stats in stats_by_queue.values()]
+    return [await _queue_gauges(backend.settings, engine, ledger, stats) for stats in stats_by_queue.values()]
 
 
 async def _queue_gauges(settings: Settings, engine: Engine, ledger: Ledger | None, stats: QueueStats) -> QueueGauges:

@@ -42,13 +42,13 @@ class ProcessReadiness(msgspec.Struct, frozen=True, kw_only=True):
     warnings: list[str]
 
 
-class ReadinessApp(Protocol):
-    """The part of an app that is checked."""
+class ReadinessBackend(Protocol):
+    """The parts of an app's backend that are checked."""
 
     @property
     def engine(self) -> Engine: ...
     @property
-    def ledger_backend(self) -> Ledger | None: ...
+    def ledger(self) -> Ledger | None: ...
 
 
 class ProcessPart(Protocol):
@@ -60,18 +60,18 @@ class ProcessPart(Protocol):
         ...
 
 
-async def worker_readiness(app: ReadinessApp, worker: ProcessPart, *, upkeep: bool = True) -> ProcessReadiness:
+async def worker_readiness(backend: ReadinessBackend, worker: ProcessPart, *, upkeep: bool = True) -> ProcessReadiness:
     """Check a process with a worker; `upkeep`: whether the worker also does upkeep."""
-    return await _readiness(app, worker.status, worker.status if upkeep else NONE)
+    return await _readiness(backend, worker.status, worker.status if upkeep else NONE)
 
 
-async def upkeep_readiness(app: ReadinessApp, upkeep: ProcessPart) -> ProcessReadiness:
+async def upkeep_readiness(backend: ReadinessBackend, upkeep: ProcessPart) -> ProcessReadiness:
     """Check a process that does upkeep only."""
-    return await _readiness(app, NONE, upkeep.status)
+    return await _readiness(backend, NONE, upkeep.status)
 
 
-async def _readiness(app: ReadinessApp, worker: str, upkeep: str) -> ProcessReadiness:
-    engine, ledger = await asyncio.gather(engine_status(app.engine), ledger_status(app.ledger_backend))
+async def _readiness(backend: ReadinessBackend, worker: str, upkeep: str) -> ProcessReadiness:
+    engine, ledger = await asyncio.gather(engine_status(backend.engine), ledger_status(backend.ledger))
     reasons = [] if engine == OK else ["engine unreachable"]
     # A worker that is down because of the engine is not a second reason.
     states = {worker, upkeep} - {OK, NONE, *([DOWN] if reasons else [])}

@@ -29,30 +29,30 @@ _log: Final = logging.getLogger("holdfast.outbox")
 _GRACE_S: Final = 2.0
 
 
-class RelayApp(Protocol):
-    """The parts of an app that a relay uses."""
+class RelayBackend(Protocol):
+    """The parts of an app's backend that a relay uses."""
 
     @property
     def settings(self) -> Settings: ...
     @property
     def engine(self) -> Engine: ...
     @property
-    def ledger_backend(self) -> Ledger | None: ...
+    def ledger(self) -> Ledger | None: ...
     @property
-    def outbox_backend(self) -> OutboxOpener | None: ...
+    def outbox(self) -> OutboxOpener | None: ...
 
 
 class RelayService:
-    """`run` until `stop`. The app owns engine, ledger and outbox."""
+    """`run` until `stop`. The caller owns engine, ledger and outbox."""
 
-    def __init__(self, app: RelayApp, outbox: OutboxOpener) -> None:
+    def __init__(self, backend: RelayBackend, outbox: OutboxOpener) -> None:
         """Raises `InvalidOption` for invalid targets."""
-        self._settings = app.settings
+        self._settings = backend.settings
         self._outbox = outbox
-        self._engine = app.engine
-        self._ledger = app.ledger_backend
+        self._engine = backend.engine
+        self._ledger = backend.ledger
         self._probe = LedgerProbe()
-        self._destinations = build_destinations(app.settings, self._submit)
+        self._destinations = build_destinations(backend.settings, self._submit)
         self._stopped = asyncio.Event()
         self._relay: Relay | None = None
 
@@ -98,20 +98,20 @@ class RelayService:
 
 
 @asynccontextmanager
-async def run_relay(app: RelayApp, *, enabled: bool = True) -> AsyncIterator[None]:
+async def run_relay(backend: RelayBackend, *, enabled: bool = True) -> AsyncIterator[None]:
     """Relay while the block runs, if enabled and there is an outbox; then drain."""
-    outbox = app.outbox_backend if enabled else None
+    outbox = backend.outbox if enabled else None
     if outbox is None:
         yield
         return
-    service = RelayService(app, outbox)
+    service = RelayService(backend, outbox)
     running = asyncio.create_task(service.run(), name="holdfast-outbox-relay")
     running.add_done_callback(_log_failure)
     try:
         yield
     finally:
         service.stop()
-        await asyncio.wait({running}, timeout=app.settings.outbox_lease_s / 2 + _GRACE_S)
+        await asyncio.wait({running}, timeout=backend.settings.outbox_lease_s / 2 + _GRACE_S)
         running.cancel()
         await asyncio.wait({running})
 

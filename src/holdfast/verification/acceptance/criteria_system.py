@@ -18,6 +18,7 @@ from holdfast.core.job import Priority, new_job_ids
 from holdfast.core.states import FINAL, State
 from holdfast.engine.port.reads import Finding
 from holdfast.errors import IntakeRefused, JobCancelled, UnknownJob
+from holdfast.execution.backend import backend_of
 from holdfast.operations.suspended import SuspendedFilter
 from holdfast.upkeep.backlog_monitor import RAISED, BacklogMonitor
 from holdfast.upkeep.loop import QueueSelection
@@ -59,7 +60,7 @@ async def lost(fixture: AcceptanceFixture) -> str:
     fixture.need_ledger()
     from holdfast.upkeep.reconciler import Reconciler
 
-    redis, ledger, engine = fixture.sandbox.redis, fixture.app.ledger_backend, fixture.app.engine
+    redis, ledger, engine = fixture.sandbox.redis, backend_of(fixture.app).ledger, fixture.app.engine
     assert redis is not None
     assert ledger is not None
     options = fixture.app.tasks["act"].options(queue=MAIN, durable=True, delay=LATER_S, idempotency_key="verify-lost")
@@ -116,7 +117,7 @@ LAST: Final = (
 async def diagnosed(fixture: AcceptanceFixture) -> list[Criterion]:
     """One criterion for each finding of `holdfast doctor`: on one server, on each master, in a file."""
     found = [("engine", finding) for finding in await fixture.app.engine.diagnose([])]
-    port = fixture.app.ledger_backend
+    port = backend_of(fixture.app).ledger
     if port is not None and port.projection is not None:
         found += [("ledger", finding) for finding in await port.diagnose()]
     return [_criterion(part, finding) for part, finding in found]
@@ -319,7 +320,7 @@ async def backlog(fixture: AcceptanceFixture) -> str:
     )
     jobs = [await fixture.submit("act", queue=BACKLOG, key="backlog") for _ in range(_LIMIT)]
     await BacklogMonitor(
-        engine, QueueSelection(engine, [BACKLOG]), fixture.sandbox.settings, fixture.app.ledger_backend
+        engine, QueueSelection(engine, [BACKLOG]), fixture.sandbox.settings, backend_of(fixture.app).ledger
     ).check()
     check(f"backlog:{BACKLOG}" in engine.counts.alerts, f"no alert with {_LIMIT} jobs at a threshold of {_LIMIT}")
     if fixture.has_ledger:

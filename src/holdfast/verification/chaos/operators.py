@@ -21,6 +21,7 @@ from holdfast.core.principal import ALL_TENANTS, AuditEntry, Principal, Role
 from holdfast.core.retry import Backoff
 from holdfast.core.states import OPERATOR_PREFIX
 from holdfast.errors import Conflict, EffectInDoubt, TransitionInvalid, Unavailable
+from holdfast.execution.backend import backend_of
 from holdfast.ledger.port.effects import EffectOutcome, EffectState
 from holdfast.ledger.queries.operators import EffectQueries
 from holdfast.operations.operations import Operations
@@ -206,7 +207,7 @@ async def resolve_effects(app: Holdfast, journal: SubmissionJournal, folder: Pat
 
 async def resolve_effect(app: Holdfast, tenant_id: str, key: str, *, done: bool) -> None:
     """Resolve one effect in doubt as done or not done."""
-    ledger = app.ledger_backend
+    ledger = backend_of(app).ledger
     assert ledger is not None
     row = await EffectQueries(ledger.queries.engine).find(tenant_id, key)
     if row is None or row.state == EffectState.DONE:
