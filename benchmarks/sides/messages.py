@@ -59,7 +59,7 @@ async def relay(spec: Spec) -> None:
     async with app:
         outbox = backend_of(app).outbox
         assert outbox is not None
-        relaying = RelayService(backend_of(app), outbox)
+        relaying = RelayService(app, outbox)
         running: list[asyncio.Task[None]] = []
 
         async def start() -> Answer:
@@ -137,7 +137,7 @@ def _event(topic: str, number: int) -> NewOutboxEvent:
 
 
 def _sent(app: Holdfast) -> int:
-    numbers = app.engine.counts.outbox
+    numbers = app.engine.counters.outbox
     return 0 if numbers is None else sum(numbers.success.buckets)
 
 

@@ -158,7 +158,7 @@ class Process:
             ledger,
             find,
             lambda: self._runner.now_ms(),
-            app.engine.counts,
+            app.engine.counters,
             lease_s=app.settings.visibility_timeout_s,
             payload_limit=app.settings.payload_limit,
         )

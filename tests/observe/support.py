@@ -14,7 +14,6 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from prometheus_client.parser import text_string_to_metric_families
 
 from holdfast import Holdfast
-from holdfast.execution.backend import backend_of
 from holdfast.observe.prometheus import serve_metrics
 from holdfast.operations.metrics import render_metrics
 
@@ -44,7 +43,7 @@ def samples(text: str) -> dict[str, float]:
 
 async def scrape(app: Holdfast) -> dict[str, float]:
     """What Prometheus would get from this app's process."""
-    async with serve_metrics("127.0.0.1", 0, lambda: render_metrics(backend_of(app))) as port:
+    async with serve_metrics("127.0.0.1", 0, lambda: render_metrics(app)) as port:
         head, body = await fetch(port)
     assert head.startswith("HTTP/1.1 200 OK")
     return samples(body)

@@ -125,7 +125,7 @@ async def test_an_alert_that_somebody_raised_and_died_is_cleared_by_the_others(a
     await fill(app, 10)
     await watch(app).check()
     await drain(app)
-    app.engine.counts.alerts.clear()
+    app.engine.counters.alerts.clear()
     await watch(app).check()
     assert [kind for kind, *_ in await events(app)] == ["alert.backlog", "alert.backlog_cleared"]
 
@@ -170,7 +170,7 @@ async def test_no_threshold_no_alert(redis_url: str, namespace: str) -> None:
     async with make(redis_url, namespace) as app:
         await fill(app, 100)
         await watch(app).check()
-        assert not app.engine.counts.alerts
+        assert not app.engine.counters.alerts
 
 
 @pytest.mark.parametrize("keeper", ["worker", "upkeep"])

@@ -77,7 +77,7 @@ async def test_a_worker_is_ready_while_it_can_claim(make_redis: MakeServer, name
             await finish.wait()
 
         worker = Worker(app)
-        async with serve_metrics("127.0.0.1", 0, text, lambda: worker_readiness(backend_of(app), worker)) as port:
+        async with serve_metrics("127.0.0.1", 0, text, lambda: worker_readiness(app, worker)) as port:
             status, body = await asked(port)
             assert (status, body["ready"], body["worker"], body["reasons"]) == (503, False, "starting", ["starting"])
             running = asyncio.create_task(worker.run())
@@ -111,7 +111,7 @@ async def test_a_ledger_that_is_down_is_a_warning(redis_url: str, namespace: str
     ledger = f"postgresql://app:s3cret@127.0.0.1:{free_port()}/holdfast"
     async with Holdfast(redis_url, namespace=namespace, ledger=ledger, connect_timeout_s=0.5) as app:
         upkeep = Upkeep(app.engine, [], app.settings, backend_of(app).ledger)
-        async with serve_metrics("127.0.0.1", 0, text, lambda: upkeep_readiness(backend_of(app), upkeep)) as port:
+        async with serve_metrics("127.0.0.1", 0, text, lambda: upkeep_readiness(app, upkeep)) as port:
             status, body = await asked(port)
             assert (status, body["reasons"]) == (503, ["starting"])
             running = asyncio.create_task(upkeep.run())

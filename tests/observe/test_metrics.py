@@ -95,7 +95,7 @@ async def lose_a_lease(app: Holdfast) -> None:
 async def drain_all(app: Holdfast, retries: int) -> None:
     async def done() -> bool:
         await drain(app)
-        return app.engine.counts.retried == retries and not (await app.engine.stats(QUEUE)).states.get(State.RETRYING)
+        return app.engine.counters.retried == retries and not (await app.engine.stats(QUEUE)).states.get(State.RETRYING)
 
     await eventually(done, "all retries to be over")
 
@@ -197,7 +197,7 @@ async def test_messages_that_meet_a_job_are_skipped_or_not_due(redis_url: str, n
         await redis.aclose()
 
         async def read() -> bool:
-            counts = app.engine.counts
+            counts = app.engine.counters
             return counts.succeeded + counts.skipped + counts.not_due + counts.malformed >= 6
 
         # Not `drain`: it does not see foreign messages, and a claim that it ends on its way is never counted.

@@ -12,7 +12,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from holdfast import Holdfast
-from holdfast.execution.backend import backend_of
 from holdfast.observe.counters import Counters, OutboxStats
 from holdfast.observe.prometheus import MetricsCollector, QueueGauges, StoreGauges
 from holdfast.operations.metrics import render_metrics
@@ -191,7 +190,7 @@ def test_the_reference_explains_every_metric_and_no_other() -> None:
 
 async def test_another_prefix() -> None:
     async with Holdfast("sqlite://", metrics_prefix="ingest") as app:
-        text, content_type = await render_metrics(backend_of(app))
+        text, content_type = await render_metrics(app)
     families = list(text_string_to_metric_families(text.decode()))
     assert families
     # But for those with names that other programs know.

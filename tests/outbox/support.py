@@ -110,7 +110,7 @@ async def run_jobs(app: Holdfast, queues: list[str]) -> AsyncIterator[None]:
 
     worker = asyncio.create_task(run())
     try:
-        async with run_relay(backend_of(app)):
+        async with run_relay(app):
             yield
     finally:
         worker.cancel()

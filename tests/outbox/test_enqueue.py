@@ -147,7 +147,7 @@ async def test_options_travel_along(app: Holdfast) -> None:
             delay=timedelta(hours=1),
         )
         job = await chosen.submit(1)
-    async with run_relay(backend_of(app)):
+    async with run_relay(app):
         await until(lambda: is_there(app, "other", job.id))
     view = await job.info()
     assert (view.tenant_id, view.queue, view.trace_id, view.meta.context) == ("acme", "other", "trace", {"a": 1})
@@ -187,7 +187,7 @@ async def test_an_idempotency_key_that_is_known_leads_to_the_first_job(app: Hold
     assert (await only_event(app)).last_error == f"duplicate of job {first.id}"
     async with transaction(app) as connection:
         third = await double(app).options(idempotency_key="k", connection=connection).submit(1)
-    async with run_relay(backend_of(app)):
+    async with run_relay(app):
         backend = backend_of(app)
         assert backend.outbox is not None
         store = await backend.outbox.open()
@@ -395,7 +395,7 @@ def test_submit_sync(tmp_path: Path) -> None:
         async with app:
             backend = backend_of(app)
             assert backend.outbox is not None
-            relay = RelayService(backend_of(app), backend.outbox)
+            relay = RelayService(app, backend.outbox)
             running = asyncio.create_task(relay.run())
             await until(lambda: is_there(app, "default", job.id))
             relay.stop()

@@ -18,7 +18,6 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from holdfast import Holdfast
 from holdfast.errors import Conflict, UnknownJob, UsageError
-from holdfast.execution.backend import backend_of
 from holdfast.outbox.writer import NewOutboxEvent
 from holdfast.upkeep.relay_service import run_relay
 from tests.outbox.support import World, run_jobs, until
@@ -248,7 +247,7 @@ async def test_jobs_run_after_the_commit_and_never_after_a_rollback(app: Holdfas
 async def test_a_relay_that_waits_is_woken_by_the_commit(app: Holdfast) -> None:
     double, url = app.tasks["double"], app.settings.ledger
     assert url is not None
-    async with run_relay(backend_of(app)):
+    async with run_relay(app):
         async with awaited(url) as connection:
             job = await double.options(connection=connection).submit(1)
 

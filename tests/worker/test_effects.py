@@ -464,7 +464,7 @@ async def test_an_effect_that_was_reserved_again_meanwhile_is_loud(
         assert await (await publish.submit()).result(60) == "number 2"
         with caplog.at_level(logging.ERROR, "holdfast.effects"):
             gate.set()
-            await eventually(lambda: embedded.engine.counts.effect_duplicates, "the duplicate to be counted")
+            await eventually(lambda: embedded.engine.counters.effect_duplicates, "the duplicate to be counted")
     assert "effect.duplicate" in caplog.text
 
 

@@ -18,7 +18,7 @@ from holdfast.aio import raise_if_cancelled
 from holdfast.client.submitter import BatchingSubmitter, Submitter
 from holdfast.core.job import Envelope
 from holdfast.core.retry import Backoff, Duration, duration_ms
-from holdfast.engine.port import Engine
+from holdfast.engine.port import Engine, InspectionPort
 from holdfast.engine.port.feed import EngineSnapshot, FeedEntry
 from holdfast.errors import EngineUnavailable, InvalidOption, LedgerRefused, LedgerUnavailable
 from holdfast.forking import is_inside_parents_loop, leave_to_parent, on_fork, running_loop
@@ -27,7 +27,7 @@ from holdfast.webhooks.deliveries import WebhookPolicy
 
 if TYPE_CHECKING:
     from holdfast.factory import OutboxHandle
-    from holdfast.ledger.port.ledger import FeedPosition, Ledger, Projection
+    from holdfast.ledger.port.ledger import FeedPosition, Ledger, LedgerReadPort, ProjectionReadPort
     from holdfast.ledger.queries.jobs import Queries
 
 
@@ -325,7 +325,7 @@ _CAUGHT_UP_S: Final = 30.0
 class LedgerClient:
     """Queries of the ledger, and waiting for it. Every method raises `InvalidOption` if the app has none."""
 
-    def __init__(self, engine: Callable[[], Engine], ledger: Callable[[], Ledger | None]) -> None:
+    def __init__(self, engine: Callable[[], InspectionPort], ledger: Callable[[], LedgerReadPort | None]) -> None:
         self._engine = engine
         self._ledger = ledger
 
@@ -347,14 +347,14 @@ class LedgerClient:
         for queue in await engine.queues():
             await _wait(projection, queue, await engine.snapshot(queue, []), deadline)
 
-    def _require_ledger(self) -> Ledger:
+    def _require_ledger(self) -> LedgerReadPort:
         ledger = self._ledger()
         if ledger is None:
             raise InvalidOption("this app has no ledger; set HOLDFAST_LEDGER to postgresql://… or sqlite:///ledger.db")
         return ledger
 
 
-async def _wait(projection: Projection, queue: str, end: EngineSnapshot, deadline: float) -> None:
+async def _wait(projection: ProjectionReadPort, queue: str, end: EngineSnapshot, deadline: float) -> None:
     """Wait until the ledger has the feed's last entry, by nonce: positions of two feeds cannot be compared."""
     if not end.position:
         return

@@ -33,7 +33,7 @@ from holdfast.observe.tracing import Tracer
 from holdfast.webhooks.deliveries import WebhookPolicy
 
 if TYPE_CHECKING:
-    from holdfast.ledger.port.ledger import Ledger, Projection
+    from holdfast.ledger.port.ledger import Ledger, ProjectionReadPort
 
 
 _log: Final = logging.getLogger("holdfast.submit")
@@ -297,7 +297,7 @@ class BatchingSubmitter(Submitter):
                 _log.warning("durable submissions wait for the ledger: %s", exc)
                 await asyncio.sleep(min(left_s, backoff.next_s()))
 
-    def _projection(self) -> Projection | None:
+    def _projection(self) -> ProjectionReadPort | None:
         """None in embedded mode, where the engine's commit is the ledger's."""
         assert self._ledger is not None
         return self._ledger.projection

@@ -123,7 +123,7 @@ class DebugRunner:
             ledger,
             find,
             lambda: offset_ms + time.monotonic_ns() // 1_000_000,
-            engine.counts,
+            engine.counters,
             lease_s=settings.visibility_timeout_s,
             payload_limit=settings.payload_limit,
         )

@@ -192,7 +192,7 @@ class Service:
         backend, settings = self.backend, self.backend.settings
         async with (
             run_webhook_worker(backend.engine, backend.ledger, settings),
-            run_relay(backend, enabled=settings.outbox_relay),
+            run_relay(self.app, enabled=settings.outbox_relay),
         ):
             await Upkeep(backend.engine, [], settings, backend.ledger).run()
 

@@ -17,7 +17,7 @@ import msgspec
 from holdfast.core.codec import decode_json
 from holdfast.core.job import Envelope, Meta, Receipt, ReplayOrigin, decode_meta
 from holdfast.core.principal import Permission, Principal
-from holdfast.engine.port import Engine
+from holdfast.engine.port.jobs import JobPort
 from holdfast.errors import (
     Conflict,
     EngineUnavailable,
@@ -114,7 +114,7 @@ class DeadLetterOperations:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: JobPort,
         ledger: Ledger,
         submitter: JobSubmitter | None = None,
         specs: Mapping[str, PayloadDecoder] | None = None,
@@ -422,7 +422,7 @@ class DeadLetterOperations:
 
 
 class _EngineSubmitter:
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: JobPort) -> None:
         self._engine = engine
 
     async def submit(self, envelope: Envelope) -> Receipt:

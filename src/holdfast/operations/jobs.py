@@ -20,9 +20,9 @@ from holdfast.core.job import DEFAULT_QUEUE, Failure, JobInfo, Meta
 from holdfast.core.principal import Permission, Principal
 from holdfast.core.rebuild import IncompleteHistory, rebuild_job
 from holdfast.core.states import OPERATOR_PREFIX, State
-from holdfast.engine.port import Engine, PartialFailure
+from holdfast.engine.port import OperationsPort, PartialFailure
 from holdfast.engine.port.operators import QueueControl, TenantControl
-from holdfast.engine.port.reads import WorkerInfo
+from holdfast.engine.port.reads import ReadPort, WorkerInfo
 from holdfast.errors import (
     ControlChanged,
     EngineUnavailable,
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from holdfast.ledger.queries.operator_filters import AuditFilter, AuditPage
 
 
-async def find_in_queues(engine: Engine, queues: Iterable[str], job_id: str, principal: Principal) -> JobInfo | None:
+async def find_in_queues(engine: ReadPort, queues: Iterable[str], job_id: str, principal: Principal) -> JobInfo | None:
     """Return the job if one of these queues has it and the principal may see it.
 
     Raises `EngineUnavailable` if it may be in a queue that does not answer.
@@ -75,7 +75,7 @@ _NEAREST: Final = 3
 class JobOperations:
     """Operations on jobs and queues."""
 
-    def __init__(self, engine: Engine, ledger: Ledger | None) -> None:
+    def __init__(self, engine: OperationsPort, ledger: Ledger | None) -> None:
         self._engine = engine
         self._ledger = ledger
 

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
-from holdfast.engine.port import Engine
+from holdfast.engine.port.reads import ReadPort
 from holdfast.errors import HoldfastError
+from holdfast.execution.backend import BackendOwner, backend_of
 
 if TYPE_CHECKING:
-    from holdfast.ledger.port.ledger import Ledger
+    from holdfast.ledger.port.ledger import LedgerReadPort
 
 
 OK: Final = "ok"
@@ -46,9 +47,9 @@ class ReadinessBackend(Protocol):
     """The parts of an app's backend that are checked."""
 
     @property
-    def engine(self) -> Engine: ...
+    def engine(self) -> ReadPort: ...
     @property
-    def ledger(self) -> Ledger | None: ...
+    def ledger(self) -> LedgerReadPort | None: ...
 
 
 class ProcessPart(Protocol):
@@ -60,14 +61,16 @@ class ProcessPart(Protocol):
         ...
 
 
-async def worker_readiness(backend: ReadinessBackend, worker: ProcessPart, *, upkeep: bool = True) -> ProcessReadiness:
+async def worker_readiness(
+    app: BackendOwner[ReadinessBackend], worker: ProcessPart, *, upkeep: bool = True
+) -> ProcessReadiness:
     """Check a process with a worker; `upkeep`: whether the worker also does upkeep."""
-    return await _readiness(backend, worker.status, worker.status if upkeep else NONE)
+    return await _readiness(backend_of(app), worker.status, worker.status if upkeep else NONE)
 
 
-async def upkeep_readiness(backend: ReadinessBackend, upkeep: ProcessPart) -> ProcessReadiness:
+async def upkeep_readiness(app: BackendOwner[ReadinessBackend], upkeep: ProcessPart) -> ProcessReadiness:
     """Check a process that does upkeep only."""
-    return await _readiness(backend, NONE, upkeep.status)
+    return await _readiness(backend_of(app), NONE, upkeep.status)
 
 
 async def _readiness(backend: ReadinessBackend, worker: str, upkeep: str) -> ProcessReadiness:
@@ -87,7 +90,7 @@ async def _readiness(backend: ReadinessBackend, worker: str, upkeep: str) -> Pro
     )
 
 
-async def engine_status(engine: Engine) -> str:
+async def engine_status(engine: ReadPort) -> str:
     """Return `ok` or `down`."""
     try:
         async with asyncio.timeout(_ANSWER_S):
@@ -98,7 +101,7 @@ async def engine_status(engine: Engine) -> str:
     return OK
 
 
-async def ledger_status(ledger: Ledger | None) -> str:
+async def ledger_status(ledger: LedgerReadPort | None) -> str:
     """Return `ok`, `down` or `none`."""
     if ledger is None:
         return NONE

@@ -245,7 +245,7 @@ class TriggerService:
         #: Names of paused triggers, as last applied.
         self._paused: set[str] = set()
         self._running = False
-        app.engine.counts.triggers.update(
+        app.engine.counters.triggers.update(
             (each.entry.name, each.trigger.counts) for each in self._built if each.entry.metrics.enabled
         )
 

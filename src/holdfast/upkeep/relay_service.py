@@ -12,6 +12,7 @@ from holdfast.core.job import Envelope, Receipt
 from holdfast.core.retry import Backoff
 from holdfast.engine.port import Engine
 from holdfast.errors import FeedDetached, LedgerUnavailable
+from holdfast.execution.backend import BackendOwner, backend_of
 from holdfast.ledger.intake_recovery import LedgerProbe, reopen_intake
 from holdfast.ledger.port.messages import OutboxOpener
 from holdfast.outbox.destinations import build_destinations
@@ -43,10 +44,11 @@ class RelayBackend(Protocol):
 
 
 class RelayService:
-    """`run` until `stop`. The caller owns engine, ledger and outbox."""
+    """`run` until `stop`. The app owns engine, ledger and outbox."""
 
-    def __init__(self, backend: RelayBackend, outbox: OutboxOpener) -> None:
+    def __init__(self, app: BackendOwner[RelayBackend], outbox: OutboxOpener) -> None:
         """Raises `InvalidOption` for invalid targets."""
+        backend = backend_of(app)
         self._settings = backend.settings
         self._outbox = outbox
         self._engine = backend.engine
@@ -72,7 +74,7 @@ class RelayService:
         try:
             store = await self._open()
             if store is not None and not self._stopped.is_set():
-                self._relay = Relay(store, self._destinations, self._settings, self._engine.counts)
+                self._relay = Relay(store, self._destinations, self._settings, self._engine.counters)
                 await self._relay.run()
         finally:
             await self._probe.close()
@@ -98,13 +100,14 @@ class RelayService:
 
 
 @asynccontextmanager
-async def run_relay(backend: RelayBackend, *, enabled: bool = True) -> AsyncIterator[None]:
+async def run_relay(app: BackendOwner[RelayBackend], *, enabled: bool = True) -> AsyncIterator[None]:
     """Relay while the block runs, if enabled and there is an outbox; then drain."""
+    backend = backend_of(app)
     outbox = backend.outbox if enabled else None
     if outbox is None:
         yield
         return
-    service = RelayService(backend, outbox)
+    service = RelayService(app, outbox)
     running = asyncio.create_task(service.run(), name="holdfast-outbox-relay")
     running.add_done_callback(_log_failure)
     try:

@@ -133,14 +133,14 @@ class _WebhookBackend:
     async def _deliver(
         self, url: str, webhook_id: str, event: str, body: str, signature: str = "", seal: str = ""
     ) -> dict[str, Any]:
-        counts = self.engine.counts
+        counters = self.engine.counters
         try:
             address = verify_payload(self.settings, url, webhook_id, event, body, signature or seal)
             trace = self._tracer.headers() if self._tracer is not None else {}
             status = await self._sender.send(address, webhook_id, body.encode(), trace)
         except Exception:
-            counts.webhooks_failed += 1
+            counters.webhooks_failed += 1
             raise
-        counts.webhooks_delivered += 1
+        counters.webhooks_delivered += 1
         _log.info("webhook %s (%s) delivered, status %d", webhook_id, event, status)
         return {"status": status}

@@ -126,6 +126,7 @@ class Worker(LeaseListener):
         backend = backend_of(app)
         if upkeep and backend.settings.delivers:
             require("sending webhooks", "httpcore")
+        self._app = app
         self._backend = backend
         self._queues = tuple(dict.fromkeys(queues))
         self._concurrency = _checked(backend.settings.concurrency if concurrency is None else concurrency)
@@ -166,7 +167,7 @@ class Worker(LeaseListener):
     @property
     def counters(self) -> Counters:
         """The engine's counters of this process."""
-        return self._backend.engine.counts if self._engine is None else self._engine.counts
+        return self._backend.engine.counters if self._engine is None else self._engine.counters
 
     @property
     def running(self) -> int:
@@ -241,7 +242,7 @@ class Worker(LeaseListener):
             await ledger_tasks.prepare()
         relay = AsyncExitStack()
         await relay.enter_async_context(
-            run_relay(self._backend, enabled=self._upkeep and self._backend.settings.outbox_relay)
+            run_relay(self._app, enabled=self._upkeep and self._backend.settings.outbox_relay)
         )
         settler = Settler(engine, self._in_flight)
         runner = self._runner = Runner(
@@ -334,7 +335,7 @@ class Worker(LeaseListener):
             ledger,
             find,
             now_ms,
-            engine.counts,
+            engine.counters,
             lease_s=settings.visibility_timeout_s,
             payload_limit=settings.payload_limit,
         )

@@ -63,7 +63,7 @@ class Publishing(Story):
     async def relay(self, process: Process, world: World) -> None:
         outbox = backend_of(process.app).outbox
         assert outbox is not None
-        relaying = RelayService(backend_of(process.app), outbox)
+        relaying = RelayService(process.app, outbox)
         running = asyncio.create_task(relaying.run())
         store = await again(outbox.open)
         for _ in range(2_000):

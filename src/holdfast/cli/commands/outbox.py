@@ -155,7 +155,7 @@ async def relay(
         backend = backend_of(holdfast)
         assert backend.outbox is not None
         await _check_database(holdfast, backend.outbox)
-        relaying = RelayService(backend, backend.outbox)
+        relaying = RelayService(holdfast, backend.outbox)
         with run_until_signal(relaying.stop):
             _log.info("relay started: destinations %s", ", ".join(relaying.destinations))
             async with metrics(holdfast, metrics_host, metrics_port):

@@ -128,7 +128,7 @@ async def dev(
             await _warn(holdfast, queues)
             # With that setting the worker runs a relay itself.
             own = not holdfast.settings.outbox_relay
-            async with LiveEventView(holdfast.engine, queues), run_relay(backend, enabled=own):
+            async with LiveEventView(holdfast.engine, queues), run_relay(holdfast, enabled=own):
                 await worker.run()
         note("drained; open jobs stay queued for the next start")
 
@@ -181,7 +181,7 @@ async def worker(
         work = Worker(holdfast, queues=queues, concurrency=concurrency, upkeep=not no_upkeep, name=name)
         with run_until_signal(work.drain):
             await _warn(holdfast, queues)
-            readiness = partial(worker_readiness, backend, work, upkeep=not no_upkeep)
+            readiness = partial(worker_readiness, holdfast, work, upkeep=not no_upkeep)
             async with watch_parent(supervisor, work.drain), metrics(holdfast, metrics_host, metrics_port, readiness):
                 ended = await work.run()
     _log.info("worker %s ended: %s", work.incarnation, ended, extra={"incarnation": work.incarnation})
@@ -221,8 +221,8 @@ async def upkeep(
         with run_until_signal(service.stop):
             async with (
                 run_webhook_worker(backend.engine, backend.ledger, backend.settings),
-                run_relay(backend),
-                metrics(holdfast, metrics_host, metrics_port, partial(upkeep_readiness, backend, service)),
+                run_relay(holdfast),
+                metrics(holdfast, metrics_host, metrics_port, partial(upkeep_readiness, holdfast, service)),
             ):
                 _log.info("upkeep started on %s: queues %s", redact(holdfast.settings.url), ", ".join(queues) or "all")
                 await service.run()
@@ -237,7 +237,7 @@ async def metrics(
     if port is None:
         yield
         return
-    async with serve_metrics(host, port, lambda: render_metrics(backend_of(app)), readiness):
+    async with serve_metrics(host, port, lambda: render_metrics(app), readiness):
         yield
 
 

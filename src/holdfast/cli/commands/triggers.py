@@ -89,7 +89,7 @@ async def run(
             async with AsyncExitStack() as stack:
                 if metrics_port is not None:
                     server = serve_metrics(
-                        metrics_host, metrics_port, lambda: render_metrics(backend), triggers.readiness
+                        metrics_host, metrics_port, lambda: render_metrics(holdfast), triggers.readiness
                     )
                     await stack.enter_async_context(server)
                 await triggers.run()

@@ -80,7 +80,7 @@ class Claims:
         if reply is None:
             return await self._claim_now(worker, [queue], limit)
         claims = await self._claims_from_reply(worker, queue, limit, reply)
-        self._store.counts.claimed += len(claims)
+        self._store.counters.claimed += len(claims)
         return claims
 
     async def _claim_now(self, worker: str, queues: Sequence[str], limit: int) -> list[Claim]:
@@ -93,7 +93,7 @@ class Claims:
             # Each round starts at another queue, so that a busy one does not starve the others.
             queue = queues[(self._round + offset) % len(queues)]
             claims += await self._claim_queue(worker, queue, room)
-        self._store.counts.claimed += len(claims)
+        self._store.counters.claimed += len(claims)
         return claims
 
     async def _claim_on_cluster(
@@ -135,7 +135,7 @@ class Claims:
                 outages.confirm(queue)
             if not found:
                 found = await self._claim_queue(worker, queue, room)
-                self._store.counts.claimed += len(found)
+                self._store.counters.claimed += len(found)
             claims.extend(found)
             return True
 
@@ -322,7 +322,7 @@ class Claims:
             index, message_id, owner, *_ = lost[position - 1]
             found.append(PendingMessage(index, entry, deliveries, owner))
             records[f"{index}:{message_id.decode()}"] = record
-        store.counts.reclaimed += len(found)
+        store.counters.reclaimed += len(found)
         claims = await self._parse_claims(worker, queue, found, int(reply[1]))
         return [merge_record(claim, records[claim.lease.position]) for claim in claims]
 
@@ -369,7 +369,7 @@ class Claims:
         for index, deliveries, entry, record in zip(reply[2::4], reply[3::4], reply[4::4], reply[5::4], strict=True):
             parse = wire.parse_entry if wire.is_native(entry[1]) else wire.parse_adopted
             claims.append(merge_record(parse(entry, index, queue, worker, deliveries, now_ms), record))
-        store.counts.claimed += len(claims)
+        store.counters.claimed += len(claims)
         return claims
 
     async def take(self, worker: str, queue: str, job_id: str) -> Claim:
@@ -392,10 +392,10 @@ class Claims:
         if status == b"unknown":
             raise UnknownJob(job_id)
         if status == b"illegal":
-            store.counts.illegal_moves += 1
+            store.counters.illegal_moves += 1
             raise TransitionInvalid(job_id, State(rest[0].decode()), State.RUNNING)
         now_ms, index, entry = rest
-        store.counts.claimed += 1
+        store.counters.claimed += 1
         parse = wire.parse_entry if wire.is_native(entry[1]) else wire.parse_adopted
         return parse(entry, index, queue, worker, 1, int(now_ms))
 

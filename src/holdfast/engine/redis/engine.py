@@ -63,16 +63,16 @@ class RedisEngine(Engine):
         *,
         connect_timeout_s: float = _CONNECT_TIMEOUT_S,
         reply_timeout_s: float = _REPLY_TIMEOUT_S,
-        counts: Counters | None = None,
+        counters: Counters | None = None,
     ) -> None:
         self._url = url
         self.options = options or EngineOptions()
-        self.counts = counts or Counters()
+        self.counters = counters or Counters()
         names = names or KeyNames()
         self._names = replace(names, cluster=True) if is_cluster(url) else names
         self._timeouts = (connect_timeout_s, reply_timeout_s)
         client = _client(url, connect_timeout_s, reply_timeout_s)
-        self._store = RedisStore(client, self._names, self.options, self.counts)
+        self._store = RedisStore(client, self._names, self.options, self.counters)
         self._intake = Intake(self._store)
         self._leases = Claims(self._store)
         self._settling = Settlements(self._store)
@@ -121,7 +121,7 @@ class RedisEngine(Engine):
             self.options,
             connect_timeout_s=connect_timeout_s,
             reply_timeout_s=reply_timeout_s,
-            counts=self.counts,
+            counters=self.counters,
         )
         clone._store.outages.logged = self._store.outages.logged
         return clone
@@ -174,7 +174,7 @@ class RedisEngine(Engine):
             return True
 
         await self._store.outages.for_each(queues, step)
-        self.counts.promoted += count
+        self.counters.promoted += count
         return Promotion(count, now_ms + next_in_ms if next_in_ms >= 0 else 0, now_ms)
 
     async def reclaim(self, worker: str, queues: Sequence[str], limit: int) -> list[Claim]:
@@ -336,7 +336,7 @@ class RedisEngine(Engine):
             poison.append(Settlement(claim, DeadLetter(failure), claim.claimed_at_ms))
         if poison:
             await self._settling.settle(poison)
-            self.counts.poisoned += len(poison)
+            self.counters.poisoned += len(poison)
         return healthy
 
 

@@ -134,12 +134,12 @@ class Operators:
         for _ in range(_MAX_MOVE_TRIES):
             answer = await self._try(queue, job_id, to, audit, expected, event, approval, approval_id)
             if answer[0] == b"applied":
-                self._store.counts.moved_to_dlq += to is State.DLQ_PENDING
+                self._store.counters.moved_to_dlq += to is State.DLQ_PENDING
                 return State(answer[1].decode())
             if answer[0] == b"unknown":
                 raise UnknownJob(job_id)
             if answer[0] == b"illegal":
-                self._store.counts.illegal_moves += 1
+                self._store.counters.illegal_moves += 1
                 raise TransitionInvalid(job_id, answer[1].decode(), to)
         raise TransitionInvalid(job_id, "changing", to)
 
@@ -171,7 +171,7 @@ class Operators:
             if status == b"ok":
                 return
             if status == b"idle":
-                self._store.counts.illegal_moves += 1
+                self._store.counters.illegal_moves += 1
                 raise TransitionInvalid(job_id, view.state, State.RUNNING)
         raise TransitionInvalid(job_id, "changing", State.RUNNING)
 

@@ -46,7 +46,7 @@ class SqliteEngine(SqliteReads, Engine):
 
     def _set_up(self, file: DatabaseFile, policy: EngineContext) -> None:
         self.options = policy.options
-        self.counts = Counters()
+        self.counters = Counters()
         self._policy = policy
         self._store = SqliteEngineStore(file)
         self._claim_count = 0
@@ -71,7 +71,7 @@ class SqliteEngine(SqliteReads, Engine):
         twin = SqliteEngine.__new__(SqliteEngine)
         twin._set_up(self._store.file, self._policy)
         # Counters are per process.
-        twin.counts = self.counts
+        twin.counters = self.counters
         return twin
 
     @property
@@ -96,11 +96,11 @@ class SqliteEngine(SqliteReads, Engine):
         try:
             receipts = await self._store.write(intake.submit, self._policy, queue, envelopes)
         except IntakeRefused:
-            self.counts.intake_refused += len(envelopes)
+            self.counters.intake_refused += len(envelopes)
             raise
         duplicates = sum(receipt.duplicate for receipt in receipts)
-        self.counts.duplicates += duplicates
-        self.counts.submitted += len(receipts) - duplicates
+        self.counters.duplicates += duplicates
+        self.counters.submitted += len(receipts) - duplicates
         return receipts
 
     async def claim(
@@ -140,8 +140,8 @@ class SqliteEngine(SqliteReads, Engine):
         )
         now_ms = self._policy.clock.now_ms()
         self._registered_at |= {(worker, queue): now_ms for queue in unseen}
-        self.counts.claimed += len(found.claims)
-        self.counts.promoted += found.promoted
+        self.counters.claimed += len(found.claims)
+        self.counters.promoted += found.promoted
         return found
 
     def _unseen(self, worker: str, queues: Sequence[str]) -> list[str]:
@@ -165,7 +165,7 @@ class SqliteEngine(SqliteReads, Engine):
                 for queue, indexes in steps
             ),
         )
-        count_settlements(self.counts, settlements, answers)
+        count_settlements(self.counters, settlements, answers)
         return answers
 
     async def renew(self, leases: Sequence[Lease], heartbeats: Collection[Lease] = ()) -> list[Lease]:
@@ -179,17 +179,17 @@ class SqliteEngine(SqliteReads, Engine):
         promotion = await self._store.write(
             upkeep.promote, self._policy, list(queues), min(limit, MAX_BATCH), lazy=True
         )
-        self.counts.promoted += promotion.count
+        self.counters.promoted += promotion.count
         return promotion
 
     async def reclaim(self, worker: str, queues: Sequence[str], limit: int) -> list[Claim]:
         batch = await self._store.write(
             upkeep.reclaim, self._policy, worker, list(queues), min(limit, MAX_BATCH), lazy=True
         )
-        self.counts.reclaimed += batch.reclaimed
-        self.counts.claimed += len(batch.claims) - batch.reclaimed
-        self.counts.poisoned += batch.poisoned
-        self.counts.dead += batch.poisoned
+        self.counters.reclaimed += batch.reclaimed
+        self.counters.claimed += len(batch.claims) - batch.reclaimed
+        self.counters.poisoned += batch.poisoned
+        self.counters.dead += batch.poisoned
         return batch.claims
 
     async def deregister_worker(self, worker: str, queues: Sequence[str]) -> None:
@@ -223,7 +223,7 @@ class SqliteEngine(SqliteReads, Engine):
             audit=audit,
         )
         before = await self._operate(operators.move, queue, job_id, to, command)
-        self.counts.moved_to_dlq += to is State.DLQ_PENDING
+        self.counters.moved_to_dlq += to is State.DLQ_PENDING
         return before
 
     async def set_control(
@@ -246,14 +246,14 @@ class SqliteEngine(SqliteReads, Engine):
 
     async def claim_job(self, worker: str, queue: str, job_id: str) -> Claim:
         claim = await self._operate(operators.claim_job, worker, queue, job_id)
-        self.counts.claimed += 1
+        self.counters.claimed += 1
         return claim
 
     async def _operate(self, step: Callable[..., T], *arguments: object) -> T:
         try:
             return await self._store.write(step, self._policy, *arguments)
         except TransitionInvalid:
-            self.counts.illegal_moves += 1
+            self.counters.illegal_moves += 1
             raise
 
     # Feed and recovery -----------------------------------------------------------------------------

@@ -178,7 +178,7 @@ async def metrics(call: Call) -> Reply:
         principal.require(Permission.READ)
         principal.require_all_tenants("the list of metrics")
     service.check_open()
-    body, content_type = await render_metrics(service.backend)
+    body, content_type = await render_metrics(service.app)
     return Reply(body, content_type=content_type)
 
 

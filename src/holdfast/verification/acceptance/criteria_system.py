@@ -322,7 +322,7 @@ async def backlog(fixture: AcceptanceFixture) -> str:
     await BacklogMonitor(
         engine, QueueSelection(engine, [BACKLOG]), fixture.sandbox.settings, backend_of(fixture.app).ledger
     ).check()
-    check(f"backlog:{BACKLOG}" in engine.counts.alerts, f"no alert with {_LIMIT} jobs at a threshold of {_LIMIT}")
+    check(f"backlog:{BACKLOG}" in engine.counters.alerts, f"no alert with {_LIMIT} jobs at a threshold of {_LIMIT}")
     if fixture.has_ledger:
         page = await operations.audit_log(OPERATOR)
         check(any(entry.type == RAISED for entry in page.entries), "the alert is not in the audit log")
