@@ -114,7 +114,7 @@ class Filled:
     async def _operate(self) -> None:
         offices, person = Operations.for_app(self.app), local_principal()
         change = {"paused": True, "backlog_alert": 5_000}
-        control = await offices.operating.update_control(person, "default", reason="moves", verb="pause", **change)
+        control = await offices.queues.update_control(person, "default", reason="moves", verb="pause", **change)
         assert isinstance(control, QueueControl)
         await offices.tokens.create(person, name="deploy", role=Role.OPERATOR, tenants=[ALL_TENANTS], expires_in=None)
         ledger = backend_of(self.app).ledger

@@ -99,7 +99,7 @@ class World:
         from holdfast.ledger.queries.operator_filters import AuditFilter
 
         await self.caught_up()
-        page = await self.offices.operating.audit_log(ADMIN, AuditFilter(types=frozenset({kind})), 100)
+        page = await self.offices.audit.list(ADMIN, AuditFilter(types=frozenset({kind})), 100)
         return list(reversed(page.entries))
 
 

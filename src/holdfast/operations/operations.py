@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     from holdfast.client.backend import Backend
     from holdfast.guard.decisions import PayloadDecoder
     from holdfast.ledger.port.ledger import Ledger
-    from holdfast.operations.access import TokenOperations
+    from holdfast.operations.access import AuditOperations, TokenOperations
     from holdfast.operations.approvals import ApprovalOperations
     from holdfast.operations.dead_letters import DeadLetterOperations, JobSubmitter
     from holdfast.operations.messages import TriggerOperations
+    from holdfast.operations.queues import QueueOperations
     from holdfast.operations.suspended import SuspendedOperations
 
 
@@ -53,9 +54,23 @@ class Operations:
         return cls(backend.engine, backend.ledger, _GuardedSubmitter(backend), backend.specs)
 
     @cached_property
-    def operating(self) -> JobOperations:
-        """Jobs and queues; works without a ledger."""
+    def jobs(self) -> JobOperations:
+        """Single jobs; works without a ledger."""
         return JobOperations(self.engine, self.ledger)
+
+    @cached_property
+    def queues(self) -> QueueOperations:
+        """Queues and their controls; works without a ledger."""
+        from holdfast.operations.queues import QueueOperations
+
+        return QueueOperations(self.engine, self.ledger)
+
+    @cached_property
+    def audit(self) -> AuditOperations:
+        """The audit log."""
+        from holdfast.operations.access import AuditOperations
+
+        return AuditOperations(self.ledger)
 
     @cached_property
     def suspended(self) -> SuspendedOperations:

@@ -252,7 +252,7 @@ async def cancel(call: Call) -> Reply:
     """Cancel a waiting or running job."""
     query: QueueQuery = call.query
     request: ReasonRequest = call.body
-    operating = call.service.operations.operating
+    operating = call.service.operations.jobs
     await operating.cancel(call.principal, call.path["job_id"], queue=query.queue, reason=request.reason)
     return Reply(job_of_view(await _find_job(call)))
 
@@ -273,7 +273,7 @@ async def retry(call: Call) -> Reply:
     """Make a delayed or retrying job due now."""
     query: QueueQuery = call.query
     request: ReasonRequest = call.body
-    operating = call.service.operations.operating
+    operating = call.service.operations.jobs
     await operating.expedite(call.principal, call.path["job_id"], queue=query.queue, reason=request.reason)
     return Reply(job_of_view(await _find_job(call)))
 
@@ -283,7 +283,7 @@ async def retry(call: Call) -> Reply:
 
 async def _find_job(call: Call) -> JobInfo:
     query: QueueQuery = call.query
-    return await call.service.operations.operating.find(call.principal, call.path["job_id"], query.queue)
+    return await call.service.operations.jobs.find(call.principal, call.path["job_id"], query.queue)
 
 
 def _check_item(call: Call, number: int, item: BulkSubmitItem) -> Envelope:

@@ -196,7 +196,7 @@ async def resolve_effects(app: Holdfast, journal: SubmissionJournal, folder: Pat
         key = str(work_item(journal.seed, number, folder).arguments["key"])
         try:
             await resolve_effect(app, job.tenant_id, key, done=key in happened)
-            await operations.operating.resume(OPERATOR, job.job_id, queue=job.queue, reason="effect checked")
+            await operations.jobs.resume(OPERATOR, job.job_id, queue=job.queue, reason="effect checked")
         except (TransitionInvalid, Conflict):
             # The list comes from the ledger, which may lag behind.
             continue
