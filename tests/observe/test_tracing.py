@@ -150,7 +150,7 @@ async def traced(engine_url: str, namespace: str, monkeypatch: pytest.MonkeyPatc
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     tracer = Tracer(provider)
-    for module in ("holdfast.app", "holdfast.worker.worker"):
+    for module in ("holdfast.client.backend", "holdfast.worker.worker"):
         monkeypatch.setattr(f"{module}.tracer_for", lambda _: tracer)
     async with Holdfast(engine_url, namespace=namespace) as app:
         yield Traced(app, exporter, tracer)

@@ -23,12 +23,12 @@ from holdfast.engine.port.operators import QueueControl, check_control
 from holdfast.engine.sqlite import claims, feed, intake, operators, upkeep
 from holdfast.engine.sqlite import settlement as settling
 from holdfast.engine.sqlite.reads import SqliteReads
-from holdfast.engine.sqlite.rows import EVENT_ROWS, INSTANT, NAMES, group_entries
+from holdfast.engine.sqlite.rows import INSTANT
 from holdfast.engine.sqlite.store import EngineContext, SqliteEngineStore, gather_all, restore_order, split_batches
 from holdfast.errors import IntakeRefused, TransitionInvalid
 from holdfast.observe.counters import Counters, count_settlements
 from holdfast.sqlite.connection import DatabaseFile
-from holdfast.sqlite.transaction import Transaction, json_list
+from holdfast.sqlite.transaction import Transaction
 
 T = TypeVar("T")
 
@@ -266,21 +266,10 @@ class SqliteEngine(SqliteReads, Engine):
         await self._store.write(feed.attach_reader, self._policy, queue)
 
     async def read_feed(self, queue: str, start: str, limit: int) -> list[FeedEntry]:
-        position = feed.parse_position(start)
-        rows = await self._store.reader.rows("read_feed", EVENT_ROWS, queue=queue, start=position, limit=max(0, limit))
-        return group_entries(rows)
+        return await feed.read_feed(self._store, queue, start, limit)
 
     async def wait_feed(self, positions: Mapping[str, str], wait_ms: int) -> list[str]:
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + wait_ms / 1000
-        pairs = json_list([(queue, feed.parse_position(position)) for queue, position in positions.items()])
-        with self._store.waiters.for_feeds(list(positions)) as wake:
-            while True:
-                wake.clear()
-                queues = await self._store.reader.rows("feeds_after", NAMES, positions=pairs)
-                if queues or loop.time() >= deadline:
-                    return queues
-                await wake.wait(deadline - loop.time())
+        return await feed.wait_feed(self._store, positions, wait_ms)
 
     async def trim_feed(self, queue: str, position: str) -> None:
         await self._store.write(feed.trim_feed, self._policy, queue, position)
