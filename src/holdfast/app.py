@@ -233,7 +233,7 @@ class Holdfast:
         if not inspect.isroutine(function):
             raise InvalidOption(f"@app.task decorates a function, not {function!r}")
         if name is None and function.__name__ == "<lambda>":
-            raise InvalidOption("a lambda has no name that a worker could know it by; give it one: app.task(name=…)")
+            raise InvalidOption("a lambda has no name for its task; set one with app.task(name=…)")
         name = name or check_name(function.__name__, "a task's name")
         if name in self._backend.tasks:
             raise DuplicateTask(name)

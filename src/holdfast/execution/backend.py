@@ -12,7 +12,7 @@ B_co = TypeVar("B_co", covariant=True)
 
 
 class BackendOwner(Protocol[B_co]):
-    """An app, or an object that a worker accepts in its place."""
+    """An app, or what a worker accepts instead of one."""
 
     @property
     def _backend(self) -> B_co: ...
