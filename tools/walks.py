@@ -112,7 +112,7 @@ async def walk_run(redis_url: str, ledger_url: str) -> list[str]:
     """Submit → run → settle: from the call of `task.submit` until the worker has the settle result."""
     app = _app(redis_url, ledger_url)
     async with app, _working(app):
-        add, counts = app.tasks["add"], app.engine.counts
+        add, counts = app.tasks["add"], app.engine.counters
 
         async def work() -> None:
             done = counts.succeeded + 1

@@ -14,6 +14,7 @@ from holdfast import Context
 from holdfast.cli.lifecycle import freeze_gc
 from holdfast.core.job import MAX_BATCH, Claim
 from holdfast.core.verdict import Settlement, Succeed
+from holdfast.execution.backend import backend_of
 from holdfast.upkeep.upkeep import Upkeep
 
 #: As in `benchmarks.audit`, which a child has no need to load.
@@ -133,7 +134,7 @@ async def keep(spec: Spec) -> None:
     tasks = AuditedTasks(spec)
     running: list[asyncio.Task[None]] = []
     async with tasks.app:
-        keeper = Upkeep(tasks.app.engine, [_QUEUE], tasks.app.settings, tasks.app.ledger_backend)
+        keeper = Upkeep(tasks.app.engine, [_QUEUE], tasks.app.settings, backend_of(tasks.app).ledger)
         began_s = 0.0
 
         async def start(limit: int | None) -> Answer:

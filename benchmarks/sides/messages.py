@@ -14,6 +14,7 @@ from confluent_kafka import Consumer
 from benchmarks.sides.channel import ARGUMENT, Answer, Spec, main, serve, watched
 from benchmarks.sides.feeding import KEYS
 from holdfast import Holdfast
+from holdfast.execution.backend import backend_of
 from holdfast.outbox.writer import NewOutboxEvent
 from holdfast.triggers.config import TriggerEntry
 from holdfast.triggers.service import build_trigger
@@ -56,7 +57,7 @@ async def relay(spec: Spec) -> None:
     """As `holdfast outbox relay` runs it."""
     app = Holdfast(spec.url, **spec.settings)
     async with app:
-        outbox = app.outbox_backend
+        outbox = backend_of(app).outbox
         assert outbox is not None
         relaying = RelayService(app, outbox)
         running: list[asyncio.Task[None]] = []
@@ -136,7 +137,7 @@ def _event(topic: str, number: int) -> NewOutboxEvent:
 
 
 def _sent(app: Holdfast) -> int:
-    numbers = app.engine.counts.outbox
+    numbers = app.engine.counters.outbox
     return 0 if numbers is None else sum(numbers.success.buckets)
 
 

@@ -11,6 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 from holdfast.clock import Clock, SystemClock
 from holdfast.engine.port import Engine
+from holdfast.engine.port.jobs import EnginePart
 from holdfast.errors import InvalidOption
 from holdfast.extras import require_drivers
 from holdfast.ledger.checks import engine_name
@@ -48,7 +49,7 @@ def sqlite_path(url: str) -> str:
     return ":memory:" if unquote(parts.path) in TEMPORARY else unquote(parts.path[1:])
 
 
-def build_ledger(settings: Settings, engine: Engine, clock: Clock | None = None) -> Ledger | None:
+def build_ledger(settings: Settings, engine: EnginePart, clock: Clock | None = None) -> Ledger | None:
     """The ledger of this engine, unopened: `settings.ledger`, else the engine's SQLite file; None on Redis.
 
     On PostgreSQL the server's time is used, not `clock`.

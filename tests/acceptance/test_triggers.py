@@ -17,6 +17,7 @@ from confluent_kafka.cimpl import NewTopic
 from holdfast import Holdfast, State
 from holdfast.brokers.factory import build_adapter, build_publisher
 from holdfast.brokers.port import OutgoingMessage
+from holdfast.execution.backend import backend_of
 from holdfast.ledger.port.messages import ExecutionStatus
 from holdfast.triggers.config import TriggerEntry
 from holdfast.triggers.service import build_trigger
@@ -77,8 +78,9 @@ async def test_consumed_run_acknowledged_and_recorded_once(
         }
     )
     async with app:
-        assert app.ledger_backend is not None
-        book = app.ledger_backend.triggers
+        backend = backend_of(app)
+        assert backend.ledger is not None
+        book = backend.ledger.triggers
         trigger = build_trigger(app, entry).trigger
         async with working(app), trigger:
             await publish(kind, connection, namespace, number=1)
@@ -125,6 +127,7 @@ async def publish(kind: str, connection: dict[str, Any], queue: str, *, number: 
 
 
 async def two_rows(app: Holdfast, queue: str) -> list[Any]:
-    assert app.ledger_backend is not None
-    rows = await app.ledger_backend.triggers.executions(None, queue_name=queue)
+    backend = backend_of(app)
+    assert backend.ledger is not None
+    rows = await backend.ledger.triggers.executions(None, queue_name=queue)
     return rows if len(rows) == 2 else []

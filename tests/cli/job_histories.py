@@ -13,6 +13,7 @@ from holdfast.core.job import Claim, Envelope, new_job_ids
 from holdfast.core.principal import Role
 from holdfast.core.verdict import Release, Settlement
 from holdfast.errors import Unavailable
+from holdfast.execution.backend import backend_of
 from holdfast.operations.operations import Operations
 from holdfast.testing import drain
 from tests.operations.deployment import ADA, APPROVER, BOB, person
@@ -117,33 +118,33 @@ async def _once(task: Task[Any, Any], queue: str, *arguments: Any, **options: An
 
 async def _cancelled(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
     job = await at.fetch.options(queue=queue, delay=3_600).submit()
-    await at.offices.operating.cancel(ADA, job.id, queue=queue, reason="customer withdrew")
+    await at.offices.jobs.cancel(ADA, job.id, queue=queue, reason="customer withdrew")
     yield job
 
 
 async def _cancelled_while_running(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
     job = await at.fetch.options(queue=queue).submit()
     await at.claim(queue)
-    await at.offices.operating.cancel(ADA, job.id, queue=queue, reason="")
+    await at.offices.jobs.cancel(ADA, job.id, queue=queue, reason="")
     yield job
 
 
 async def _expedited(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
     job = await at.fetch.options(queue=queue, delay=3_600).submit()
-    await at.offices.operating.expedite(ADA, job.id, queue=queue, reason="it is urgent")
+    await at.offices.jobs.expedite(ADA, job.id, queue=queue, reason="it is urgent")
     yield job
 
 
 async def _suspended_by_an_operator(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
     job = await at.fetch.options(queue=queue, delay=3_600).submit()
-    await at.offices.operating.suspend(ADA, job.id, queue=queue, reason="let us wait")
+    await at.offices.jobs.suspend(ADA, job.id, queue=queue, reason="let us wait")
     yield job
 
 
 async def _resumed(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
     job = await at.order.options(queue=queue).submit()
     yield job
-    await at.offices.operating.resume(ADA, job.id, queue=queue, reason="it is there now")
+    await at.offices.jobs.resume(ADA, job.id, queue=queue, reason="it is there now")
     yield job
 
 
@@ -163,14 +164,14 @@ async def _running(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
 
 
 async def _paused(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
-    await at.offices.operating.update_control(ADA, queue, reason="moves", verb="pause", paused=True)
+    await at.offices.queues.update_control(ADA, queue, reason="moves", verb="pause", paused=True)
     yield await at.fetch.options(queue=queue).submit()
 
 
 async def _retrying_and_paused(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
     job = await at.fetch.options(queue=queue).submit()
     yield job
-    await at.offices.operating.update_control(ADA, queue, reason="", verb="pause", paused=True)
+    await at.offices.queues.update_control(ADA, queue, reason="", verb="pause", paused=True)
     yield job
 
 
@@ -235,7 +236,7 @@ async def _kept(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
 
 async def _unknown_task(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
     envelope = Envelope(job_id=new_job_ids(1)[0], task="no.such.task", payload=b"{}", queue=queue)
-    receipt = await (await at.app.submitter()).submit(envelope)
+    receipt = await (await backend_of(at.app).submitter()).submit(envelope)
     yield at.app.job(receipt.job_id, queue)
 
 

@@ -11,6 +11,7 @@ from redis import Redis
 from holdfast.cli.command import ExitCode
 from holdfast.core.job import Envelope
 from holdfast.core.states import State
+from holdfast.execution.backend import backend_of
 from tests.cli.deployments import PAIRS, Deployment, deployed
 from tests.operations.deployment import World
 
@@ -37,7 +38,7 @@ async def _fill(world: World) -> None:
         envelope = Envelope(
             job_id=job_id, task="charge", payload=b'{"amount": 1}', tenant_id=tenant, delay_ms=3_600_000
         )
-        await (await world.app.submitter()).submit(envelope)
+        await (await backend_of(world.app).submitter()).submit(envelope)
 
 
 def test_prefixes_of_jobs(at: Deployment) -> None:

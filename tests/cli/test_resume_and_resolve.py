@@ -15,6 +15,7 @@ from holdfast import Context, Holdfast, Retry, State
 from holdfast.cli.command import ExitCode
 from holdfast.core.job import Event
 from holdfast.engine.port.feed import FeedEntry
+from holdfast.execution.backend import backend_of
 from holdfast.ledger.port.effects import Reservation
 from holdfast.testing import drain
 from tests.cli.harness import Shell
@@ -114,12 +115,13 @@ def test_a_reserved_effect_whose_holder_is_lost_is_in_doubt(shell: Shell, cli: I
 
     async def reserve() -> None:
         async with Holdfast(url) as app:
-            assert app.ledger_backend is not None
+            backend = backend_of(app)
+            assert backend.ledger is not None
             wish = Reservation(
                 tenant_id="default", key="k", function="f", fingerprint="x", token="t", queue="default", job_id="gone",
                 attempt=1, worker="dead-worker", replaces_token="",
             )  # fmt: skip
-            await app.ledger_backend.effects.reserve([wish])
+            await backend.ledger.effects.reserve([wish])
 
     asyncio.run(reserve())
     for words in ((), ("--state", "in_doubt")):
@@ -229,8 +231,9 @@ def test_a_job_whose_creation_the_ledger_never_saw(
 
     async def project() -> None:
         async with Holdfast(redis_url, ledger=ledger_url, namespace=namespace) as app:
-            assert app.ledger_backend is not None
-            projection = app.ledger_backend.projection
+            backend = backend_of(app)
+            assert backend.ledger is not None
+            projection = backend.ledger.projection
             assert projection is not None
             event = Event(
                 type="task.claimed", job_id="orphan", at_ms=1_800_000_000_000, from_state=State.QUEUED,

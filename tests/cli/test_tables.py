@@ -24,6 +24,7 @@ from holdfast.cli.program import program
 from holdfast.cli.session import local_principal
 from holdfast.core.principal import ALL_TENANTS, Role
 from holdfast.engine.port.operators import QueueControl
+from holdfast.execution.backend import backend_of
 from holdfast.ledger.port.messages import Execution, ExecutionStatus, TriggerHeartbeat
 from holdfast.operations.operations import Operations
 from holdfast.outbox.writer import NewOutboxEvent
@@ -96,7 +97,7 @@ class Filled:
             self.ids["approval"] = ask.approval_id
             await self.charge.options(delay=3600, idempotency_key=_KEY).submit(4)
             await self._operate()
-            ledger = self.app.ledger_backend
+            ledger = backend_of(self.app).ledger
             assert ledger is not None
             jobs = [job.job_id for job in await ledger.queries.latest(100)]
         self.all = {*jobs, *self.ids.values()}
@@ -113,10 +114,10 @@ class Filled:
     async def _operate(self) -> None:
         offices, person = Operations.for_app(self.app), local_principal()
         change = {"paused": True, "backlog_alert": 5_000}
-        control = await offices.operating.update_control(person, "default", reason="moves", verb="pause", **change)
+        control = await offices.queues.update_control(person, "default", reason="moves", verb="pause", **change)
         assert isinstance(control, QueueControl)
         await offices.tokens.create(person, name="deploy", role=Role.OPERATOR, tenants=[ALL_TENANTS], expires_in=None)
-        ledger = self.app.ledger_backend
+        ledger = backend_of(self.app).ledger
         assert ledger is not None
         now_ms = await self.app.engine.now_ms()
         health = {"status": "unhealthy", "running": True, "active_workers": 3, "paused": False}

@@ -18,6 +18,7 @@ from redis import Redis
 from holdfast import Holdfast
 from holdfast.cli.command import ExitCode
 from holdfast.cli.session import local_principal
+from holdfast.execution.backend import backend_of
 from holdfast.ledger.port.messages import Execution, ExecutionStatus, TriggerHeartbeat
 from holdfast.operations.operations import Operations
 from tests.cli.harness import Process, Shell, eventually
@@ -42,13 +43,14 @@ def leave(desk: Desk, name: str = "orders", *, age_ms: int = 0) -> None:  # noqa
 
     async def report() -> None:
         async with Holdfast(f"sqlite:///{desk.folder}/jobs.db") as app:
-            assert app.ledger_backend is not None
+            backend = backend_of(app)
+            assert backend.ledger is not None
             now_ms = await app.engine.now_ms()
             health = {"status": "healthy", "running": True, "active_workers": 3, "paused": False}
             presence = TriggerHeartbeat(
                 name=name, process="host-1", queue_name="orders", adapter="kafka", health=health, seen_at_ms=now_ms
             )
-            await app.ledger_backend.triggers.heartbeat([presence], expire_after_ms=60_000)
+            await backend.ledger.triggers.heartbeat([presence], expire_after_ms=60_000)
             row = Execution(
                 tenant_id="acme",
                 id="1",
@@ -61,7 +63,7 @@ def leave(desk: Desk, name: str = "orders", *, age_ms: int = 0) -> None:  # noqa
                 error_message="ValueError: no such order",
                 retry_count=3,
             )
-            await app.ledger_backend.triggers.record_executions([row])
+            await backend.ledger.triggers.record_executions([row])
 
     asyncio.run(report())
 

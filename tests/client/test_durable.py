@@ -17,6 +17,7 @@ from holdfast.core.job import Envelope, JobKey, Receipt, new_job_ids
 from holdfast.engine.port.feed import SubmissionKey
 from holdfast.engine.port.jobs import EngineOptions
 from holdfast.errors import FeedDetached, InvalidOption, LedgerUnavailable, NotDurableYet, SchemaMismatch
+from holdfast.execution.backend import backend_of
 from holdfast.ledger.intake_recovery import LedgerProbe
 from holdfast.ledger.port.ledger import FeedPosition
 from tests.worker.support import eventually, working
@@ -287,7 +288,7 @@ async def test_a_durable_submission_is_in_the_ledger_when_it_returns(
         return number
 
     async with app, working(app):
-        ledger = app.ledger_backend
+        ledger = backend_of(app).ledger
         assert ledger is not None
         assert ledger.projection is not None
         jobs = [await work.options(durable=True, idempotency_key="k").submit(number) for number in range(2)]
@@ -323,7 +324,7 @@ async def test_nobody_brings_it_to_the_ledger(redis_url: str, namespace: str, le
         with pytest.raises(NotDurableYet) as caught:
             await work.options(durable=True).submit()
         key = JobKey("default", "default", caught.value.job_id)
-        ledger = app.ledger_backend
+        ledger = backend_of(app).ledger
         assert ledger is not None
         async with working(app):
 

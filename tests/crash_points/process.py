@@ -18,6 +18,7 @@ from holdfast.core.verdict import Settlement, SettleResult
 from holdfast.effects.runtime import EffectRuntime
 from holdfast.engine.port import Engine
 from holdfast.errors import EngineUnavailable, Unavailable
+from holdfast.execution.backend import backend_of
 from holdfast.execution.spec import TaskSpec
 from holdfast.ledger.port.ledger import Ledger
 from holdfast.operations.approvals import ApprovalOperations
@@ -96,7 +97,7 @@ class Process:
         self.place = place
         self.app = app
         self.number = number
-        self._plans = {**app.specs, **plans}
+        self._plans = {**backend_of(app).specs, **plans}
         self.name = f"process-{number}"
         self._held: InFlight = set()
         self._pruned = False
@@ -107,7 +108,7 @@ class Process:
 
     @property
     def ledger(self) -> Ledger:
-        ledger = self.app.ledger_backend
+        ledger = backend_of(self.app).ledger
         assert ledger is not None
         return ledger
 
@@ -148,7 +149,7 @@ class Process:
         app = self.app
 
         async def ledger() -> Ledger | None:
-            return app.ledger_backend
+            return backend_of(app).ledger
 
         async def find(queue: str, job_id: str) -> JobInfo | None:
             return (await app.engine.get(queue, [job_id]))[0]
@@ -157,11 +158,18 @@ class Process:
             ledger,
             find,
             lambda: self._runner.now_ms(),
-            app.engine.counts,
+            app.engine.counters,
             lease_s=app.settings.visibility_timeout_s,
             payload_limit=app.settings.payload_limit,
         )
-        return Runner(self._plans, self._settler, self._held, 1, tools=tools, gate=app.guard_runner(app.ledger_backend))
+        return Runner(
+            self._plans,
+            self._settler,
+            self._held,
+            1,
+            tools=tools,
+            guards=backend_of(app).guard_runner(backend_of(app).ledger),
+        )
 
     @cached_property
     def _fetcher(self) -> StepFetcher:

@@ -192,7 +192,7 @@ async def _check(process: Process, story: Story, world: World) -> None:
         assert (stats.pending, stats.delayed) == (0, 0), stats
     if process.number == 1 and not story.loses_leases:
         # Who lives on finds what it holds at once, and not when the lease has run out.
-        assert not engine.counts.reclaimed, f"{engine.counts.reclaimed} leases of a living process ran out"
+        assert not engine.counters.reclaimed, f"{engine.counters.reclaimed} leases of a living process ran out"
     left = await place.leftovers()
     assert not left, left
     await story.check(process, world)

@@ -39,12 +39,7 @@ PAGES: Final = [
 
 #: Public by name, but plumbing between holdfast's own modules.
 INTERNAL: Final[dict[type, frozenset[str]]] = {
-    Holdfast: frozenset(
-        {"specs", "outbox_backend", "ledger_backend", "envelope", "submitter", "guard_runner"}
-        | {"enqueue_in_transaction", "enqueue_in_transaction_sync", "transactional_event"}
-    )
-    | {"require_ledger", "run_inline"},
-    Task: frozenset({"plan"}),
+    Task: frozenset({"spec"}),
     Context: frozenset({"begun"}),
     Worker: frozenset({"on_leases_lost", "on_cancelled", "on_control_changed", "on_due", "incarnation", "status"}),
     GuardRegistry: frozenset({"judge"}),

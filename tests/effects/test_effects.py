@@ -17,6 +17,7 @@ from holdfast import Context, Holdfast, Job, Retry, State
 from holdfast.core.job import JobInfo
 from holdfast.effects import Done, NotDone
 from holdfast.errors import InvalidOption, LedgerUnavailable, Unavailable
+from holdfast.execution.backend import backend_of
 from holdfast.ledger.port.effects import EffectOutcome, EffectState, EffectStore
 from holdfast.testing import inline
 from tests.worker.support import eventually, working
@@ -76,8 +77,9 @@ def world() -> World:
 
 
 def effects(app: Holdfast) -> EffectStore:
-    assert app.ledger_backend is not None
-    return app.ledger_backend.effects
+    backend = backend_of(app)
+    assert backend.ledger is not None
+    return backend.ledger.effects
 
 
 async def settled(app: Holdfast, job: Job[Any], state: State) -> JobInfo:
@@ -462,7 +464,7 @@ async def test_an_effect_that_was_reserved_again_meanwhile_is_loud(
         assert await (await publish.submit()).result(60) == "number 2"
         with caplog.at_level(logging.ERROR, "holdfast.effects"):
             gate.set()
-            await eventually(lambda: embedded.engine.counts.effect_duplicates, "the duplicate to be counted")
+            await eventually(lambda: embedded.engine.counters.effect_duplicates, "the duplicate to be counted")
     assert "effect.duplicate" in caplog.text
 
 
@@ -533,7 +535,7 @@ class Broken:
 
 
 def break_ledger(app: Holdfast) -> Broken:
-    ledger: Any = app.ledger_backend
+    ledger: Any = backend_of(app).ledger
     ledger.effects = Broken(ledger.effects)
     broken: Broken = ledger.effects
     return broken

@@ -13,6 +13,7 @@ import pytest
 
 from holdfast import Context, Holdfast, Job, Retry, State
 from holdfast.core.job import JobInfo
+from holdfast.execution.backend import backend_of
 from holdfast.testing import ManualClock, drain, inline
 from tests.execution import process_tasks
 from tests.worker.support import eventually, working
@@ -176,7 +177,7 @@ async def test_steps_are_not_nested(embedded: Holdfast, outer: str, inner: str) 
 
     with inline(embedded):
         job = await nested.submit()
-        view = embedded._inline_submitter
+        view = backend_of(embedded).inline_submitter
         assert view is not None
         found = await view.get(job.queue, job.id)
     assert found is not None

@@ -10,6 +10,7 @@ import pytest
 
 from holdfast import Context, Fatal, Holdfast, Retry, State, Unavailable, Worker
 from holdfast.errors import InvalidOption, JobFailed
+from holdfast.execution.backend import backend_of
 from tests.worker.support import eventually, working
 
 NO_RETRY = Retry(max_retries=0)
@@ -194,7 +195,7 @@ async def test_what_does_not_fit_becomes_a_dead_letter_at_once(app: Holdfast) ->
     async def strict(number: int) -> None:
         called.append(number)
 
-    sender = Holdfast(app.settings.url, clock=app._clock)
+    sender = Holdfast(app.settings.url, clock=backend_of(app).clock)
     async with working(app), sender:
         misfit = await sender.submit_raw("strict", b'{"number": "seven"}')
         unknown = await sender.submit_raw("nobody", b"{}")

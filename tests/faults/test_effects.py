@@ -13,6 +13,7 @@ import pytest
 from holdfast import Holdfast, Job, State
 from holdfast.core.job import JobInfo
 from holdfast.errors import EngineUnavailable
+from holdfast.execution.backend import backend_of
 from holdfast.ledger.port.effects import EffectKey, EffectState
 from holdfast.verification.chaos.servers import PostgresServer
 from tests.faults import effects_sample
@@ -66,8 +67,9 @@ class Scene:
         return view
 
     async def key(self, key: str) -> EffectKey | None:
-        assert self.app.ledger_backend is not None
-        return (await self.app.ledger_backend.effects.get([("default", key)]))[0]
+        backend = backend_of(self.app)
+        assert backend.ledger is not None
+        return (await backend.ledger.effects.get([("default", key)]))[0]
 
     async def key_is(self, key: str, state: EffectState) -> None:
         async def look() -> bool:

@@ -150,7 +150,7 @@ async def test_settle(link: Link, fault: str) -> None:
     async with _through(link):
         await link.site.all_is_well(job.id for job in jobs)
     _each_ran_once(link)
-    assert link.app.engine.counts.stale_settles == 0
+    assert link.app.engine.counters.stale_settles == 0
 
 
 @pytest.mark.parametrize("task", ["flaky", "fail"])
@@ -217,7 +217,7 @@ async def test_a_verdict_that_comes_after_the_lease_is_refused(link: Link, heir_
         assert worker.in_flight == 1
         link.proxy.join()
         await eventually(lambda: worker.in_flight == 0, "the answer to the late verdict")
-        assert late.engine.counts.stale_settles == 1
+        assert late.engine.counters.stale_settles == 1
         if heir_is == "still at it":
             view = await job.info()
             assert (view.state, view.worker) == (State.RUNNING, "heir")

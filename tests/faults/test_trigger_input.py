@@ -10,6 +10,7 @@ import pytest
 
 from holdfast import Holdfast
 from holdfast.brokers.kafka import KafkaAdapter, KafkaConfig
+from holdfast.execution.backend import backend_of
 from holdfast.testing import drain
 from holdfast.triggers.config import TriggerConfig
 from holdfast.triggers.dedup import LedgerDedupStore
@@ -68,8 +69,9 @@ async def test_messages_of_all_kinds(kafka_server: KafkaServer, tmp_path: Path, 
         ran.append(message)
 
     async with app:
-        assert app.ledger_backend is not None
-        book = app.ledger_backend.triggers
+        backend = backend_of(app)
+        assert backend.ledger is not None
+        book = backend.ledger.triggers
         async with trigger_of(kafka_server, topic, TaskRuntime(app, "handle"), book=book) as trigger:
             await eventually(lambda: sum(trigger.counts.consumed.values()) >= len(MESSAGES), "all of them")
         await drain(app)
@@ -105,8 +107,9 @@ async def test_a_poison_message_is_a_dead_letter_and_the_rest_goes_on(
         return f"run-{context['message']}"
 
     async with Holdfast(f"sqlite:///{tmp_path / 'all.db'}") as app:
-        assert app.ledger_backend is not None
-        ledger = app.ledger_backend
+        backend = backend_of(app)
+        assert backend.ledger is not None
+        ledger = backend.ledger
         options = {"book": ledger.triggers, "dedup": LedgerDedupStore(ledger.effects, topic.name)}
         async with trigger_of(kafka_server, topic, CallableRuntime(act), **options) as trigger:
             await eventually(lambda: sum(trigger.counts.consumed.values()) >= 60, "all of them")

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from holdfast import Deny, GuardRequest, Holdfast, Job, RequireApproval, State
 from holdfast.core.job import EMPTY_META
 from holdfast.errors import Denied, GuardFailed, LedgerUnavailable, NoLedger
+from holdfast.execution.backend import backend_of
 from holdfast.guard.decisions import Decision, payload_hash
 from holdfast.testing import inline
 from tests.guard.conftest import MakeApp
@@ -91,7 +92,7 @@ def test_the_blocking_door_is_guarded(memory: Holdfast) -> None:
     memory.guard.rule("none", then=Deny("closed today"))
     with pytest.raises(Denied, match="closed today"):
         pay.submit_sync("a")
-    memory._portal.close(memory.close)
+    backend_of(memory).portal.close(memory.close)
 
 
 async def test_arguments_are_as_the_function_gets_them(memory: Holdfast) -> None:
@@ -140,8 +141,9 @@ async def test_a_ledger_that_is_away_changes_nothing_about_a_denial(
     async def away(actions: object) -> None:
         raise LedgerUnavailable("made to fail by the test")
 
-    assert memory.ledger_backend is not None
-    monkeypatch.setattr(memory.ledger_backend.operators, "record_audit", away)
+    backend = backend_of(memory)
+    assert backend.ledger is not None
+    monkeypatch.setattr(backend.ledger.operators, "record_audit", away)
     with pytest.raises(Denied):
         await pay.submit("ann")
     assert "not recorded in the audit log" in caplog.text

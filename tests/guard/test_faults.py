@@ -16,6 +16,7 @@ from holdfast.core.job import Approval, ApprovalRequest, Meta
 from holdfast.core.verdict import with_approval
 from holdfast.engine.port.operators import QueueControl
 from holdfast.errors import EngineUnavailable, LedgerUnavailable
+from holdfast.execution.backend import backend_of
 from holdfast.ledger.port.operators import ApprovalStatus
 from holdfast.operations.operations import Operations
 from holdfast.upkeep.dispatch import ApprovalDelivery
@@ -265,22 +266,24 @@ async def test_upkeep_stays_quiet_while_the_ledger_is_away(
     app: Holdfast, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     await app.open()
-    assert app.ledger_backend is not None
+    backend = backend_of(app)
+    assert backend.ledger is not None
 
     async def away(*_: Any) -> None:
         raise LedgerUnavailable("made to fail by the test")
 
-    registrar = ApprovalDelivery(app.engine, app.ledger_backend)
+    registrar = ApprovalDelivery(app.engine, backend.ledger)
     assert await registrar.run_once() >= 1.0
-    monkeypatch.setattr(app.ledger_backend.operators, "expire_approvals", away)
+    monkeypatch.setattr(backend.ledger.operators, "expire_approvals", away)
     for _ in range(3):
         assert await registrar.run_once() >= 1.0
     assert caplog.text.count("approvals are delayed") == 1
 
 
 async def _nothing_left(app: Holdfast) -> None:
-    assert app.ledger_backend is not None
-    people = app.ledger_backend.operators
+    backend = backend_of(app)
+    assert backend.ledger is not None
+    people = backend.ledger.operators
 
     async def none() -> bool:
         return not await people.undelivered_approvals(10)

@@ -13,6 +13,7 @@ import pytest
 
 from holdfast import Deny, Holdfast, RequireApproval
 from holdfast.core.principal import Role
+from holdfast.execution.backend import backend_of
 from holdfast.guard.decisions import Decision, GuardRequest
 from tests.http.deployment import World, sample, serving
 from tests.http.test_bad_input import _problem
@@ -93,7 +94,7 @@ def test_another_tenants_question_is_not_there(tmp_path: Path) -> None:
 def _slip_in(world: World) -> str:
     """A job that no guard has seen, as another program's message would be."""
     app: Holdfast = world.service.app
-    envelope = app.envelope("add", b'{"a": 1}')
+    envelope = backend_of(app).envelope("add", b'{"a": 1}')
     (receipt,) = world.call(lambda: world.service.operations.engine.submit([envelope]))
     return receipt.job_id
 

@@ -23,7 +23,7 @@ from fastapi import FastAPI
 from holdfast.core.principal import Role
 from holdfast.http import mount
 from holdfast.http.server import HttpServer, bind
-from holdfast.operations.jobs import JobOperations
+from holdfast.operations.queues import QueueOperations
 from tests.cli.harness import SAMPLE_APP, Process, Shell, environment
 from tests.http.deployment import World, sample, serving
 
@@ -100,7 +100,7 @@ def test_a_request_that_the_end_overtakes_is_told_so(
     with ThreadPoolExecutor(1) as thread:
         with serving(sample(f"sqlite:///{tmp_path / 'jobs.db'}")) as world:
             bearer = {"authorization": f"Bearer {world.token()}"}
-            monkeypatch.setattr(JobOperations, "queues", hang)
+            monkeypatch.setattr(QueueOperations, "find", hang)
             waiting = thread.submit(httpx.get, f"{world.base}/api/v1/queues", headers=bearer, trust_env=False)
             assert asked.wait(20)
         answer = waiting.result(60)

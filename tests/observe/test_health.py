@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from holdfast import Holdfast, Worker
+from holdfast.execution.backend import backend_of
 from holdfast.observe.prometheus import serve_metrics
 from holdfast.operations.readiness import upkeep_readiness, worker_readiness
 from holdfast.upkeep.upkeep import Upkeep
@@ -109,7 +110,7 @@ async def test_a_worker_is_ready_while_it_can_claim(make_redis: MakeServer, name
 async def test_a_ledger_that_is_down_is_a_warning(redis_url: str, namespace: str) -> None:
     ledger = f"postgresql://app:s3cret@127.0.0.1:{free_port()}/holdfast"
     async with Holdfast(redis_url, namespace=namespace, ledger=ledger, connect_timeout_s=0.5) as app:
-        upkeep = Upkeep(app.engine, [], app.settings, app.ledger_backend)
+        upkeep = Upkeep(app.engine, [], app.settings, backend_of(app).ledger)
         async with serve_metrics("127.0.0.1", 0, text, lambda: upkeep_readiness(app, upkeep)) as port:
             status, body = await asked(port)
             assert (status, body["reasons"]) == (503, ["starting"])

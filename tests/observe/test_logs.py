@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from holdfast import Fatal, Holdfast
 from holdfast.core.job import Claim, Lease, Meta
 from holdfast.core.states import State
+from holdfast.execution.backend import backend_of
 from holdfast.observe.log_formats import JsonFormatter
 from holdfast.observe.logs import current_claim, log_fields
 from holdfast.testing import drain
@@ -146,7 +147,7 @@ async def test_a_secret_in_an_error_is_nowhere(app_on: Any, lines: io.StringIO, 
     feed = await app.engine.read_feed("default", "", 100)
     assert len(views) == 1
     told = [*map(msgspec.json.encode, views), *map(msgspec.json.encode, feed)]
-    if app.ledger_backend is not None:
+    if backend_of(app).ledger is not None:
         page = await app.ledger.queries.jobs()
         for row in page.jobs:
             from holdfast.core.job import JobKey

@@ -19,6 +19,7 @@ from holdfast.core.verdict import Hold, Release, Settlement, SettleResult, Succe
 from holdfast.engine.port.jobs import RetryVia
 from holdfast.engine.port.operators import QueueControl
 from holdfast.errors import EngineUnavailable, IntakeRefused, InvalidOption, TransitionInvalid
+from holdfast.execution.backend import backend_of
 from holdfast.execution.spec import TaskPolicy, TaskSpec
 from holdfast.observe.counters import BOUNDS_S, Counters, Histogram
 from holdfast.observe.prometheus import serve_metrics
@@ -94,7 +95,7 @@ async def lose_a_lease(app: Holdfast) -> None:
 async def drain_all(app: Holdfast, retries: int) -> None:
     async def done() -> bool:
         await drain(app)
-        return app.engine.counts.retried == retries and not (await app.engine.stats(QUEUE)).states.get(State.RETRYING)
+        return app.engine.counters.retried == retries and not (await app.engine.stats(QUEUE)).states.get(State.RETRYING)
 
     await eventually(done, "all retries to be over")
 
@@ -196,7 +197,7 @@ async def test_messages_that_meet_a_job_are_skipped_or_not_due(redis_url: str, n
         await redis.aclose()
 
         async def read() -> bool:
-            counts = app.engine.counts
+            counts = app.engine.counters
             return counts.succeeded + counts.skipped + counts.not_due + counts.malformed >= 6
 
         # Not `drain`: it does not see foreign messages, and a claim that it ends on its way is never counted.
@@ -250,8 +251,9 @@ async def test_how_far_the_ledger_is_behind(redis_url: str, ledger_url: str, nam
         assert seen["ledger_up"] == 1
         assert seen[f'feed_lag_entries{{queue="{QUEUE}"}}'] == 3
         assert 0.05 <= seen[f'feed_lag_seconds{{queue="{QUEUE}"}}'] < 20
-        assert app.ledger_backend is not None
-        bookkeeping = LedgerTasks(app.engine, app.ledger_backend, app.settings, name="b")
+        backend = backend_of(app)
+        assert backend.ledger is not None
+        bookkeeping = LedgerTasks(app.engine, backend.ledger, app.settings, name="b")
         bookkeeping.start()
         try:
 
@@ -271,8 +273,9 @@ async def test_dead_letters_that_wait_for_the_engine_are_told_by_tenant(
         for tenant in ("acme", "acme", "globex"):
             await submit(app, "hopeless", tenant_id=tenant)
         await drain(app)
-        assert app.ledger_backend is not None
-        projector = Projector(app.engine, app.ledger_backend, name="p")
+        backend = backend_of(app)
+        assert backend.ledger is not None
+        projector = Projector(app.engine, backend.ledger, name="p")
         # The engine is not told: it does not answer that question.
         monkeypatch.setattr(projector._confirmer, "confirm_all", lambda _: asyncio.sleep(0, 1))
         running = asyncio.create_task(projector.run())

@@ -13,7 +13,7 @@ from holdfast import Fatal, Holdfast
 from holdfast.errors import Denied, EngineUnavailable, HoldfastError, InvalidOption, UsageError
 from holdfast.http.problems import BadRequest, problem_of
 from holdfast.webhooks.deliveries import WebhookDelivery, sign_payload
-from holdfast.worker.webhook_worker import _WebhookApp
+from holdfast.worker.webhook_worker import _WebhookBackend
 from tests.observe.support import scrape
 
 _secret = st.text(st.characters(codec="ascii", categories=("L", "N")), min_size=14, max_size=30).map(lambda s: f"Zq{s}")
@@ -48,7 +48,7 @@ class FakeSender:
 
 async def test_webhooks_are_counted() -> None:
     async with Holdfast("sqlite://") as app:
-        office = _WebhookApp(app.engine, app.settings, FakeSender())  # type: ignore[arg-type]
+        office = _WebhookBackend(app.engine, app.settings, FakeSender())  # type: ignore[arg-type]
         delivery = WebhookDelivery(
             url="https://x", webhook_id="w", type="job.succeeded", body="{}", tenant_id="a", trace_id=""
         )

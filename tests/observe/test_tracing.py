@@ -18,6 +18,7 @@ from holdfast import Fatal, Holdfast, Retry
 from holdfast.core.job import Envelope, new_job_ids
 from holdfast.core.states import State
 from holdfast.errors import EngineUnavailable, MissingExtra
+from holdfast.execution.backend import backend_of
 from holdfast.observe.tracing import Tracer, tracer_for
 from holdfast.testing import drain
 from tests.observe.support import attributes, receiving
@@ -149,7 +150,7 @@ async def traced(engine_url: str, namespace: str, monkeypatch: pytest.MonkeyPatc
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     tracer = Tracer(provider)
-    for module in ("holdfast.app", "holdfast.worker.worker"):
+    for module in ("holdfast.client.backend", "holdfast.worker.worker"):
         monkeypatch.setattr(f"{module}.tracer_for", lambda _: tracer)
     async with Holdfast(engine_url, namespace=namespace) as app:
         yield Traced(app, exporter, tracer)
@@ -251,7 +252,7 @@ async def test_a_job_from_elsewhere_begins_a_trace_of_its_own(traced: Traced) ->
     async def fail() -> None:
         raise Fatal("no")
 
-    desk = (await app.submitter())._submitter  # type: ignore[attr-defined]
+    desk = (await backend_of(app).submitter())._submitter  # type: ignore[attr-defined]
     with traced.tracer.tracer.start_as_current_span("unrelated"):
         await desk.submit(Envelope(job_id=new_job_ids(1)[0], task="fail", payload=b"{}"))
         await drain(app)

@@ -6,6 +6,7 @@ from typing import Any
 
 from holdfast.core.job import Envelope, Receipt
 from holdfast.errors import EngineUnavailable
+from holdfast.execution.backend import backend_of
 from holdfast.ledger.port.operators import DeadLetterStatus
 from holdfast.ledger.queries.operator_filters import DeadLetterFilter
 from holdfast.operations.dead_letters import DeadLetterOperations
@@ -28,7 +29,7 @@ class Broken:
 
 
 def office(world: World, desk: Any = None) -> DeadLetterOperations:
-    ledger = world.app.ledger_backend
+    ledger = backend_of(world.app).ledger
     assert ledger is not None
     return DeadLetterOperations(world.app.engine, ledger, desk) if desk else world.offices.dead_letters
 

@@ -10,6 +10,7 @@ from holdfast import Context, Fatal, Holdfast, Retry
 from holdfast.core.job import JobInfo
 from holdfast.core.principal import ALL_TENANTS, Principal, Role
 from holdfast.core.states import State
+from holdfast.execution.backend import backend_of
 from holdfast.operations.operations import Operations
 from holdfast.testing import drain
 from holdfast.upkeep.ledger_tasks import LedgerTasks
@@ -98,7 +99,7 @@ class World:
         from holdfast.ledger.queries.operator_filters import AuditFilter
 
         await self.caught_up()
-        page = await self.offices.operating.audit_log(ADMIN, AuditFilter(types=frozenset({kind})), 100)
+        page = await self.offices.audit.list(ADMIN, AuditFilter(types=frozenset({kind})), 100)
         return list(reversed(page.entries))
 
 
@@ -106,7 +107,7 @@ class World:
 async def opened(world: World) -> AsyncIterator[World]:
     """Open, with a projector where one is needed."""
     async with world.app as app:
-        ledger = app.ledger_backend
+        ledger = backend_of(app).ledger
         bookkeeping = None if ledger is None else LedgerTasks(app.engine, ledger, app.settings)
         if bookkeeping is not None:
             bookkeeping.start()

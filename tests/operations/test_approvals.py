@@ -12,6 +12,7 @@ from holdfast import Approval, Context, Holdfast, Job, RequireApproval, State
 from holdfast.core.principal import Role
 from holdfast.core.verdict import CANCELLED
 from holdfast.errors import ApprovalVoid, Conflict, Forbidden, JobCancelled, JobFailed, NoLedger, NotFound
+from holdfast.execution.backend import backend_of
 from holdfast.ledger.port.operators import ApprovalStatus
 from holdfast.operations.approvals import ApprovalOperations
 from holdfast.operations.operations import Operations
@@ -193,7 +194,7 @@ async def test_who_submitted_it_may_not_approve_it(app: Holdfast) -> None:
         envelope = Envelope(
             job_id=new_job_ids(1)[0], task="pay", payload=b'{"amount":200}', meta=Meta(submitted_by="ann")
         )
-        receipt = await (await app.submitter()).submit(envelope)
+        receipt = await (await backend_of(app).submitter()).submit(envelope)
         row = await question(app, app.job(receipt.job_id))
         assert row.requested_by == "ann"
         with pytest.raises(Forbidden, match="another person"):
@@ -431,7 +432,7 @@ async def test_a_decision_that_is_delivered_late_does_not_answer_the_next_reques
 
         with monkeypatch.context() as patched:
             patched.setattr(app.engine, "get", get_stale)
-            await ApprovalOperations(app.engine, app.ledger_backend)._deliver(decided)  # type: ignore[arg-type]
+            await ApprovalOperations(app.engine, backend_of(app).ledger)._deliver(decided)  # type: ignore[arg-type]
         view = await job.info()
         assert (view.state, view.meta.approval_request and view.meta.approval_request.approval_id) == (
             State.WAITING_APPROVAL,

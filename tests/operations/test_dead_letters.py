@@ -22,6 +22,7 @@ from holdfast.errors import (
     NotFound,
     PayloadTooLarge,
 )
+from holdfast.execution.backend import backend_of
 from holdfast.guard import decisions
 from holdfast.ledger.port.operators import DeadLetterStatus
 from holdfast.ledger.queries.operator_filters import DeadLetterFilter
@@ -272,7 +273,7 @@ async def test_upkeep_finishes_a_replay_that_a_crash_has_left(world: World, afte
         await office(world, Broken(world, after=after)).replay(
             ADA, dlq_id, reason="", payload=b'{"amount": 77}'
         )  # fmt: skip
-    ledger = world.app.ledger_backend
+    ledger = backend_of(world.app).ledger
     assert ledger is not None
     left = await ledger.operators.unsubmitted_replays(10)
     assert [row.dlq_id for row in left] == [dlq_id]
@@ -296,7 +297,7 @@ async def test_a_replay_that_the_engine_refuses_hinders_no_other(world: World, m
         with pytest.raises(EngineUnavailable):
             await office(world, Broken(world)).replay(ADA, dlq_id, reason="")
     world.broken = False
-    ledger, engine = world.app.ledger_backend, world.app.engine
+    ledger, engine = backend_of(world.app).ledger, world.app.engine
     assert ledger is not None
     refused, *others = await ledger.operators.unsubmitted_replays(10)
     submit = engine.submit

@@ -13,6 +13,7 @@ from holdfast.core.job import Envelope, Receipt
 from holdfast.core.states import State
 from holdfast.engine.port.operators import QueueControl
 from holdfast.errors import EngineUnavailable, InvalidOption, LedgerUnavailable
+from holdfast.execution.backend import backend_of
 from holdfast.ledger.port.operators import DeadLetterStatus
 from holdfast.ledger.queries.operator_filters import DeadLetterFilter
 from holdfast.operations.bulk import BulkResult
@@ -55,9 +56,9 @@ async def test_one_that_cannot_be_replayed_hinders_no_other(world: World) -> Non
     async def other(amount: str) -> None: ...
 
     # Whoever knows the task knows that 5 is no text; of the others too.
-    ledger = world.app.ledger_backend
+    ledger = backend_of(world.app).ledger
     assert ledger is not None
-    picky = DeadLetterOperations(world.app.engine, ledger, plans=stranger.specs)
+    picky = DeadLetterOperations(world.app.engine, ledger, specs=backend_of(stranger).specs)
     report = await picky.replay_many(ADA, EVERY, reason="")
     assert (report.matched, report.done, report.failed) == (3, 0, 3)
     assert {result.code for result in report.results} == {"INVALID_PAYLOAD"}

@@ -13,6 +13,7 @@ from sqlalchemy import text as sql
 
 from holdfast.core.principal import ALL_TENANTS, Role
 from holdfast.errors import Conflict, Forbidden, InvalidOption, NotFound, Unauthorized
+from holdfast.execution.backend import backend_of
 from holdfast.operations.access import CACHE_S, TokenOperations
 from holdfast.testing import ManualClock
 from tests.operations.deployment import ADA, ADMIN, APPROVER, LOCAL, VIEWER, World, person
@@ -29,14 +30,14 @@ class Ticks:
 
 
 def office(world: World, clock: ManualClock | None = None, ticks: Ticks | None = None) -> TokenOperations:
-    ledger = world.app.ledger_backend
+    ledger = backend_of(world.app).ledger
     assert ledger is not None
     return TokenOperations(ledger, clock, ticks or Ticks())
 
 
 async def everything(world: World) -> str:
     """All that the ledger has of tokens and what people did."""
-    ledger = world.app.ledger_backend
+    ledger = backend_of(world.app).ledger
     assert ledger is not None
     async with ledger.queries.engine.connect() as connection:
         rows = [

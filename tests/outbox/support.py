@@ -12,6 +12,7 @@ import msgspec
 
 from holdfast import Holdfast
 from holdfast.brokers.memory import MemoryBroker
+from holdfast.execution.backend import backend_of
 from holdfast.ledger.port.messages import OutboxEvent, OutboxStatus, OutboxStore
 from holdfast.observe.counters import Counters
 from holdfast.outbox.destinations import Destination, build_destinations
@@ -42,8 +43,9 @@ class World:
         self.url = url
 
     async def store(self) -> OutboxStore:
-        assert self.app.outbox_backend is not None
-        return await self.app.outbox_backend.open()
+        backend = backend_of(self.app)
+        assert backend.outbox is not None
+        return await backend.outbox.open()
 
     async def write(self, *events: NewOutboxEvent) -> list[str]:
         """In one transaction, on a connection of its own."""

@@ -14,6 +14,7 @@ import pytest
 
 from holdfast import Holdfast
 from holdfast.errors import UnknownJob
+from holdfast.execution.backend import backend_of
 from holdfast.ledger.port.messages import ENGINE_DESTINATION, OutboxEvent, OutboxStatus
 from tests.outbox.support import run_jobs, until
 
@@ -36,8 +37,9 @@ async def app(request: pytest.FixtureRequest, tmp_path: Path, namespace: str) ->
 
     async with app:
         # Makes the file, where that is the database.
-        assert app.outbox_backend is not None
-        await app.outbox_backend.open()
+        backend = backend_of(app)
+        assert backend.outbox is not None
+        await backend.outbox.open()
         yield app
 
 
@@ -60,8 +62,9 @@ async def run_program(app: Holdfast) -> dict[str, Any]:
 
 
 async def events(app: Holdfast) -> list[OutboxEvent]:
-    assert app.outbox_backend is not None
-    return (await (await app.outbox_backend.open()).find(None, limit=100))[::-1]
+    backend = backend_of(app)
+    assert backend.outbox is not None
+    return (await (await backend.outbox.open()).find(None, limit=100))[::-1]
 
 
 async def test_events_and_jobs_belong_to_the_transaction(app: Holdfast) -> None:
@@ -79,8 +82,9 @@ async def test_events_and_jobs_belong_to_the_transaction(app: Holdfast) -> None:
     assert [event.topic for event in plain] == ["orders", "many", "many", "many", "kept", "by hand", "once"]
     assert (plain[0].id, plain[0].key) == (event_id, "%s")
     assert msgspec.json.decode(plain[0].payload) == {"note": "100% 'quoted' %(x)s"}
-    assert app.outbox_backend is not None
-    now_ms = await (await app.outbox_backend.open()).now_ms()
+    backend = backend_of(app)
+    assert backend.outbox is not None
+    now_ms = await (await backend.outbox.open()).now_ms()
     assert all(abs(now_ms - event.created_at_ms) < 60_000 for event in written)
 
     async def submitted() -> bool:

@@ -29,6 +29,7 @@ from holdfast.errors import (
     UsageError,
     WaitTimeout,
 )
+from holdfast.execution.backend import backend_of
 from holdfast.ledger.port.messages import ENGINE_DESTINATION, OutboxEvent, OutboxStatus
 from holdfast.outbox.writer import envelope_from_event, job_event_row
 from holdfast.testing import drain, inline
@@ -55,8 +56,9 @@ async def app(request: pytest.FixtureRequest, tmp_path: Path, namespace: str) ->
 
     async with app:
         # Makes the file, where that is the database.
-        assert app.outbox_backend is not None
-        await app.outbox_backend.open()
+        backend = backend_of(app)
+        assert backend.outbox is not None
+        await backend.outbox.open()
         yield app
 
 
@@ -83,8 +85,9 @@ async def transaction(app: Holdfast, *, commit: bool = True) -> AsyncIterator[An
 
 
 async def only_event(app: Holdfast) -> OutboxEvent:
-    assert app.outbox_backend is not None
-    (event,) = await (await app.outbox_backend.open()).find(None)
+    backend = backend_of(app)
+    assert backend.outbox is not None
+    (event,) = await (await backend.outbox.open()).find(None)
     return event
 
 
@@ -160,7 +163,7 @@ async def test_handed_in_twice_it_is_one_job(app: Holdfast) -> None:
     async with transaction(app) as connection:
         job = await double(app).options(connection=connection).submit(21)
     # As a relay does that dies before it could say so.
-    await (await app.submitter()).submit(envelope_from_event(await only_event(app)))
+    await (await backend_of(app).submitter()).submit(envelope_from_event(await only_event(app)))
     assert await drain(app, ["mail"]) == 1
     async with run_jobs(app, ["mail", "other"]):
         await until(lambda: is_sent(app))
@@ -185,8 +188,9 @@ async def test_an_idempotency_key_that_is_known_leads_to_the_first_job(app: Hold
     async with transaction(app) as connection:
         third = await double(app).options(idempotency_key="k", connection=connection).submit(1)
     async with run_relay(app):
-        assert app.outbox_backend is not None
-        store = await app.outbox_backend.open()
+        backend = backend_of(app)
+        assert backend.outbox is not None
+        store = await backend.outbox.open()
 
         async def sent() -> bool:
             event = await store.get("default", third.id)
@@ -271,8 +275,9 @@ async def test_one_that_the_engine_cannot_take_holds_up_no_other(
     async with run_jobs(app, ["mail", "other"]):
         for number in (0, 2, 3):
             assert await jobs[number].result(timeout=60) == 2 * number
-    assert app.outbox_backend is not None
-    event = await (await app.outbox_backend.open()).get("default", poison)
+    backend = backend_of(app)
+    assert backend.outbox is not None
+    event = await (await backend.outbox.open()).get("default", poison)
     assert event is not None
     assert event.status in (OutboxStatus.RETRYING, OutboxStatus.DEAD)
     assert "OverflowError" in event.last_error
@@ -345,15 +350,16 @@ async def test_the_outbox_in_a_database_of_its_own(kind: str, request: pytest.Fi
         return number * 2
 
     async with app:
-        assert app.outbox_backend is not None
-        await app.outbox_backend.open()
+        backend = backend_of(app)
+        assert backend.outbox is not None
+        await backend.outbox.open()
         async with support.transaction(own) as connection:
             job = await double.options(connection=connection).submit(4)
         async with run_jobs(app, ["mail", "other"]):
             assert await job.result(timeout=60) == 8
             await until(lambda: is_sent(app))
-        assert app.ledger_backend is not None
-        assert await app.ledger_backend.outbox.find(None) == []
+        assert backend.ledger is not None
+        assert await backend.ledger.outbox.find(None) == []
 
 
 async def test_inline_mode_runs_it_at_once(app: Holdfast) -> None:
@@ -372,8 +378,9 @@ def test_submit_sync(tmp_path: Path) -> None:
 
     async def prepare() -> None:
         async with app:
-            assert app.outbox_backend is not None
-            await app.outbox_backend.open()
+            backend = backend_of(app)
+            assert backend.outbox is not None
+            await backend.outbox.open()
 
     asyncio.run(prepare())
     with closing(sqlite3.connect(path)) as connection:
@@ -386,8 +393,9 @@ def test_submit_sync(tmp_path: Path) -> None:
 
     async def hand_in() -> None:
         async with app:
-            assert app.outbox_backend is not None
-            relay = RelayService(app, app.outbox_backend)
+            backend = backend_of(app)
+            assert backend.outbox is not None
+            relay = RelayService(app, backend.outbox)
             running = asyncio.create_task(relay.run())
             await until(lambda: is_there(app, "default", job.id))
             relay.stop()

@@ -20,6 +20,7 @@ from sqlalchemy.orm import Session
 from holdfast import Holdfast
 from holdfast.core.publishing import LANES, lane_of
 from holdfast.errors import Conflict, InvalidOption, InvalidPayload, PayloadTooLarge, UsageError
+from holdfast.execution.backend import backend_of
 from holdfast.ledger.port.messages import ENGINE_DESTINATION, OutboxEvent, OutboxStatus
 from holdfast.outbox.writer import NewOutboxEvent, payload_of
 from tests.outbox.support import World
@@ -200,8 +201,9 @@ async def test_blocking_sqlalchemy(tmp_path: Path, commit: bool, kind: str) -> N
 
 
 async def waiting(app: Holdfast) -> int:
-    assert app.outbox_backend is not None
-    return (await (await app.outbox_backend.open()).backlog()).waiting
+    backend = backend_of(app)
+    assert backend.outbox is not None
+    return (await (await backend.outbox.open()).backlog()).waiting
 
 
 async def test_bytes_come_back_as_they_were(world: World) -> None:

@@ -164,7 +164,7 @@ async def test_a_waiting_claim_sees_a_job_fall_due_without_a_promoter(path: Path
         await engine.claim("w2", [QUEUE], 1, 0)
         clock.advance(60.0)
         assert len(await asyncio.wait_for(waiting, 10)) == 1
-        assert engine.counts.promoted == 1
+        assert engine.counters.promoted == 1
 
 
 async def test_a_cancelled_claim_leaves_nothing_behind_that_resume_does_not_find(path: Path) -> None:

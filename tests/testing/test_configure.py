@@ -13,6 +13,7 @@ import pytest
 from holdfast import Holdfast, Settings, State
 from holdfast.client.connections import LoopConnections
 from holdfast.errors import InvalidOption, PayloadTooLarge, UnknownJob
+from holdfast.execution.backend import backend_of
 from holdfast.testing import ManualClock, drain
 
 NOWHERE = "redis://127.0.0.1:1"
@@ -152,7 +153,7 @@ def test_a_plain_block_with_submit_sync() -> None:
         asyncio.run(drain(app))
         assert job.result_sync(0) == 4
     assert threads_end()
-    assert not app._portal.is_open
+    assert not backend_of(app).portal.is_open
 
 
 async def test_a_plain_block_that_leaves_a_real_store_open_says_so(tmp_path: Path) -> None:
@@ -163,7 +164,7 @@ async def test_a_plain_block_that_leaves_a_real_store_open_says_so(tmp_path: Pat
     async def leave_open(then: Callable[[], object]) -> None:
         with app.configure(url=url, ledger=None):
             await app.open()
-            left.append(app._connections)
+            left.append(backend_of(app).connections)
             then()
 
     with pytest.raises(InvalidOption, match=r"async with app\.configure"):
@@ -186,7 +187,7 @@ async def test_an_app_in_memory_with_a_ledger_that_code_names_is_closed_by_its_o
     async def leave_open() -> None:
         with app.configure(url="sqlite://", ledger=postgres_url):
             await app.open()
-            left.append(app._connections)
+            left.append(backend_of(app).connections)
 
     with pytest.raises(InvalidOption, match="still open"):
         await leave_open()

@@ -60,6 +60,7 @@ import threading
 import pytest
 
 import shop
+from holdfast.execution.backend import backend_of
 
 
 @pytest.fixture
@@ -84,7 +85,7 @@ def pytest_sessionfinish(session):
             thread.join(20)
             assert not thread.is_alive(), thread
     assert not shop.app.settings.in_memory
-    assert not shop.app._connections.in_use
+    assert not backend_of(shop.app).connections.in_use
 """
 
 TESTS = '''

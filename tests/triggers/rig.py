@@ -163,7 +163,7 @@ class Rig:
             self.config,
             self.adapter,
             runtime,
-            gate=gate,
+            guards=gate,
             book=self.book,
             dedup=dedup or InMemoryDedupStore(clock),
             clock=clock,

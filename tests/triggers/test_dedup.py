@@ -10,6 +10,7 @@ import pytest
 
 from holdfast import Holdfast
 from holdfast.errors import LedgerUnavailable
+from holdfast.execution.backend import backend_of
 from holdfast.ledger.port.effects import EffectStore
 from holdfast.testing import ManualClock
 from holdfast.triggers.dedup import (
@@ -28,8 +29,9 @@ from tests.triggers.rig import Recorder, Rig, until
 async def effects(ledger_url: str, redis_url: str, namespace: str) -> AsyncIterator[EffectStore]:
     app = Holdfast(redis_url, ledger=ledger_url, namespace=namespace)
     async with app:
-        assert app.ledger_backend is not None
-        yield app.ledger_backend.effects
+        backend = backend_of(app)
+        assert backend.ledger is not None
+        yield backend.ledger.effects
 
 
 @pytest.fixture(params=["memory", "ledger"])
@@ -39,8 +41,9 @@ async def dedup(request: pytest.FixtureRequest, tmp_path: Any) -> AsyncIterator[
         return
     app = Holdfast(f"sqlite:///{tmp_path / 'x.db'}")
     async with app:
-        assert app.ledger_backend is not None
-        store = LedgerDedupStore(app.ledger_backend.effects, "orders")
+        backend = backend_of(app)
+        assert backend.ledger is not None
+        store = LedgerDedupStore(backend.ledger.effects, "orders")
         yield store
         await store.close()
 
@@ -262,9 +265,10 @@ async def test_the_ledger_away_and_back(make_postgres: Any, redis_url: str, name
     server = make_postgres()
     app = Holdfast(redis_url, ledger=server.url, namespace=namespace)
     async with app:
-        assert app.ledger_backend is not None
+        backend = backend_of(app)
+        assert backend.ledger is not None
         runtime = Recorder()
-        rig = Rig(runtime, dedup=LedgerDedupStore(app.ledger_backend.effects, "orders"), sleep=asyncio.sleep)
+        rig = Rig(runtime, dedup=LedgerDedupStore(backend.ledger.effects, "orders"), sleep=asyncio.sleep)
         async with rig.trigger:
             rig.write(1)
             await rig.off(1)

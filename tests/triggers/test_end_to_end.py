@@ -11,6 +11,7 @@ import pytest
 
 from holdfast import Holdfast
 from holdfast.brokers.memory import MemoryAdapter, MemoryBroker, MemoryConfig
+from holdfast.execution.backend import backend_of
 from holdfast.testing import ManualClock, drain
 from holdfast.triggers.config import TriggerConfig
 from holdfast.triggers.task_runtime import TaskRuntime
@@ -38,8 +39,9 @@ async def test_consumed_run_acknowledged_and_recorded_once(stores: dict[str, Any
     config = TriggerConfig(queue_name="orders", consumer_group="workers", concurrency=4)
     adapter = MemoryAdapter(MemoryConfig(name=namespace), "orders", "workers")
     async with app:
-        assert app.ledger_backend is not None
-        book = app.ledger_backend.triggers
+        backend = backend_of(app)
+        assert backend.ledger is not None
+        book = backend.ledger.triggers
         async with QueueTrigger(config, adapter, TaskRuntime(app, "handle"), book=book) as trigger:
             message_id = broker.write("orders", b'{"n": 1}', {"x-event-name": "paid", "x-tenant-id": "acme"})
             broker.write("orders", b"{", {"x-tenant-id": "acme"})

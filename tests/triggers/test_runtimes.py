@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from holdfast import Deny, Fatal, Holdfast, RequireApproval
 from holdfast.aio import serve_tcp
 from holdfast.errors import EngineUnavailable, InvalidOption, InvalidPayload, PayloadTooLarge, UnknownTask
+from holdfast.execution.backend import backend_of
 from holdfast.ledger.port.messages import ExecutionStatus
 from holdfast.testing import drain
 from holdfast.triggers.dedup import InMemoryDedupStore
@@ -67,7 +68,7 @@ async def test_a_message_becomes_a_job(app: Holdfast) -> None:
     await rig.run(1)
     (row,) = rig.rows
     assert (row.status, row.tenant_id, row.trace_id) == ("success", "acme", _W3C.split("-")[1])
-    view = await (await app.submitter()).get("default", row.agent_run_id)
+    view = await (await backend_of(app).submitter()).get("default", row.agent_run_id)
     assert view is not None
     assert (view.tenant_id, view.trace_id, view.task) == ("acme", row.trace_id, "handle")
     assert (view.meta.traceparent, view.meta.key_window_ms) == (_W3C, 3_600_000)
@@ -153,7 +154,7 @@ async def test_people_can_be_asked_about_jobs(tmp_path: Any) -> None:
         rig = Rig(TaskRuntime(app, "pay"))
         rig.write(1)
         await rig.run(1)
-        view = await (await app.submitter()).get("default", rig.rows[0].agent_run_id)
+        view = await (await backend_of(app).submitter()).get("default", rig.rows[0].agent_run_id)
         assert view is not None
         assert view.state == "waiting_approval"
         assert rig.rows[0].status == "success"
@@ -194,7 +195,7 @@ async def test_what_a_task_gets() -> None:
             seen[envelope.task] = envelope.payload
             return type("Receipt", (), {"job_id": "j", "duplicate": False})
 
-    app._inline_submitter = Desk()  # type: ignore[assignment]
+    backend_of(app).inline_submitter = Desk()  # type: ignore[assignment]
 
     @app.task
     def by_name(message_id: str, message: Any, extra: int = 1) -> None: ...
@@ -248,7 +249,7 @@ async def test_an_app_without_tasks_passes_all_of_it_on() -> None:
             seen.append(json.loads(envelope.payload))
             return type("Receipt", (), {"job_id": "j", "duplicate": False})
 
-    app._inline_submitter = Desk()  # type: ignore[assignment]
+    backend_of(app).inline_submitter = Desk()  # type: ignore[assignment]
     await TaskRuntime(app).run_call(_call(1, b"1"))
     assert seen[0].keys() == {"event_name", "message", "headers", "source", "message_id", "received_at", "focus"}
 
@@ -263,7 +264,7 @@ async def test_an_app_that_is_closed_holds(app: Holdfast) -> None:
         async def submit(self, envelope: Any) -> Any:
             raise asyncio.CancelledError
 
-    app._inline_submitter = Closed()  # type: ignore[assignment]
+    backend_of(app).inline_submitter = Closed()  # type: ignore[assignment]
     with pytest.raises(EngineUnavailable, match="was closed"):
         await runtime.run_call(_call(1, b"1"))
 

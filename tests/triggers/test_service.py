@@ -15,6 +15,7 @@ from holdfast import Holdfast
 from holdfast.brokers.memory import MemoryBroker
 from holdfast.core.principal import AuditEntry, Principal, Role
 from holdfast.errors import BrokerUnavailable, EngineUnavailable, InvalidOption, LedgerUnavailable
+from holdfast.execution.backend import backend_of
 from holdfast.operations.messages import TriggerOperations
 from holdfast.testing import drain
 from holdfast.triggers.config import TriggerEntry
@@ -68,8 +69,9 @@ async def running(triggers: TriggerService) -> AsyncIterator[asyncio.Task[None]]
 
 
 def office(app: Holdfast) -> TriggerOperations:
-    assert app.ledger_backend is not None
-    return TriggerOperations(app.ledger_backend)
+    backend = backend_of(app)
+    assert backend.ledger is not None
+    return TriggerOperations(backend.ledger)
 
 
 async def queued(app: Holdfast) -> int:
@@ -147,9 +149,10 @@ async def test_a_pause_reaches_the_process_and_so_does_its_end(
 
 
 async def test_what_is_paused_does_not_begin(app: Holdfast, broker: MemoryBroker, entry: Entry) -> None:
-    assert app.ledger_backend is not None
+    backend = backend_of(app)
+    assert backend.ledger is not None
     action = AuditEntry(type="operator.trigger_pause", actor="ada", tenant_id="*", target="trigger", target_id="orders")
-    await app.ledger_backend.triggers.set_paused("orders", True, action)
+    await backend.ledger.triggers.set_paused("orders", True, action)
     for number in range(20):
         broker.write("orders", str(number).encode())
     broker.write("returns", b"1")
@@ -220,7 +223,8 @@ async def test_without_a_ledger(redis_url: str, namespace: str, broker: MemoryBr
 async def test_a_ledger_that_is_away_changes_nothing(
     app: Holdfast, broker: MemoryBroker, entry: Entry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert app.ledger_backend is not None
+    backend = backend_of(app)
+    assert backend.ledger is not None
     asked = []
 
     async def away(*_: object, **__: object) -> None:
@@ -250,7 +254,7 @@ async def test_not_ready_while_the_engine_is_down(
     app: Holdfast, broker: MemoryBroker, entry: Entry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     triggers = TriggerService(app, [entry("orders")], report_s=0.01)
-    desk = await app.submitter()
+    desk = await backend_of(app).submitter()
 
     async def refuse(_: object) -> None:
         raise EngineUnavailable("gone")

@@ -23,10 +23,10 @@ def test_where_functions_run(app: Holdfast) -> None:
 
     def in_thread() -> None: ...
 
-    assert app.task(on_loop).plan.mode is ExecutionMode.LOOP
-    assert app.task(in_thread).plan.mode is ExecutionMode.THREAD
-    assert app.task(name="p", process=True)(in_thread).plan.mode is ExecutionMode.PROCESS
-    assert app.task(name="lambda")(lambda: None).plan.mode is ExecutionMode.THREAD
+    assert app.task(on_loop).spec.mode is ExecutionMode.LOOP
+    assert app.task(in_thread).spec.mode is ExecutionMode.THREAD
+    assert app.task(name="p", process=True)(in_thread).spec.mode is ExecutionMode.PROCESS
+    assert app.task(name="lambda")(lambda: None).spec.mode is ExecutionMode.THREAD
 
 
 def test_a_policy_is_kept(app: Holdfast) -> None:
@@ -40,12 +40,12 @@ def test_a_policy_is_kept(app: Holdfast) -> None:
     )
     async def work(ctx: Context, number: int) -> None: ...
 
-    policy = work.plan.policy
+    policy = work.spec.policy
     assert (policy.retry.max_retries, policy.timeout_ms, policy.on_exhausted) == (9, 1_500, OnExhausted.SUSPEND)
     assert policy.retry_on == (OSError,)
     assert policy.fatal_on == (KeyError, ValueError)
     assert policy.unavailable_on == (ConnectionError,)
-    assert work.plan.context_name == "ctx"
+    assert work.spec.context_name == "ctx"
 
 
 async def work() -> None: ...
@@ -113,8 +113,8 @@ async def test_one_key_cannot_serve_many_jobs(app: Holdfast) -> None:
 
 def test_a_task_without_a_policy_has_the_apps() -> None:
     app = Holdfast("sqlite://", retry=Retry(max_retries=7))
-    assert app.task(name="plain")(lambda: None).plan.policy.retry.max_retries == 7
-    assert app.task(name="own", retry=Retry(max_retries=1))(lambda: None).plan.policy.retry.max_retries == 1
+    assert app.task(name="plain")(lambda: None).spec.policy.retry.max_retries == 7
+    assert app.task(name="own", retry=Retry(max_retries=1))(lambda: None).spec.policy.retry.max_retries == 1
     with pytest.raises(InvalidOption, match="retry"):
         Holdfast("sqlite://", retry=3)  # type: ignore[arg-type]
 

@@ -35,9 +35,9 @@ def test_orders_and_replies_travel_whole() -> None:
 
 
 def test_a_task_is_found_where_it_is_defined() -> None:
-    place = locate(process_tasks.pid.plan)
+    place = locate(process_tasks.pid.spec)
     assert (place.module, place.task) == ("tests.execution.process_tasks", "pid")
-    assert load_task(place) is process_tasks.pid.plan
+    assert load_task(place) is process_tasks.pid.spec
     with pytest.raises(InvalidOption, match="no task 'nobody'"):
         load_task(TaskLocation(place.module, place.file, "nobody"))
 
@@ -50,7 +50,7 @@ def test_a_task_is_found_through_its_app() -> None:
     @module.application.task
     def hidden() -> None: ...
 
-    assert find_task(module, "hidden") is hidden.plan
+    assert find_task(module, "hidden") is hidden.spec
     assert find_task(module, "nobody") is None
 
 
@@ -76,15 +76,15 @@ def test_a_script_is_loaded_from_its_file(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_orders_are_run(capfd: pytest.CaptureFixture[str]) -> None:
     with asyncio.Runner() as runner:
-        outcome = processes._run(process_tasks.pid.plan, CLAIM, runner)
+        outcome = processes._run(process_tasks.pid.spec, CLAIM, runner)
         assert isinstance(outcome, Returned)
         assert msgspec.json.decode(outcome.result)[1:] == ["x", "j"]
         nap = msgspec.structs.replace(CLAIM, task="nap", payload=b"[0]")
-        assert isinstance(processes._run(process_tasks.nap.plan, nap, runner), Returned)
+        assert isinstance(processes._run(process_tasks.nap.spec, nap, runner), Returned)
 
 
 def test_a_module_that_cannot_be_imported_is_a_failure_that_retries() -> None:
     loaded = processes._load(TaskLocation("holdfast.nowhere", "", "work"))
     assert isinstance(loaded, Raised)
     assert (loaded.kind, loaded.failure.type) == (FailureKind.RETRYABLE, "ModuleNotFoundError")
-    assert processes._load(locate(process_tasks.pid.plan)) is process_tasks.pid.plan
+    assert processes._load(locate(process_tasks.pid.spec)) is process_tasks.pid.spec

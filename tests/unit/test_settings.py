@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from holdfast import Holdfast, Retry
 from holdfast.engine.port.jobs import EngineOptions, RetryVia
 from holdfast.errors import InvalidOption
+from holdfast.execution.backend import backend_of
 from holdfast.settings import Settings
 
 
@@ -260,11 +261,12 @@ def test_retries_are_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     @app.task(retry=Retry(1))
     def own() -> None: ...
 
-    assert (app.specs["plain"].policy.retry, app.specs["own"].policy.retry) == (expected, Retry(1))
+    specs = backend_of(app).specs
+    assert (specs["plain"].policy.retry, specs["own"].policy.retry) == (expected, Retry(1))
     app.configure(max_retries=0)
-    assert app.specs["plain"].policy.retry.max_retries == 0
-    assert app.specs["own"].policy.retry == Retry(1)
-    assert Holdfast("sqlite://", retry=Retry(2)).task(plain.function).plan.policy.retry == Retry(2)
+    assert specs["plain"].policy.retry.max_retries == 0
+    assert specs["own"].policy.retry == Retry(1)
+    assert Holdfast("sqlite://", retry=Retry(2)).task(plain.function).spec.policy.retry == Retry(2)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from sqlalchemy import select
 from holdfast import Holdfast, schema
 from holdfast.engine.port.operators import QueueControl
 from holdfast.errors import LedgerUnavailable
+from holdfast.execution.backend import backend_of
 from holdfast.testing import drain
 from holdfast.upkeep.backlog_monitor import BacklogMonitor
 from holdfast.upkeep.loop import QueueSelection
@@ -49,7 +50,7 @@ async def app(urls: dict[str, str], namespace: str) -> AsyncIterator[Holdfast]:
 
 def watch(app: Holdfast, *, ledger: bool = True) -> BacklogMonitor:
     return BacklogMonitor(
-        app.engine, QueueSelection(app.engine, ()), app.settings, app.ledger_backend if ledger else None
+        app.engine, QueueSelection(app.engine, ()), app.settings, backend_of(app).ledger if ledger else None
     )
 
 
@@ -124,7 +125,7 @@ async def test_an_alert_that_somebody_raised_and_died_is_cleared_by_the_others(a
     await fill(app, 10)
     await watch(app).check()
     await drain(app)
-    app.engine.counts.alerts.clear()
+    app.engine.counters.alerts.clear()
     await watch(app).check()
     assert [kind for kind, *_ in await events(app)] == ["alert.backlog", "alert.backlog_cleared"]
 
@@ -132,8 +133,9 @@ async def test_an_alert_that_somebody_raised_and_died_is_cleared_by_the_others(a
 async def test_while_the_ledger_is_away_it_waits(app: Holdfast, monkeypatch: pytest.MonkeyPatch) -> None:
     await fill(app, 10)
     watcher = watch(app)
-    assert app.ledger_backend is not None
-    people = type(app.ledger_backend.operators)
+    backend = backend_of(app)
+    assert backend.ledger is not None
+    people = type(backend.ledger.operators)
     with monkeypatch.context() as away:
 
         async def refuse(*_: object) -> bool:
@@ -168,14 +170,14 @@ async def test_no_threshold_no_alert(redis_url: str, namespace: str) -> None:
     async with make(redis_url, namespace) as app:
         await fill(app, 100)
         await watch(app).check()
-        assert not app.engine.counts.alerts
+        assert not app.engine.counters.alerts
 
 
 @pytest.mark.parametrize("keeper", ["worker", "upkeep"])
 async def test_workers_and_upkeep_watch(app: Holdfast, keeper: str) -> None:
     await app.engine.set_control("default", QueueControl(paused=True))
     await fill(app, 10)
-    worker, upkeep = Worker(app), Upkeep(app.engine, [], app.settings, app.ledger_backend)
+    worker, upkeep = Worker(app), Upkeep(app.engine, [], app.settings, backend_of(app).ledger)
     running = asyncio.create_task(worker.run() if keeper == "worker" else upkeep.run())
 
     async def raised() -> Any:

@@ -10,6 +10,7 @@ import pytest
 
 from holdfast import Holdfast, Retry
 from holdfast.core.states import State
+from holdfast.execution.backend import backend_of
 from holdfast.ledger.port.ledger import Ledger
 from holdfast.upkeep.upkeep import Upkeep
 from holdfast.worker.worker import Worker
@@ -52,27 +53,29 @@ async def test_a_worker_brings_everything_into_the_ledger(app: Holdfast) -> None
         await app.tasks["add"].submit(number, 1)
     for _ in range(3):
         await app.tasks["fail"].submit()
-    assert app.ledger_backend is not None
-    await _shows(app.ledger_backend, succeeded=20, failed=3)
+    backend = backend_of(app)
+    assert backend.ledger is not None
+    await _shows(backend.ledger, succeeded=20, failed=3)
     assert any(thread.name == "holdfast-projector" for thread in threading.enumerate())
     worker.drain()
     await working
     assert not any(thread.name == "holdfast-projector" for thread in threading.enumerate())
-    told = await check_ledger(app.ledger_backend)
+    told = await check_ledger(backend.ledger)
     assert set(told.values()) == {State.FAILED, State.SUCCEEDED}
-    (feed,) = await rows(app.ledger_backend, "SELECT projector FROM feed_positions")
+    (feed,) = await rows(backend.ledger, "SELECT projector FROM feed_positions")
     assert feed["projector"] is None
 
 
 async def test_upkeep_projects_for_workers_that_do_not(app: Holdfast) -> None:
     await app.open()
-    assert app.ledger_backend is not None
-    keeper = Upkeep(app.engine, [], app.settings, app.ledger_backend)
+    backend = backend_of(app)
+    assert backend.ledger is not None
+    keeper = Upkeep(app.engine, [], app.settings, backend.ledger)
     keeping = asyncio.create_task(keeper.run())
     worker = Worker(app, queues=[QUEUE], upkeep=False)
     working = asyncio.create_task(worker.run())
     await app.tasks["add"].submit(1, 2)
-    await _shows(app.ledger_backend, succeeded=1)
+    await _shows(backend.ledger, succeeded=1)
     worker.drain()
     await working
     keeper.stop()

@@ -211,5 +211,5 @@ async def test_a_projector_opens_no_queue_without_its_keys(world: World) -> None
 
     await until(is_open, "it takes jobs again")
     await world.submit(1, idempotency_key="order-7")
-    assert world.engine.counts.duplicates == 1
+    assert world.engine.counters.duplicates == 1
     assert projector.counts.forks == 1

@@ -20,6 +20,7 @@ from holdfast.core.states import FINAL, RESTORED_EVENT, State
 from holdfast.core.verdict import DeadLetter, Hold, Release, RetryLater, Settlement, Succeed, Suspend, Verdict
 from holdfast.engine.port import Engine
 from holdfast.errors import LedgerUnavailable
+from holdfast.execution.backend import backend_of
 from holdfast.factory import build_engine, build_ledger
 from holdfast.ledger.port.ledger import Ledger
 from holdfast.ledger.verify import verify_ledger
@@ -421,7 +422,7 @@ async def test_durable_jobs_survive_a_flush_in_mid_run(make_redis: MakeServer, l
             jobs += await more
             await client.flushall()
             await client.aclose()
-            ledger = app.ledger_backend
+            ledger = backend_of(app).ledger
             assert ledger is not None
             keys = [JobKey("default", QUEUE, job.id) for job in jobs]
 

@@ -197,7 +197,7 @@ async def test_after_a_plain_restart_intake_goes_on_after_one_look(
         async with submitting(world, watched) as submitter:  # type: ignore[arg-type]
             receipts = [await submitter.submit(keyed(f"order-{number}")) for number in range(50)]
             await project(world)
-            refused = world.engine.counts.intake_refused
+            refused = world.engine.counters.intake_refused
             server.kill()
             server.start()
             began = time.monotonic()
@@ -206,9 +206,9 @@ async def test_after_a_plain_restart_intake_goes_on_after_one_look(
             assert [receipt.job_id for receipt in again] == [receipt.job_id for receipt in receipts]
             assert watched.keys == []
             # One batch, once; from then on as before.
-            assert world.engine.counts.intake_refused - refused == 50
+            assert world.engine.counters.intake_refused - refused == 50
             assert not (await submitter.submit(keyed("order-50"))).duplicate
-            assert world.engine.counts.intake_refused - refused == 50
+            assert world.engine.counters.intake_refused - refused == 50
             print(f"after a restart the first submission took {took_s * 1000:.1f} ms")
 
 
@@ -234,7 +234,7 @@ async def test_a_server_that_changes_its_name_keeps_its_callers(
             for number in range(5):
                 await other.submit(keyed(f"b{number}"))
                 await one.submit(keyed(f"c{number}"))
-            assert world.engine.counts.intake_refused <= 4
+            assert world.engine.counters.intake_refused <= 4
         await sibling.close()
 
 

@@ -15,6 +15,7 @@ from holdfast.core.principal import AuditEntry
 from holdfast.core.states import State
 from holdfast.core.webhook_url import ANY_SUBSCRIBER
 from holdfast.errors import InvalidOption, JobFailed, LedgerUnavailable, NoLedger
+from holdfast.execution.backend import backend_of
 from holdfast.upkeep import dispatch
 from holdfast.upkeep.dispatch import WebhookDispatcher
 from holdfast.upkeep.ledger_tasks import LedgerTasks
@@ -120,7 +121,7 @@ async def test_a_courier_that_dies_before_its_mark_repeats_nothing(
     async with app, working(app):
         job = await app.tasks["add"].options(webhook=receiver.url).submit(1, 2)
         await job.result(timeout=60)
-        ledger = app.ledger_backend
+        ledger = backend_of(app).ledger
         assert ledger is not None
         await app.ledger.wait_caught_up()
         courier = WebhookDispatcher(app.engine, ledger, app.settings)
@@ -151,7 +152,7 @@ async def test_a_row_is_marked_only_once_the_ledger_has_its_delivery(
     async with app, working(app):
         job = await app.tasks["add"].options(webhook=receiver.url).submit(1, 2)
         await job.result(timeout=60)
-        ledger = app.ledger_backend
+        ledger = backend_of(app).ledger
         assert ledger is not None
         await app.ledger.wait_caught_up()
         courier = WebhookDispatcher(app.engine, ledger, app.settings)
@@ -175,7 +176,7 @@ async def test_couriers_side_by_side_tell_once(
 ) -> None:
     app = make_app(stores)
     async with app, working(app):
-        ledger = app.ledger_backend
+        ledger = backend_of(app).ledger
         assert ledger is not None
         others = [LedgerTasks(app.engine, ledger, app.settings, project=False) for _ in range(3)]
         for other in others:
@@ -221,7 +222,7 @@ async def test_subscribers_hear_of_their_tenants_jobs(stores: dict[str, Any], re
 async def test_alerts_are_told(stores: dict[str, Any], receiver: Receiver) -> None:
     app = make_app(stores, webhooks=[{"url": receiver.url, "events": ["alert.*"]}])
     async with app, working(app):
-        ledger = app.ledger_backend
+        ledger = backend_of(app).ledger
         assert ledger is not None
         alert = AuditEntry(
             type="alert.backlog", actor="holdfast", tenant_id="default", target="queue", target_id="mail", queue="mail",
@@ -241,7 +242,7 @@ async def test_approvals_are_told_step_by_step(stores: dict[str, Any], receiver:
     async with app, working(app):
         job = await app.tasks["add"].options(hold=True).submit(1, 2)
         await eventually(lambda: receiver.requests, "the question")
-        ledger = app.ledger_backend
+        ledger = backend_of(app).ledger
         assert ledger is not None
         asked = receiver.requests[0].json
         assert (asked["type"], asked["data"]["job_id"]) == ("approval.requested", job.id)

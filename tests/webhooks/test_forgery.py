@@ -80,5 +80,5 @@ async def test_a_subscribers_address_is_not_in_the_jobs_of_tenants(app: Holdfast
         await eventually(lambda: receiver.requests)
         assert "s3cret" in receiver.requests[0].line
         (row,) = await deliveries(app)
-        view = await Operations.for_app(app).operating.find(EVE, row.job_id)
+        view = await Operations.for_app(app).jobs.find(EVE, row.job_id)
     assert "s3cret" not in repr(view)

@@ -24,7 +24,7 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     tracer = Tracer(provider)
-    for module in ("holdfast.app", "holdfast.worker.worker", "holdfast.worker.webhook_worker"):
+    for module in ("holdfast.client.backend", "holdfast.worker.worker", "holdfast.worker.webhook_worker"):
         monkeypatch.setattr(f"{module}.tracer_for", lambda _: tracer)
     yield exporter
     provider.shutdown()

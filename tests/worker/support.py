@@ -75,11 +75,11 @@ class FaultyEngine:
 
     @property
     def counts(self) -> Counters:
-        return self._engine.counts
+        return self._engine.counters
 
     @counts.setter
     def counts(self, counts: Counters) -> None:
-        self._engine.counts = counts
+        self._engine.counters = counts
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._engine, name)

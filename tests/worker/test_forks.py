@@ -126,6 +126,7 @@ def run(script: str, *words: str) -> str:
 _APP = """
 import asyncio, os, signal, sys
 from holdfast import Holdfast
+from holdfast.execution.backend import backend_of
 
 app = Holdfast(sys.argv[1], namespace=sys.argv[2])
 
@@ -196,7 +197,7 @@ def test_a_lock_that_another_thread_held_at_the_fork_blocks_nobody(engine_url: s
     held, forked = threading.Barrier(2), threading.Event()
 
     def hold():
-        with app._connections._lock, app._portal._lock:
+        with backend_of(app).connections._lock, backend_of(app).portal._lock:
             held.wait()
             forked.wait()
 

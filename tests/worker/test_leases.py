@@ -212,7 +212,7 @@ async def test_a_long_job_leaves_a_heartbeat_each_interval_and_a_short_one_none(
         await job.result(60)
     events = await heartbeats()
     assert {(event.job_id, event.attempt) for event in events} == {(job.id, 1)}
-    assert both.engine.counts.heartbeats == len(events)
+    assert both.engine.counters.heartbeats == len(events)
     started = next(
         event.at_ms
         for entry in await both.engine.read_feed("default", "", 10)

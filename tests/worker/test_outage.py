@@ -11,6 +11,7 @@ import pytest
 
 from holdfast import Holdfast, State
 from holdfast.errors import EngineRefused, EngineUnavailable
+from holdfast.execution.backend import backend_of
 from holdfast.worker.fetcher import Fetcher
 from holdfast.worker.in_flight import InFlight
 from holdfast.worker.runner import Runner
@@ -271,7 +272,7 @@ async def test_a_claim_found_after_an_outage_does_not_set_the_clock_back(app: Ho
     await work.submit()
     await app.engine.claim("me", ["default"], 1, 0)
     held: InFlight = set()
-    runner = Runner(app.specs, Settler(app.engine, held), held, 1)
+    runner = Runner(backend_of(app).specs, Settler(app.engine, held), held, 1)
     fetcher = Fetcher(app.engine, "me", ["default"], runner, held, app.settings)
     later_ms = round(time.time() * 1000) + 3_600_000
     runner.set_engine_time(later_ms)

@@ -18,6 +18,7 @@ from holdfast import Context, Holdfast, Job, Retry, State
 from holdfast.effects import api, functions
 from holdfast.effects.runtime import EffectBatcher
 from holdfast.errors import InvalidOption, LedgerUnavailable
+from holdfast.execution.backend import backend_of
 from holdfast.ledger.port.effects import EffectOutcome, EffectState, EffectStore, Reservation
 from tests.effects.test_effects import break_ledger, effects, settled
 from tests.worker.support import eventually, working
@@ -109,7 +110,7 @@ async def test_a_thread_whose_job_was_cancelled_begins_no_effect(app: Holdfast) 
 async def test_a_run_that_ends_while_its_key_is_reserved_gives_the_key_back(app: Holdfast) -> None:
     late, reserving, answer = Late(), asyncio.Event(), asyncio.Event()
     late.go_on.set()
-    ledger: Any = app.ledger_backend
+    ledger: Any = backend_of(app).ledger
     real: EffectStore = ledger.effects
 
     class Slow:
@@ -290,7 +291,7 @@ async def test_not_done_says_nothing_of_the_call_before(app: Holdfast) -> None:
 
 async def test_a_doubt_survives_a_reservation_that_is_given_back(app: Holdfast) -> None:
     acts: list[str] = []
-    ledger: Any = app.ledger_backend
+    ledger: Any = backend_of(app).ledger
     real: EffectStore = ledger.effects
 
     class LosesTheAnswer:

@@ -12,6 +12,7 @@ import pytest
 from holdfast import Context, Holdfast, Retry
 from holdfast.core.job import EMPTY_META, Claim, Lease
 from holdfast.core.verdict import Release, RetryLater, Settlement, Succeed, Verdict
+from holdfast.execution.backend import backend_of
 from holdfast.worker.in_flight import InFlight, Run, StopReason
 from holdfast.worker.runner import Runner
 from tests.worker.support import eventually
@@ -36,7 +37,7 @@ class Bench:
         self.held: InFlight = set()
         self.notebook = Notebook()
         settler: Any = self.notebook
-        self.runner = Runner(self.app.specs, settler, self.held, 2, cancel_grace_s=0.05)
+        self.runner = Runner(backend_of(self.app).specs, settler, self.held, 2, cancel_grace_s=0.05)
         self._number = 0
 
     def accept(self, task: str) -> Run:

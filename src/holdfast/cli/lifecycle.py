@@ -28,6 +28,7 @@ from holdfast.app import Holdfast
 from holdfast.cli.session import EngineTarget
 from holdfast.core.retry import Backoff
 from holdfast.errors import InvalidOption
+from holdfast.execution.backend import backend_of
 from holdfast.extras import loop_factory, require
 from holdfast.observe.redact import redact
 
@@ -225,7 +226,7 @@ async def supervise(app: Holdfast, call: WorkerCommand, processes: int) -> None:
     if call.upkeep and app.settings.delivers:
         require("sending webhooks", "httpcore")
     async with app:
-        app.require_ledger()
+        backend_of(app).require_ledger()
     supervisor = Supervisor(call.argv, processes, app.settings.drain_grace_s)
     with on_signals(supervisor.stop):
         _log.info("supervisor started: %d worker processes on %s", processes, redact(app.settings.url))

@@ -39,7 +39,8 @@ from holdfast.cli.session import queues_or_all
 from holdfast.clock import iso
 from holdfast.core.job import Event
 from holdfast.core.states import FINAL, State, event_for
-from holdfast.engine.port import Engine
+from holdfast.engine.port import Engine, InspectionPort
+from holdfast.engine.port.feed import FeedReadPort
 from holdfast.engine.port.reads import QueueStats
 from holdfast.errors import EngineUnavailable, LedgerUnavailable
 
@@ -56,7 +57,7 @@ _READ_TIMEOUT_S: Final = 2.0
 class FeedFollower:
     """Reads the events of one queue that are appended after `skip`."""
 
-    def __init__(self, engine: Engine, queue: str) -> None:
+    def __init__(self, engine: FeedReadPort, queue: str) -> None:
         self._engine = engine
         self._queue = queue
         self._position = ""
@@ -134,7 +135,7 @@ class WatchSample:
 class Sampler:
     """Samples all queues; keeps a position in each feed."""
 
-    engine: Engine
+    engine: InspectionPort
     queues: list[str] | None
     queries: Queries | None = None
     _followers: dict[str, FeedFollower] = field(default_factory=dict)
@@ -178,7 +179,7 @@ class Sampler:
 
 
 async def watch(
-    engine: Engine,
+    engine: InspectionPort,
     queries: Queries | None,
     queues: list[str] | None,
     interval_s: float,

@@ -74,7 +74,7 @@ async def whole_job_ids(
         "job",
         principal,
         ids[0],
-        lambda job_id: operations.operating.find(principal, job_id, queue),
+        lambda job_id: operations.jobs.find(principal, job_id, queue),
         queue=queue,
     )
     return [view.job_id]

@@ -29,7 +29,9 @@ from holdfast.clock import SystemClock
 from holdfast.core.job import JobInfo
 from holdfast.core.principal import ALL_TENANTS, Principal, Role
 from holdfast.core.states import State
-from holdfast.engine.port import Engine, PartialFailure
+from holdfast.engine.port import InspectionPort, PartialFailure
+from holdfast.engine.port.jobs import EnginePart
+from holdfast.engine.port.reads import ReadPort
 from holdfast.errors import (
     InvalidOption,
     LedgerUnavailable,
@@ -39,6 +41,7 @@ from holdfast.errors import (
     UnknownJob,
     UsageError,
 )
+from holdfast.execution.backend import backend_of
 from holdfast.extras import require_drivers
 from holdfast.factory import build_engine, build_ledger, sqlite_path
 from holdfast.operations.jobs import find_in_queues
@@ -153,7 +156,7 @@ class EngineTarget:
         return Holdfast(settings=self.settings()) if reference is None else self.app(reference)
 
     @asynccontextmanager
-    async def engine(self) -> AsyncIterator[Engine]:
+    async def engine(self) -> AsyncIterator[InspectionPort]:
         """Open the engine. Does not create a missing database."""
         settings = self.settings()
         must_exist(settings.url)
@@ -186,7 +189,7 @@ def ledger_must_exist(settings: Settings) -> None:
 T = TypeVar("T")
 
 
-async def find_job(engine: Engine, job_id: str, queue: str | None, principal: Principal) -> JobInfo:
+async def find_job(engine: ReadPort, job_id: str, queue: str | None, principal: Principal) -> JobInfo:
     """Find the job in this queue or in any. Raises `UnknownJob`, also for a job of another tenant."""
     names = await queues_or_all(engine, [queue] if queue else None)
     if (view := await find_in_queues(engine, names, job_id, principal)) is None:
@@ -194,7 +197,7 @@ async def find_job(engine: Engine, job_id: str, queue: str | None, principal: Pr
     return view
 
 
-async def queues_or_all(engine: Engine, queues: list[str] | None) -> list[str]:
+async def queues_or_all(engine: ReadPort, queues: list[str] | None) -> list[str]:
     """Return the named queues, or every queue of the engine."""
     return list(dict.fromkeys(queues)) if queues else await engine.queues()
 
@@ -223,7 +226,7 @@ async def open_operations(
     await app.open()
     try:
         operations = Operations.for_app(app)
-        yield operations, await current_principal(app.settings, app.ledger_backend)
+        yield operations, await current_principal(app.settings, backend_of(app).ledger)
     finally:
         await app.close()
 
@@ -253,7 +256,7 @@ class StoreSession:
     """An open engine and ledger; `queries` is None without a ledger."""
 
     settings: Settings
-    engine: Engine
+    engine: InspectionPort
     queries: Queries | None
     #: The caller; data of tenants that it may not see is treated as absent.
     principal: Principal
@@ -308,7 +311,7 @@ class StoreSession:
 
 
 @asynccontextmanager
-async def ledger_queries(settings: Settings, engine: Engine) -> AsyncIterator[Queries | None]:
+async def ledger_queries(settings: Settings, engine: EnginePart) -> AsyncIterator[Queries | None]:
     """Yield the ledger's queries; None if there is no ledger or it cannot be used now."""
     ledger = build_ledger(settings, engine)
     if ledger is None:

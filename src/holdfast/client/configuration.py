@@ -1,11 +1,14 @@
-"""An app's settings and connections, and how they are changed: permanently, or for a block."""
+"""An app's settings and connections, and how they are changed: permanently, or for a block.
+
+`Configurable` is the base of `Backend`. `Reconfigured` is what `app.configure(…)` returns.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from holdfast.aio import BlockingPortal
 from holdfast.client.connections import LoopConnections
@@ -27,12 +30,12 @@ class Setup(NamedTuple):
 
 
 class Configurable(ABC):
-    """The part of an app that manages its settings."""
+    """The part of a backend that manages its settings."""
 
     def __init__(self, given: Mapping[str, Any], settings: Settings, clock: Clock) -> None:
-        self._portal = BlockingPortal()
+        self.portal = BlockingPortal()
         #: Set by inline mode, which runs jobs where they are submitted.
-        self._inline_submitter: Submitter | None = None
+        self.inline_submitter: Submitter | None = None
         _check_extras(settings)
         self._use(Setup(given, settings, clock, self._make_connections(settings)))
 
@@ -45,20 +48,20 @@ class Configurable(ABC):
     @abstractmethod
     def _settings_changed(self) -> None: ...
 
-    def configure(self, *, clock: Clock | None = None, **overrides: Any) -> Reconfigured[Self]:
-        """Change settings or the clock while the app is not open; None unsets a setting.
+    def configure(self, overrides: Mapping[str, Any], clock: Clock | None = None) -> Callable[[bool], None]:
+        """Change settings or the clock; return the function that restores the former ones.
 
-        Used as a block (`with` or `async with`), the change ends with it. A URL in memory isolates the app: stores,
-        brokers and webhooks named before, in code or outside it, are dropped unless named in the same call.
+        Its argument: no other exception is being raised that an error of the restore would hide. Raises
+        `InvalidOption` while the app is open.
         """
-        if self._connections.in_use:
+        if self.connections.in_use:
             raise InvalidOption("this app is open; change settings before it is opened, or after `await app.close()`")
         if self.settings.isolated:
             # Connections of closed event loops.
-            self._connections.discard()
+            self.connections.discard()
         former = self._setup
         self._change(overrides, clock)
-        return Reconfigured(self, lambda sound: self._undo(former, sound=sound))
+        return lambda sound: self._undo(former, sound=sound)
 
     @contextmanager
     def run_inline(self, submitter: Submitter) -> Iterator[None]:
@@ -66,14 +69,14 @@ class Configurable(ABC):
 
         The app may be open: its connections are kept, and used again after the block.
         """
-        former, before = self._setup, self._inline_submitter
+        former, before = self._setup, self.inline_submitter
         self._change({"url": "sqlite://"})
-        self._inline_submitter = submitter
+        self.inline_submitter = submitter
         try:
             yield
         finally:
-            self._connections.discard()
-            self._inline_submitter = before
+            self.connections.discard()
+            self.inline_submitter = before
             self._use(former)
 
     def _change(self, overrides: Mapping[str, Any], clock: Clock | None = None) -> None:
@@ -85,9 +88,9 @@ class Configurable(ABC):
 
     def _undo(self, former: Setup, *, sound: bool) -> None:
         """Restore the former settings. `sound`: no other exception is being raised that an error here would hide."""
-        connections = self._connections
+        connections = self.connections
         try:
-            self._portal.close(connections.close)
+            self.portal.close(connections.close)
             if self.settings.isolated:
                 connections.discard()
         finally:
@@ -98,12 +101,18 @@ class Configurable(ABC):
     def _use(self, setup: Setup) -> None:
         self._setup = setup
         self.settings = setup.settings
-        self._clock = setup.clock
-        self._connections = setup.connections
+        self.clock = setup.clock
+        self.connections = setup.connections
         self._settings_changed()
 
 
-A = TypeVar("A", bound=Configurable)
+class Closable(Protocol):
+    """An app, as far as a block of `configure` uses it."""
+
+    async def close(self) -> None: ...
+
+
+A = TypeVar("A", bound=Closable)
 
 
 class Reconfigured(Generic[A]):

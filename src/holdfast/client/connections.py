@@ -18,7 +18,7 @@ from holdfast.aio import raise_if_cancelled
 from holdfast.client.submitter import BatchingSubmitter, Submitter
 from holdfast.core.job import Envelope
 from holdfast.core.retry import Backoff, Duration, duration_ms
-from holdfast.engine.port import Engine
+from holdfast.engine.port import Engine, InspectionPort
 from holdfast.engine.port.feed import EngineSnapshot, FeedEntry
 from holdfast.errors import EngineUnavailable, InvalidOption, LedgerRefused, LedgerUnavailable
 from holdfast.forking import is_inside_parents_loop, leave_to_parent, on_fork, running_loop
@@ -27,7 +27,7 @@ from holdfast.webhooks.deliveries import WebhookPolicy
 
 if TYPE_CHECKING:
     from holdfast.factory import OutboxHandle
-    from holdfast.ledger.port.ledger import FeedPosition, Ledger, Projection
+    from holdfast.ledger.port.ledger import FeedPosition, Ledger, LedgerReadPort, ProjectionReadPort
     from holdfast.ledger.queries.jobs import Queries
 
 
@@ -47,7 +47,7 @@ class LoopConnection:
         loop: asyncio.AbstractEventLoop,
         engine: Engine,
         ledger: Ledger | None,
-        gate: GuardRunner | None,
+        guards: GuardRunner | None,
         webhook_policy: WebhookPolicy | None,
         durable_timeout_s: float,
         build_outbox: Callable[[Ledger | None], OutboxHandle | None] = lambda _: None,
@@ -58,7 +58,7 @@ class LoopConnection:
         self._batching: BatchingSubmitter | None = None
         #: What callers use: the batching submitter, or one that wraps it.
         self.submitter: Submitter | None = None
-        self._gate = gate
+        self._guards = guards
         self._webhook_policy = webhook_policy
         self._durable_timeout_s = durable_timeout_s
         self._build_outbox = build_outbox
@@ -78,7 +78,7 @@ class LoopConnection:
                     self.engine,
                     self.ledger,
                     durable_timeout_s=self._durable_timeout_s,
-                    gate=self._gate,
+                    guards=self._guards,
                     webhook_policy=self._webhook_policy,
                 )
             return self._batching
@@ -107,7 +107,7 @@ class LoopConnection:
         """Check envelopes and let the guards review them, as a submitter does; needs no engine."""
         if self._webhook_policy is not None:
             envelopes = [self._webhook_policy.apply(envelope) for envelope in envelopes]
-        return list(envelopes if self._gate is None else await self._gate.review_all(envelopes))
+        return list(envelopes if self._guards is None else await self._guards.review_all(envelopes))
 
     def outbox(self) -> OutboxHandle | None:
         """The outbox, open or not; None if there is none."""
@@ -191,7 +191,7 @@ class LoopConnections:
         build: Callable[[], Engine],
         build_ledger: Callable[[Engine], Ledger | None] = lambda _: None,
         durable_timeout_s: float = 10.0,
-        build_gate: Callable[[Ledger | None], GuardRunner | None] = lambda _: None,
+        build_guards: Callable[[Ledger | None], GuardRunner | None] = lambda _: None,
         build_webhook_policy: Callable[[Ledger | None], WebhookPolicy | None] = lambda _: None,
         front: Callable[[BatchingSubmitter], Submitter] = lambda submitter: submitter,
         build_outbox: Callable[[Ledger | None], OutboxHandle | None] = lambda _: None,
@@ -203,7 +203,7 @@ class LoopConnections:
         self._build_outbox = build_outbox
         self._build = build
         self._build_ledger = build_ledger
-        self._build_gate = build_gate
+        self._build_guards = build_guards
         self._build_webhook_policy = build_webhook_policy
         self._front = front
         self._durable_timeout_s = durable_timeout_s
@@ -298,10 +298,10 @@ class LoopConnections:
                     _discard(gone)
                 engine = self._next_engine()
                 ledger = self._build_ledger(engine)
-                gate = self._build_gate(ledger)
+                guards = self._build_guards(ledger)
                 webhook_policy = self._build_webhook_policy(ledger)
                 connection = self._connections[loop] = LoopConnection(
-                    loop, engine, ledger, gate, webhook_policy, self._durable_timeout_s, self._build_outbox
+                    loop, engine, ledger, guards, webhook_policy, self._durable_timeout_s, self._build_outbox
                 )
             return connection
 
@@ -325,7 +325,7 @@ _CAUGHT_UP_S: Final = 30.0
 class LedgerClient:
     """Queries of the ledger, and waiting for it. Every method raises `InvalidOption` if the app has none."""
 
-    def __init__(self, engine: Callable[[], Engine], ledger: Callable[[], Ledger | None]) -> None:
+    def __init__(self, engine: Callable[[], InspectionPort], ledger: Callable[[], LedgerReadPort | None]) -> None:
         self._engine = engine
         self._ledger = ledger
 
@@ -347,14 +347,14 @@ class LedgerClient:
         for queue in await engine.queues():
             await _wait(projection, queue, await engine.snapshot(queue, []), deadline)
 
-    def _require_ledger(self) -> Ledger:
+    def _require_ledger(self) -> LedgerReadPort:
         ledger = self._ledger()
         if ledger is None:
             raise InvalidOption("this app has no ledger; set HOLDFAST_LEDGER to postgresql://… or sqlite:///ledger.db")
         return ledger
 
 
-async def _wait(projection: Projection, queue: str, end: EngineSnapshot, deadline: float) -> None:
+async def _wait(projection: ProjectionReadPort, queue: str, end: EngineSnapshot, deadline: float) -> None:
     """Wait until the ledger has the feed's last entry, by nonce: positions of two feeds cannot be compared."""
     if not end.position:
         return

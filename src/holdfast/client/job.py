@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
-from holdfast.aio import BlockingPortal
-from holdfast.client.submitter import Submitter
 from holdfast.core.codec import decode_json
-from holdfast.core.job import Attempt, Envelope, JobInfo, Receipt
+from holdfast.core.job import Attempt, JobInfo
 from holdfast.core.retry import Duration, duration_ms
 from holdfast.core.states import State
 from holdfast.core.verdict import OUTBOX_DEAD
 from holdfast.errors import JobCancelled, JobFailed, UnknownJob, WaitTimeout
-from holdfast.ledger.port.messages import OutboxEvent, OutboxStatus
+from holdfast.ledger.port.messages import OutboxStatus
 from holdfast.outbox.writer import original_job_id
+
+if TYPE_CHECKING:
+    from holdfast.client.backend import Backend
+
 
 R = TypeVar("R")
 
@@ -25,24 +27,6 @@ R = TypeVar("R")
 _WAIT_MS: Final = 5_000
 #: How often to check whether a relay has submitted a job.
 _POLL_S: Final = 0.05
-
-
-class SubmissionBackend(Protocol):
-    """The parts of an app that a handle uses."""
-
-    _portal: BlockingPortal
-
-    async def submitter(self) -> Submitter: ...
-
-    async def enqueue_in_transaction(self, connection: Any, envelopes: Sequence[Envelope]) -> list[Receipt]:
-        """Write jobs to the outbox in the user's transaction."""
-        ...
-
-    def enqueue_in_transaction_sync(self, connection: Any, envelopes: Sequence[Envelope]) -> list[Receipt]: ...
-
-    async def transactional_event(self, tenant_id: str, job_id: str) -> OutboxEvent | None:
-        """The outbox event of such a job; None unless the transaction is committed and visible to the relay."""
-        ...
 
 
 def decode_plain(result: bytes) -> Any:
@@ -57,7 +41,7 @@ class Job(Generic[R]):
 
     def __init__(
         self,
-        backend: SubmissionBackend,
+        backend: Backend,
         job_id: str,
         queue: str,
         duplicate: bool,
@@ -130,7 +114,7 @@ class Job(Generic[R]):
 
     def result_sync(self, timeout: Duration | None = None) -> R:
         """`result` for code without an event loop."""
-        return self._backend._portal.call("result_sync", lambda: self.result(timeout), "await job.result(…)")
+        return self._backend.portal.call("result_sync", lambda: self.result(timeout), "await job.result(…)")
 
     async def _is_submitted(self) -> bool:
         """Whether the relay has submitted it; sets `id` to the first job with its key.

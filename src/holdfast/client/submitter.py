@@ -33,7 +33,7 @@ from holdfast.observe.tracing import Tracer
 from holdfast.webhooks.deliveries import WebhookPolicy
 
 if TYPE_CHECKING:
-    from holdfast.ledger.port.ledger import Ledger, Projection
+    from holdfast.ledger.port.ledger import Ledger, ProjectionReadPort
 
 
 _log: Final = logging.getLogger("holdfast.submit")
@@ -69,13 +69,13 @@ class BatchingSubmitter(Submitter):
         ledger: Ledger | None = None,
         *,
         durable_timeout_s: float = _DURABLE_TIMEOUT_S,
-        gate: GuardRunner | None = None,
+        guards: GuardRunner | None = None,
         webhook_policy: WebhookPolicy | None = None,
     ) -> None:
-        """`gate` reviews every job before it is sent; `webhook_policy` checks and sets its webhook."""
+        """`guards` reviews every job before it is sent; `webhook_policy` checks and sets its webhook."""
         self._webhooks = webhook_policy
         self._engine = engine
-        self._guards = gate
+        self._guards = guards
         self._ledger = ledger
         self._durable_timeout_s = durable_timeout_s
         #: Called with every durable submission that the engine has accepted and that waits for the ledger.
@@ -297,7 +297,7 @@ class BatchingSubmitter(Submitter):
                 _log.warning("durable submissions wait for the ledger: %s", exc)
                 await asyncio.sleep(min(left_s, backoff.next_s()))
 
-    def _projection(self) -> Projection | None:
+    def _projection(self) -> ProjectionReadPort | None:
         """None in embedded mode, where the engine's commit is the ledger's."""
         assert self._ledger is not None
         return self._ledger.projection

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Generic, ParamSpec, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Final, Generic, ParamSpec, TypeVar, Unpack
 
-from holdfast.client.job import Job, SubmissionBackend
+from holdfast.client.job import Job
 from holdfast.client.options import Options, SubmitOptions, make_options
 from holdfast.core.job import MAX_BATCH, Envelope, Priority, Receipt, new_job_ids
 from holdfast.errors import InvalidOption, InvalidPayload
 from holdfast.execution.spec import TaskSpec
+
+if TYPE_CHECKING:
+    from holdfast.client.backend import Backend
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -23,7 +26,7 @@ _TIMES: Final = frozenset({"delay", "run_at"})
 class BoundCall(Generic[R]):
     """A call with its own options, for `submit_many`; made by `task.options(…).bind(…)`."""
 
-    plan: TaskSpec
+    spec: TaskSpec
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     given: SubmitOptions
@@ -34,13 +37,13 @@ class BoundTask(Generic[P, R]):
 
     def __init__(
         self,
-        backend: SubmissionBackend,
-        plan: TaskSpec,
+        backend: Backend,
+        spec: TaskSpec,
         make: Callable[[SubmitOptions], Options],
         given: SubmitOptions | None = None,
     ) -> None:
         """`make` checks options and adds the task's own."""
-        self.plan = plan
+        self.spec = spec
         self._backend = backend
         self._make = make
         self._given = given or SubmitOptions()
@@ -48,19 +51,19 @@ class BoundTask(Generic[P, R]):
 
     async def submit(self, *args: P.args, **kwargs: P.kwargs) -> Job[R]:
         """Submit one call. When this returns, the job is accepted and will not be lost."""
-        options, plan = self._options, self.plan
-        payload = plan.arguments.encode(args, kwargs, plan.payload_limit)
-        envelope = options.envelope(new_job_ids(1)[0], plan.name, payload)
+        options, spec = self._options, self.spec
+        payload = spec.arguments.encode(args, kwargs, spec.payload_limit)
+        envelope = options.envelope(new_job_ids(1)[0], spec.name, payload)
         if options.connection is not None:
-            (job,) = await self._enlist([envelope])
+            (job,) = await self._enqueue([envelope])
             return job
         submitter = await self._backend.submitter()
         receipt = await submitter.submit(envelope)
-        return Job(self._backend, receipt.job_id, options.queue, receipt.duplicate, plan.arguments.decode_result)
+        return Job(self._backend, receipt.job_id, options.queue, receipt.duplicate, spec.arguments.decode_result)
 
     def bind(self, *args: P.args, **kwargs: P.kwargs) -> BoundCall[R]:
         """A call with these options, to be submitted with others by `submit_many`."""
-        return BoundCall(self.plan, args, kwargs, self._given)
+        return BoundCall(self.spec, args, kwargs, self._given)
 
     async def submit_many(self, calls: Iterable[tuple[Any, ...] | BoundCall[R]]) -> list[Job[R]]:
         """Submit many calls; returns their handles in order. `duplicate` is set where the idempotency key was known.
@@ -73,10 +76,10 @@ class BoundTask(Generic[P, R]):
             raise InvalidOption("one idempotency_key cannot serve many jobs; give each its own with options(…).bind(…)")
         payloads, own = await self._payloads(calls)
         if self._options.connection is not None:
-            return await self._enlist(list(self._envelopes(payloads, own)))
+            return await self._enqueue(list(self._envelopes(payloads, own)))
         submitter = await self._backend.submitter()
         receipts = await submitter.submit_many(self._envelopes(payloads, own))
-        decode = self.plan.arguments.decode_result
+        decode = self.spec.arguments.decode_result
         return [
             Job(self._backend, receipt.job_id, own.get(number, self._options).queue, receipt.duplicate, decode)
             for number, receipt in enumerate(receipts)
@@ -85,24 +88,26 @@ class BoundTask(Generic[P, R]):
     def submit_sync(self, *args: P.args, **kwargs: P.kwargs) -> Job[R]:
         """`submit` for code without an event loop: Django, scripts, threads."""
         if self._options.connection is not None:
-            return self._enlist_sync(args, kwargs)
-        return self._backend._portal.call("submit_sync", lambda: self.submit(*args, **kwargs), "await task.submit(…)")
+            return self._enqueue_sync(args, kwargs)
+        return self._backend.portal.call("submit_sync", lambda: self.submit(*args, **kwargs), "await task.submit(…)")
 
     # In the user's own transaction ---------------------------------------------------------------------
 
-    async def _enlist(self, envelopes: list[Envelope]) -> list[Job[R]]:
+    async def _enqueue(self, envelopes: list[Envelope]) -> list[Job[R]]:
         receipts = await self._backend.enqueue_in_transaction(self._options.connection, envelopes)
-        return [self._enlisted(envelope, receipt) for envelope, receipt in zip(envelopes, receipts, strict=True)]
+        return [
+            self._transactional_job(envelope, receipt) for envelope, receipt in zip(envelopes, receipts, strict=True)
+        ]
 
-    def _enlist_sync(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job[R]:
-        plan = self.plan
-        payload = plan.arguments.encode(args, kwargs, plan.payload_limit)
-        envelope = self._options.envelope(new_job_ids(1)[0], plan.name, payload)
+    def _enqueue_sync(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job[R]:
+        spec = self.spec
+        payload = spec.arguments.encode(args, kwargs, spec.payload_limit)
+        envelope = self._options.envelope(new_job_ids(1)[0], spec.name, payload)
         (receipt,) = self._backend.enqueue_in_transaction_sync(self._options.connection, [envelope])
-        return self._enlisted(envelope, receipt)
+        return self._transactional_job(envelope, receipt)
 
-    def _enlisted(self, envelope: Envelope, receipt: Receipt) -> Job[R]:
-        decode = self.plan.arguments.decode_result
+    def _transactional_job(self, envelope: Envelope, receipt: Receipt) -> Job[R]:
+        decode = self.spec.arguments.decode_result
         return Job(
             self._backend, receipt.job_id, envelope.queue, receipt.duplicate, decode, outbox_of=envelope.tenant_id
         )
@@ -111,7 +116,7 @@ class BoundTask(Generic[P, R]):
         self, calls: Iterable[tuple[Any, ...] | BoundCall[R]]
     ) -> tuple[list[bytes], dict[int, Options]]:
         """The payloads of the calls, and the options of calls that have their own, by number."""
-        encode, limit, payloads = self.plan.arguments.encode, self.plan.payload_limit, list[bytes]()
+        encode, limit, payloads = self.spec.arguments.encode, self.spec.payload_limit, list[bytes]()
         own: dict[int, Options] = {}
         for number, call in enumerate(calls):
             if isinstance(call, BoundCall):
@@ -125,9 +130,9 @@ class BoundTask(Generic[P, R]):
         return payloads, own
 
     def _own_options(self, call: BoundCall[R]) -> Options:
-        if call.plan is not self.plan:
+        if call.spec is not self.spec:
             raise InvalidOption(
-                f"a call of task {call.plan.name!r} cannot be submitted with those of {self.plan.name!r}"
+                f"a call of task {call.spec.name!r} cannot be submitted with those of {self.spec.name!r}"
             )
         if call.given.get("connection") is not None:
             raise InvalidOption(
@@ -141,7 +146,7 @@ class BoundTask(Generic[P, R]):
         return self._make(merged)
 
     def _envelopes(self, payloads: list[bytes], own: Mapping[int, Options]) -> Iterator[Envelope]:
-        shared, name = self._options, self.plan.name
+        shared, name = self._options, self.spec.name
         for start in range(0, len(payloads), MAX_BATCH):
             batch = payloads[start : start + MAX_BATCH]
             for number, (job_id, payload) in enumerate(zip(new_job_ids(len(batch)), batch, strict=True), start):
@@ -151,13 +156,13 @@ class BoundTask(Generic[P, R]):
 class Task(BoundTask[P, R]):
     """A registered function, as `@app.task` returns it."""
 
-    def __init__(self, backend: SubmissionBackend, plan: TaskSpec, queue: str, priority: Priority) -> None:
+    def __init__(self, backend: Backend, spec: TaskSpec, queue: str, priority: Priority) -> None:
         self.queue = queue
         self.priority = priority
-        super().__init__(backend, plan, self._make_options)
-        self.name = plan.name
-        self.function: Callable[..., Any] = plan.function
-        self.__doc__ = plan.function.__doc__
+        super().__init__(backend, spec, self._make_options)
+        self.name = spec.name
+        self.function: Callable[..., Any] = spec.function
+        self.__doc__ = spec.function.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the plain function directly: no job, no retry, no engine."""
@@ -174,10 +179,10 @@ class Task(BoundTask[P, R]):
         `connection`: the job is part of the transaction open there, see `app.outbox`. A relay submits it after the
         commit; after a rollback there is no job.
         """
-        return BoundTask(self._backend, self.plan, self._make_options, given)
+        return BoundTask(self._backend, self.spec, self._make_options, given)
 
     def _make_options(self, given: SubmitOptions) -> Options:
-        limit = self.plan.payload_limit
+        limit = self.spec.payload_limit
         return make_options(given, queue=self.queue, priority=self.priority, payload_limit=limit)
 
     def __repr__(self) -> str:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from holdfast import State
 from holdfast.core.job import Event, JobInfo
-from holdfast.engine.port import Engine
+from holdfast.engine.port import InspectionPort
 
 FINAL_EVENTS: Final = ("task.succeeded", "task.failed", "task.cancelled")
 #: The first event of a job: queued, or waiting for approval.
@@ -44,7 +44,7 @@ class Result:
     complaints: list[str] = field(default_factory=list)
 
 
-async def check(engine: Engine, queues: Sequence[str], expected: Sequence[Expected]) -> list[Result]:
+async def check(engine: InspectionPort, queues: Sequence[str], expected: Sequence[Expected]) -> list[Result]:
     """Compare all jobs; one result per group, in the order of the groups."""
     events = await read_events(engine, queues)
     results: dict[str, Result] = {}
@@ -58,7 +58,7 @@ async def check(engine: Engine, queues: Sequence[str], expected: Sequence[Expect
     return list(results.values())
 
 
-async def read_events(engine: Engine, queues: Sequence[str]) -> dict[str, list[Event]]:
+async def read_events(engine: InspectionPort, queues: Sequence[str]) -> dict[str, list[Event]]:
     """Read the whole feed and group its events by job."""
     events: dict[str, list[Event]] = defaultdict(list)
     for queue in queues:

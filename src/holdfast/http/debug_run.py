@@ -15,7 +15,7 @@ from random import Random
 from typing import Final
 from uuid import uuid4
 
-from holdfast.app import Holdfast
+from holdfast.client.backend import Backend
 from holdfast.core.job import Claim, Failure, JobInfo, Lease
 from holdfast.core.principal import AuditEntry
 from holdfast.core.states import State
@@ -55,13 +55,13 @@ _FATAL: Final = Raised(
 class DebugRunner:
     """Runs single jobs of an app. One event loop."""
 
-    def __init__(self, app: Holdfast) -> None:
-        self._app = app
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
         self._random = Random()
 
     async def run(self, view: JobInfo, actor: str, *, force_fail: bool, transient_fail: bool) -> JobInfo:
         """Return the job after one attempt. Raises `TransitionInvalid` and `UnknownJob` as `engine.claim_job` does."""
-        engine = self._app.engine
+        engine = self._backend.engine
         worker = f"http-{actor}-{uuid4().hex[:8]}"
         claim = await engine.claim_job(worker, view.queue, view.job_id)
         after: JobInfo | None = None
@@ -81,7 +81,7 @@ class DebugRunner:
         return after
 
     async def _record_audit(self, view: JobInfo, after: JobInfo | None, actor: str, reason: str) -> None:
-        if (ledger := self._app.ledger_backend) is None:
+        if (ledger := self._backend.ledger) is None:
             return
         entry = AuditEntry(
             type="operator.run",
@@ -97,8 +97,8 @@ class DebugRunner:
         await ledger.operators.record_audit([entry])
 
     async def _fail(self, engine: Engine, claim: Claim, outcome: Raised) -> None:
-        plan = self._app.specs.get(claim.task)
-        policy = plan.policy if plan is not None else TaskPolicy()
+        spec = self._backend.specs.get(claim.task)
+        policy = spec.policy if spec is not None else TaskPolicy()
         on_exhausted = OnExhausted.DEAD_LETTER if outcome is _FATAL else policy.on_exhausted
         now_ms = await engine.now_ms()
         verdict = judge(claim, outcome, policy.retry, on_exhausted, self._random, lambda: now_ms)
@@ -110,11 +110,11 @@ class DebugRunner:
         """Run one claim with the components of a worker."""
         in_flight: InFlight = set()
         settler = Settler(engine, in_flight)
-        settings = self._app.settings
+        settings = self._backend.settings
         offset_ms = await engine.now_ms() - time.monotonic_ns() // 1_000_000
 
         async def ledger() -> Ledger | None:
-            return self._app.ledger_backend
+            return self._backend.ledger
 
         async def find(queue: str, job_id: str) -> JobInfo | None:
             return (await engine.get(queue, [job_id]))[0]
@@ -123,12 +123,12 @@ class DebugRunner:
             ledger,
             find,
             lambda: offset_ms + time.monotonic_ns() // 1_000_000,
-            engine.counts,
+            engine.counters,
             lease_s=settings.visibility_timeout_s,
             payload_limit=settings.payload_limit,
         )
-        gate = self._app.guard_runner(self._app.ledger_backend)
-        runner = Runner(self._app.specs, settler, in_flight, 1, tools=tools, gate=gate)
+        guards = self._backend.guard_runner(self._backend.ledger)
+        runner = Runner(self._backend.specs, settler, in_flight, 1, tools=tools, guards=guards)
         runner.set_engine_time(await engine.now_ms())
         interval_s = settings.heartbeat_interval_s
         renewer = Renewer(engine.clone(), [claim.queue], in_flight, interval_s, _RunListener(runner, in_flight))

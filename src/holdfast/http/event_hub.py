@@ -18,7 +18,7 @@ from typing import Final
 from holdfast.aio import raise_if_cancelled
 from holdfast.core.retry import Backoff
 from holdfast.core.states import FINAL, OPERATOR_PREFIX
-from holdfast.engine.port import Engine
+from holdfast.engine.port import InspectionPort
 from holdfast.engine.port.feed import FeedEntry
 from holdfast.errors import EngineUnavailable, InvalidOption
 from holdfast.http import subscribers
@@ -55,7 +55,7 @@ _TASKS: Final = 50_000
 class EventHub:
     """Tails the feeds for all subscribers of one process."""
 
-    def __init__(self, engine: Engine, key: bytes = b"") -> None:
+    def __init__(self, engine: InspectionPort, key: bytes = b"") -> None:
         """`key`: encrypts event ids; processes with the same key accept each other's ids."""
         self._engine = engine
         self._codec = EventIdCodec(key or secrets.token_bytes(32))

@@ -24,6 +24,7 @@ from holdfast.core.job import DEFAULT_QUEUE
 from holdfast.core.principal import Principal
 from holdfast.core.retry import Backoff
 from holdfast.errors import EngineUnavailable, NoLedger
+from holdfast.execution.backend import backend_of
 from holdfast.http.api_docs import render
 from holdfast.http.auth import Authenticator, DevAuthenticator
 from holdfast.http.debug_run import DebugRunner
@@ -59,6 +60,7 @@ class Service:
     ) -> None:
         settings = app.settings
         self.app = app
+        self.backend = backend_of(app)
         self.body_limit = settings.http_body_limit
         self.run_endpoint = settings.run_endpoint if run_endpoint is None else run_endpoint
         self.metrics_open = settings.metrics_open
@@ -112,7 +114,7 @@ class Service:
     @cached_property
     def debug_runner(self) -> DebugRunner:
         """Runs single jobs in this process."""
-        return DebugRunner(self.app)
+        return DebugRunner(self.backend)
 
     def check_open(self) -> None:
         """Raise `EngineUnavailable` until the engine has been reached."""
@@ -187,12 +189,12 @@ class Service:
 
     async def _run_upkeep(self) -> None:
         await self._opened.wait()
-        app = self.app
+        backend, settings = self.backend, self.backend.settings
         async with (
-            run_webhook_worker(app.engine, app.ledger_backend, app.settings),
-            run_relay(app, enabled=app.settings.outbox_relay),
+            run_webhook_worker(backend.engine, backend.ledger, settings),
+            run_relay(self.app, enabled=settings.outbox_relay),
         ):
-            await Upkeep(app.engine, [], app.settings, app.ledger_backend).run()
+            await Upkeep(backend.engine, [], settings, backend.ledger).run()
 
     async def _end(self, helpers: list[asyncio.Task[object]]) -> None:
         if self.worker is not None:

@@ -16,7 +16,7 @@ from holdfast.core.retry import Backoff
 from holdfast.http.operation import Receive, Scope, Send, wait_disconnect
 from holdfast.http.subscribers import START, Position, parse_position
 from holdfast.ledger.port.ledger import FeedPosition as Mark
-from holdfast.ledger.port.ledger import Projection
+from holdfast.ledger.port.ledger import ProjectionReadPort
 
 CONTENT_TYPE: Final = "text/event-stream"
 #: Interval of comments that keep proxies from closing the connection and detect disconnected clients.
@@ -94,7 +94,7 @@ _Span = tuple[Position, Position]
 class LedgerWatch:
     """Watches one ledger, on one event loop. Without a projection (embedded mode) the ledger is never behind."""
 
-    def __init__(self, projection: Projection | None) -> None:
+    def __init__(self, projection: ProjectionReadPort | None) -> None:
         self._projection = projection
         self._waiting: dict[str, dict[Wakeable, _Span]] = {}
         self._watching: dict[str, asyncio.Task[None]] = {}
@@ -122,7 +122,7 @@ class LedgerWatch:
             task.cancel()
         await asyncio.gather(*watching, return_exceptions=True)
 
-    async def _watch(self, queue: str, waiting: dict[Wakeable, _Span], projection: Projection) -> None:
+    async def _watch(self, queue: str, waiting: dict[Wakeable, _Span], projection: ProjectionReadPort) -> None:
         backoff, mark = Backoff(), Mark()
         try:
             while waiting:

@@ -37,7 +37,7 @@ class TaskSchemas:
     def __init__(self, app: Holdfast, taken: Iterable[str]) -> None:
         self.components: dict[str, Schema] = {}
         self._taken = {name.lower() for name in taken}
-        self._structs = {name: task.plan.arguments.struct for name, task in app.tasks.items()}
+        self._structs = {name: task.spec.arguments.struct for name, task in app.tasks.items()}
         self._stems = _stems(app.tasks)
         #: Component names by type name and its transitive schema: tasks that share a type share its component.
         self._known: dict[tuple[str, bytes], str] = {}

@@ -27,10 +27,11 @@ from holdfast.aio import raise_if_cancelled
 from holdfast.core.job import MAX_BATCH, Envelope, Receipt
 from holdfast.core.retry import Backoff
 from holdfast.engine.port import Engine
+from holdfast.engine.port.feed import FeedPort, FeedReadPort
 from holdfast.errors import FeedDetached, InvalidOption, LedgerUnavailable, SchemaMismatch
 
 if TYPE_CHECKING:
-    from holdfast.ledger.port.ledger import Ledger, Projection
+    from holdfast.ledger.port.ledger import Ledger, ProjectionReadPort
 
 
 _log: Final = logging.getLogger("holdfast.admission")
@@ -83,7 +84,7 @@ class LedgerProbe:
 
 
 async def reopen_intake(
-    engine: Engine, ledger: Ledger | None, queue: str, probe: LedgerProbe | None = None, *, insist: bool = False
+    engine: FeedPort, ledger: Ledger | None, queue: str, probe: LedgerProbe | None = None, *, insist: bool = False
 ) -> int:
     """Restore the queue's keys, then attach its reader; the number of keys that the ledger had. Repeatable.
 
@@ -128,7 +129,7 @@ class RecoveringSubmitter:
         return receipt
 
 
-async def _restore_keys_with_retries(engine: Engine, ledger: Ledger, queue: str, probe: LedgerProbe | None) -> int:
+async def _restore_keys_with_retries(engine: FeedPort, ledger: Ledger, queue: str, probe: LedgerProbe | None) -> int:
     """One broken connection does not mean that the ledger is down, and must not cost all keys."""
     backoff = Backoff()
     while True:
@@ -141,7 +142,7 @@ async def _restore_keys_with_retries(engine: Engine, ledger: Ledger, queue: str,
             await asyncio.sleep(backoff.next_s())
 
 
-async def _restore_keys(engine: Engine, ledger: Ledger, queue: str, probe: LedgerProbe | None) -> int:
+async def _restore_keys(engine: FeedPort, ledger: Ledger, queue: str, probe: LedgerProbe | None) -> int:
     if ledger.projection is None:
         return 0
     queues = ledger.recovery.queues()
@@ -157,7 +158,7 @@ async def _restore_keys(engine: Engine, ledger: Ledger, queue: str, probe: Ledge
     return count
 
 
-async def _has_read(engine: Engine, projection: Projection, queue: str) -> bool:
+async def _has_read(engine: FeedReadPort, projection: ProjectionReadPort, queue: str) -> bool:
     """Whether the engine has everything that the ledger has read: its feed has the entry that was read last."""
     position = await projection.position(queue)
     while position.position:

@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Final, Protocol
 
 from holdfast.core.job import JobKey
-from holdfast.ledger.port.ledger import FeedPosition, Projection
+from holdfast.ledger.port.ledger import FeedPosition, ProjectionReadPort
 
 
 class CommitWaiter:
@@ -182,7 +182,7 @@ def _is_recorded(future: asyncio.Future[None]) -> bool:
 
 
 async def wait_position_change(
-    projection: Projection, commits: CommitSource, queue: str, than: FeedPosition, wait_ms: int
+    projection: ProjectionReadPort, commits: CommitSource, queue: str, than: FeedPosition, wait_ms: int
 ) -> FeedPosition:
     """`Projection.wait_position_change` on any store."""
     until = time.monotonic() + wait_ms / 1000

@@ -1,4 +1,4 @@
-"""Tokens (requirement H6), visible tenants, and checks that operations share.
+"""Tokens (requirement H6), the audit log, visible tenants, and checks that operations share.
 
 A token is `hf_<id>_<secret>`. Its text is shown once, when it is created; the ledger keeps the SHA-256 of the secret,
 which is 32 random bytes. A token that is missing, unknown, expired or revoked gets the same answer.
@@ -18,13 +18,17 @@ from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from holdfast.clock import Clock, SystemClock, to_datetime
 from holdfast.core.principal import ALL_TENANTS, AuditEntry, Permission, Principal, Role
-from holdfast.errors import Forbidden, InvalidOption, NotFound, Unauthorized
+from holdfast.errors import Forbidden, InvalidOption, NoLedger, NotFound, Unauthorized
 from holdfast.ledger.port.operators import TokenRow
 
 if TYPE_CHECKING:
-    from holdfast.ledger.port.ledger import Ledger
+    from holdfast.ledger.port.ledger import Ledger, LedgerReadPort
+    from holdfast.ledger.queries.jobs import Queries
+    from holdfast.ledger.queries.operator_filters import AuditFilter, AuditPage
 
 
 def visible_tenants(principal: Principal) -> tuple[str, ...] | None:
@@ -200,3 +204,32 @@ def _audit_entry(
         before=before,
         after=after,
     )
+
+
+class AuditOperations:
+    """Reads the audit log."""
+
+    def __init__(self, ledger: LedgerReadPort | None) -> None:
+        self._ledger = ledger
+
+    async def list(
+        self, principal: Principal, filters: AuditFilter | None = None, limit: int = 50, cursor: str | None = None
+    ) -> AuditPage:
+        """Return a page of the audit log, newest first; entries that concern every tenant need all tenants."""
+        principal.require(Permission.READ)
+        from holdfast.ledger.queries.operator_filters import AuditFilter
+
+        filters, visible = filters or AuditFilter(), visible_tenants(principal)
+        if visible is None:
+            return await self._queries().audit_log(filters, limit, cursor)
+        tenants = (
+            visible if filters.tenants is None else tuple(tenant for tenant in filters.tenants if tenant in visible)
+        )
+        restricted = msgspec.structs.replace(filters, tenants=tenants)
+        page = await self._queries().audit_log(restricted, limit, cursor)
+        return msgspec.structs.replace(page, entries=[entry for entry in page.entries if entry.target != "queue"])
+
+    def _queries(self) -> Queries:
+        if self._ledger is None:
+            raise NoLedger("the audit log")
+        return self._ledger.queries

@@ -16,7 +16,7 @@ from holdfast.core.job import Approval, JobInfo, JobKey
 from holdfast.core.principal import Permission, Principal
 from holdfast.core.states import State
 from holdfast.core.verdict import waits_for
-from holdfast.engine.port import Engine
+from holdfast.engine.port import OperationsPort
 from holdfast.errors import ApprovalVoid, Conflict, EngineUnavailable, TransitionInvalid, UnknownJob
 from holdfast.guard.decisions import payload_hash, request_hash
 from holdfast.ledger.port.operators import ApprovalRow, ApprovalStatus
@@ -47,7 +47,7 @@ class ApprovalDetail(msgspec.Struct, frozen=True, kw_only=True):
 class ApprovalOperations:
     """Operations on approvals, for one engine and its ledger. One event loop."""
 
-    def __init__(self, engine: Engine, ledger: Ledger) -> None:
+    def __init__(self, engine: OperationsPort, ledger: Ledger) -> None:
         self._engine = engine
         self._ledger = ledger
 

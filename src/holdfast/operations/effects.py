@@ -11,7 +11,8 @@ import msgspec
 from holdfast.core.job import MAX_BATCH, JobInfo
 from holdfast.core.principal import Principal
 from holdfast.core.states import OPERATOR_PREFIX, State
-from holdfast.engine.port import Engine
+from holdfast.engine.port import OperationsPort
+from holdfast.engine.port.reads import ReadPort
 from holdfast.errors import EffectInDoubt, TransitionInvalid
 from holdfast.ledger.port.effects import EffectState
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 MANY: Final = 10_000
 
 
-async def with_lost_holders(engine: Engine, rows: Sequence[EffectKeyRow]) -> list[EffectKeyRow]:
+async def with_lost_holders(engine: ReadPort, rows: Sequence[EffectKeyRow]) -> list[EffectKeyRow]:
     """Return the rows, with reserved keys whose holder is lost shown as in doubt; nothing is written."""
     reserved: dict[str, set[str]] = {}
     for row in rows:
@@ -47,7 +48,9 @@ def _with_current_state(row: EffectKeyRow, holder: JobInfo | None) -> EffectKeyR
     return msgspec.structs.replace(row, state=EffectState.IN_DOUBT.value, reason=reason)
 
 
-async def resume_waiting(engine: Engine, queries: Queries, row: EffectKeyRow, principal: Principal) -> list[str]:
+async def resume_waiting(
+    engine: OperationsPort, queries: Queries, row: EffectKeyRow, principal: Principal
+) -> list[str]:
     """Resume every job that is suspended for this key, and no other; return their ids."""
     resumed = []
     for queue, job_id in dict.fromkeys([(row.queue, row.job_id), *await _suspended(queries, row)]):

@@ -1,4 +1,4 @@
-"""Jobs and queues for operators: find, cancel, resume, suspend, discard, expedite; controls (H5, H6).
+"""Jobs for operators: find, cancel, resume, suspend, discard, expedite (H5, H6).
 
 Every change is one atomic step of the engine that leaves an audit entry: who, when, why, before and after. It works
 while the ledger is down, and without one. Jobs of a tenant that the principal may not see are reported as unknown.
@@ -9,40 +9,32 @@ describes a job that the engine no longer has by its row in the ledger, for a hi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from datetime import datetime
-from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING
 
-import msgspec
-
-from holdfast.core.job import DEFAULT_QUEUE, Failure, JobInfo, Meta
+from holdfast.core.job import Failure, JobInfo, Meta
 from holdfast.core.principal import Permission, Principal
 from holdfast.core.rebuild import IncompleteHistory, rebuild_job
 from holdfast.core.states import OPERATOR_PREFIX, State
-from holdfast.engine.port import Engine, PartialFailure
-from holdfast.engine.port.operators import QueueControl, TenantControl
-from holdfast.engine.port.reads import WorkerInfo
+from holdfast.engine.port import OperationsPort
+from holdfast.engine.port.reads import ReadPort
 from holdfast.errors import (
-    ControlChanged,
     EngineUnavailable,
     LedgerUnavailable,
     NoLedger,
-    NotFound,
     TransitionInvalid,
     UnknownJob,
 )
 from holdfast.ledger.queries.records import JobDetail
-from holdfast.operations.access import require_reason, visible_tenants
-from holdfast.operations.queues import QueueInfo, full_info, tenant_info, visible_control
+from holdfast.operations.access import require_reason
 
 if TYPE_CHECKING:
-    from holdfast.ledger.port.ledger import Ledger
+    from holdfast.ledger.port.ledger import LedgerReadPort
     from holdfast.ledger.queries.jobs import Queries
-    from holdfast.ledger.queries.operator_filters import AuditFilter, AuditPage
 
 
-async def find_in_queues(engine: Engine, queues: Iterable[str], job_id: str, principal: Principal) -> JobInfo | None:
+async def find_in_queues(engine: ReadPort, queues: Iterable[str], job_id: str, principal: Principal) -> JobInfo | None:
     """Return the job if one of these queues has it and the principal may see it.
 
     Raises `EngineUnavailable` if it may be in a queue that does not answer.
@@ -66,20 +58,12 @@ def unreachable_error(unreachable: Mapping[str, EngineUnavailable]) -> EngineUna
     return EngineUnavailable(f"no answer for {', '.join(sorted(unreachable))}: {next(iter(unreachable.values()))}")
 
 
-#: Attempts to change a control; more are needed only if another program changes it continuously.
-_MAX_TRIES: Final = 20
-#: Similar names suggested for an unknown queue.
-_NEAREST: Final = 3
-
-
 class JobOperations:
-    """Operations on jobs and queues."""
+    """Operations on single jobs."""
 
-    def __init__(self, engine: Engine, ledger: Ledger | None) -> None:
+    def __init__(self, engine: OperationsPort, ledger: LedgerReadPort | None) -> None:
         self._engine = engine
         self._ledger = ledger
-
-    # One job ---------------------------------------------------------------------------------------
 
     async def find(self, principal: Principal, job_id: str, queue: str | None = None) -> JobInfo:
         """Return the job as it is now, in the given queue or in any; an ended one as the ledger has it.
@@ -135,98 +119,6 @@ class JobOperations:
         )  # fmt: skip
         return view.state
 
-    # Queues ----------------------------------------------------------------------------------------
-
-    async def require_queue(self, principal: Principal, queue: str) -> None:
-        """Raise `NotFound`, with similar names, for a queue that has no job, worker or control and never had a job.
-
-        Raises `EngineUnavailable` if the part of the engine that would know it does not answer.
-        """
-        self._check_queues(principal)
-        stats = await self._engine.stats(queue)
-        if queue == DEFAULT_QUEUE or stats.workers or any(stats.states.values()) or stats.control != QueueControl():
-            return
-        names = await self._engine.queues()
-        if queue not in names:
-            nearest = get_close_matches(queue, names, _NEAREST)
-            advice = f"did you mean {' or '.join(map(repr, nearest))}? " if nearest else ""
-            raise NotFound("queue", queue[:200], f"{advice}no job was ever submitted to it")
-
-    async def update_control(
-        self, principal: Principal, queue: str, *, reason: str, verb: str, **changes: Any
-    ) -> QueueControl:
-        """Change controls of a queue and return them; concurrent changes by others are kept.
-
-        Without a change nothing is written. Raises `Forbidden` unless the principal has all tenants.
-        """
-        self._check_queues(principal)
-        return await self._change(principal, queue, reason, verb, lambda old: msgspec.structs.replace(old, **changes))
-
-    async def update_tenant(
-        self, principal: Principal, queue: str, tenant_id: str, *, reason: str, **changes: Any
-    ) -> QueueControl:
-        """Change controls of one tenant in a queue: `weight`, `concurrency`, `intake_limit`."""
-        self._check_queues(principal)
-
-        def change(old: QueueControl) -> QueueControl:
-            part = msgspec.structs.replace(old.tenants.get(tenant_id, TenantControl()), **changes)
-            others = {name: control for name, control in old.tenants.items() if name != tenant_id}
-            # Defaults are not stored.
-            return msgspec.structs.replace(
-                old, tenants=others if part == TenantControl() else {**others, tenant_id: part}
-            )
-
-        return await self._change(principal, queue, reason, "tenant", change)
-
-    async def queues(self, principal: Principal, names: Sequence[str] = ()) -> list[QueueInfo]:
-        """Return all queues, or the named ones.
-
-        A principal without all tenants sees only queues with jobs of its tenants, and counts only those jobs. Raises
-        `PartialFailure`, with the other queues, if the engine does not answer for some.
-        """
-        principal.require(Permission.READ)
-        selected = list(dict.fromkeys(names)) or await self._engine.queues()
-
-        async def read(name: str) -> QueueInfo | None:
-            if principal.sees_all_tenants:
-                return full_info(await self._engine.stats(name))
-            return await self._tenant_part(principal, name)
-
-        found, unreachable = await self._engine.for_each_queue(selected, read)
-        views = [view for view in found.values() if view is not None]
-        if unreachable:
-            raise PartialFailure(unreachable_error(unreachable), views)
-        return views
-
-    async def control(self, principal: Principal, queue: str) -> QueueControl:
-        """Return a queue's controls, without those of tenants that the principal may not see."""
-        principal.require(Permission.READ)
-        return visible_control(principal, await self._engine.get_control(queue))
-
-    async def workers(self, principal: Principal, queues: Sequence[str] = ()) -> list[WorkerInfo]:
-        """List workers by name, with their leases. Needs all tenants: workers serve every tenant."""
-        principal.require(Permission.READ)
-        principal.require_all_tenants("the list of workers")
-        # The engine lists queues that have had a job; a worker may be registered before that.
-        return await self._engine.workers(list(queues) or sorted({DEFAULT_QUEUE, *await self._engine.queues()}))
-
-    async def audit_log(
-        self, principal: Principal, filters: AuditFilter | None = None, limit: int = 50, cursor: str | None = None
-    ) -> AuditPage:
-        """Return a page of the audit log, newest first; entries that concern every tenant need all tenants."""
-        principal.require(Permission.READ)
-        from holdfast.ledger.queries.operator_filters import AuditFilter
-
-        filters, visible = filters or AuditFilter(), visible_tenants(principal)
-        if visible is None:
-            return await self._queries("the audit log").audit_log(filters, limit, cursor)
-        tenants = (
-            visible if filters.tenants is None else tuple(tenant for tenant in filters.tenants if tenant in visible)
-        )
-        restricted = msgspec.structs.replace(filters, tenants=tenants)
-        page = await self._queries("the audit log").audit_log(restricted, limit, cursor)
-        return msgspec.structs.replace(page, entries=[entry for entry in page.entries if entry.target != "queue"])
-
     # Internals -------------------------------------------------------------------------------------
 
     async def _move(
@@ -281,7 +173,6 @@ class JobOperations:
         return None
 
     async def _rebuild(self, row: JobDetail) -> JobInfo:
-
         try:
             return rebuild_job(
                 row.queue, [event.event() for event in await self._queries("a job's history").events(row.key)]
@@ -293,39 +184,6 @@ class JobOperations:
         if self._ledger is None:
             raise NoLedger(what)
         return self._ledger.queries
-
-    def _check_queues(self, principal: Principal) -> None:
-        principal.require(Permission.OPERATE)
-        principal.require_all_tenants("a queue's control")
-
-    async def _change(
-        self, principal: Principal, queue: str, reason: str, verb: str, change: Callable[[QueueControl], QueueControl]
-    ) -> QueueControl:
-        for tries_left in reversed(range(_MAX_TRIES)):
-            old = await self._engine.get_control(queue)
-            new = change(old)
-            if new == old:
-                return old
-            try:
-                await self._engine.set_control(
-                    queue, new, expected=old, actor=principal.name, reason=reason, audit=f"{OPERATOR_PREFIX}{verb}"
-                )
-            except ControlChanged:
-                if not tries_left:
-                    raise
-                continue
-            return new
-        raise AssertionError("the last try returns or raises")
-
-    async def _tenant_part(self, principal: Principal, queue: str) -> QueueInfo | None:
-        queries = self._queries("a count of some tenants' jobs")
-        states: dict[State, int] = dict.fromkeys(State, 0)
-        for tenant in sorted(principal.tenants):
-            for state, count in (await queries.counts(tenant, queue)).states.items():
-                states[state] += count
-        if not any(states.values()):
-            return None
-        return tenant_info(principal, queue, states, await self._engine.get_control(queue))
 
 
 def info_from_row(row: JobDetail) -> JobInfo:

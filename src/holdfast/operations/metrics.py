@@ -15,10 +15,11 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from holdfast.core.states import State
 from holdfast.core.text import queue_prefix
-from holdfast.engine.port import Engine
+from holdfast.engine.port import InspectionPort
 from holdfast.engine.port.reads import QueueStats
 from holdfast.errors import EngineUnavailable, LedgerUnavailable, SchemaMismatch
-from holdfast.ledger.port.ledger import Ledger
+from holdfast.execution.backend import BackendOwner, backend_of
+from holdfast.ledger.port.ledger import LedgerReadPort
 from holdfast.ledger.port.messages import OutboxOpener
 from holdfast.observe.prometheus import MetricsCollector, QueueGauges, StoreGauges
 from holdfast.settings import Settings
@@ -36,42 +37,45 @@ _COUNTED: Final = 50
 _WORK: Final = (State.QUEUED, State.RUNNING, State.RETRYING)
 
 
-class MetricsApp(Protocol):
-    """The part of an app that metrics need."""
+class MetricsBackend(Protocol):
+    """The parts of an app's backend that metrics are read from."""
 
     @property
     def settings(self) -> Settings: ...
     @property
-    def engine(self) -> Engine: ...
+    def engine(self) -> InspectionPort: ...
     @property
-    def ledger_backend(self) -> Ledger | None: ...
+    def ledger(self) -> LedgerReadPort | None: ...
     @property
-    def outbox_backend(self) -> OutboxOpener | None: ...
+    def outbox(self) -> OutboxOpener | None: ...
 
 
-async def render_metrics(app: MetricsApp) -> tuple[bytes, str]:
-    """Return all metrics and their content type."""
+async def render_metrics(app: BackendOwner[MetricsBackend]) -> tuple[bytes, str]:
+    """Return all metrics of an app and their content type."""
+    backend = backend_of(app)
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(MetricsCollector(app.settings.metrics_prefix, app.engine.counts, await collect_gauges(app)))
+    registry.register(
+        MetricsCollector(backend.settings.metrics_prefix, backend.engine.counters, await collect_gauges(backend))
+    )
     return generate_latest(registry), CONTENT_TYPE_LATEST
 
 
-async def collect_gauges(app: MetricsApp) -> StoreGauges:
+async def collect_gauges(backend: MetricsBackend) -> StoreGauges:
     """Read the gauges of all stores."""
-    gauges = await _read_ledger(app.ledger_backend)
-    queues = await _read_engine(app)
+    gauges = await _read_ledger(backend.ledger)
+    queues = await _read_engine(backend)
     return StoreGauges(
         engine_up=queues is not None,
         queues=queues or [],
-        ledger_up=None if app.ledger_backend is None else gauges is not None,
+        ledger_up=None if backend.ledger is None else gauges is not None,
         dlq_pending={} if gauges is None else gauges.dlq_pending,
         approvals_waiting={} if gauges is None else gauges.approvals_waiting,
-        alerts=app.engine.counts.alerts if gauges is None else gauges.alerts,
-        outbox_backlog=await _read_outbox(app.outbox_backend),
+        alerts=backend.engine.counters.alerts if gauges is None else gauges.alerts,
+        outbox_backlog=await _read_outbox(backend.outbox),
     )
 
 
-async def _read_ledger(ledger: Ledger | None) -> LedgerGauges | None:
+async def _read_ledger(ledger: LedgerReadPort | None) -> LedgerGauges | None:
     if ledger is None:
         return None
     from holdfast.ledger.queries.operators import read_gauges
@@ -95,8 +99,8 @@ async def _read_outbox(outbox: OutboxOpener | None) -> int | None:
         return None
 
 
-async def _read_engine(app: MetricsApp) -> list[QueueGauges] | None:
-    engine, ledger = app.engine, app.ledger_backend
+async def _read_engine(backend: MetricsBackend) -> list[QueueGauges] | None:
+    engine, ledger = backend.engine, backend.ledger
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             queues = await engine.queues()
@@ -106,10 +110,12 @@ async def _read_engine(app: MetricsApp) -> list[QueueGauges] | None:
         return None
     if unreachable:
         _log.info("engine did not answer a scrape for %s", ", ".join(sorted(unreachable)))
-    return [await _queue_gauges(app.settings, engine, ledger, stats) for stats in stats_by_queue.values()]
+    return [await _queue_gauges(backend.settings, engine, ledger, stats) for stats in stats_by_queue.values()]
 
 
-async def _queue_gauges(settings: Settings, engine: Engine, ledger: Ledger | None, stats: QueueStats) -> QueueGauges:
+async def _queue_gauges(
+    settings: Settings, engine: InspectionPort, ledger: LedgerReadPort | None, stats: QueueStats
+) -> QueueGauges:
     prefix = queue_prefix(settings.namespace, stats.queue, tagged=settings.on_cluster)
     running = stats.states.get(State.RUNNING, 0)
     waiting = max(0, stats.backlog - running)
@@ -138,7 +144,9 @@ async def _queue_gauges(settings: Settings, engine: Engine, ledger: Ledger | Non
     )
 
 
-async def _feed_lag(engine: Engine, ledger: Ledger | None, stats: QueueStats) -> tuple[int, float] | None:
+async def _feed_lag(
+    engine: InspectionPort, ledger: LedgerReadPort | None, stats: QueueStats
+) -> tuple[int, float] | None:
     """Return how many feed entries the ledger does not have, and the age of the oldest in seconds."""
     if ledger is None:
         return None

@@ -13,16 +13,19 @@ from typing import TYPE_CHECKING, Any
 from holdfast.clock import Clock, SystemClock
 from holdfast.engine.port import Engine
 from holdfast.errors import NoLedger
+from holdfast.execution.backend import backend_of
 from holdfast.operations.jobs import JobOperations
 
 if TYPE_CHECKING:
     from holdfast.app import Holdfast
+    from holdfast.client.backend import Backend
     from holdfast.guard.decisions import PayloadDecoder
     from holdfast.ledger.port.ledger import Ledger
-    from holdfast.operations.access import TokenOperations
+    from holdfast.operations.access import AuditOperations, TokenOperations
     from holdfast.operations.approvals import ApprovalOperations
     from holdfast.operations.dead_letters import DeadLetterOperations, JobSubmitter
     from holdfast.operations.messages import TriggerOperations
+    from holdfast.operations.queues import QueueOperations
     from holdfast.operations.suspended import SuspendedOperations
 
 
@@ -34,25 +37,40 @@ class Operations:
         engine: Engine,
         ledger: Ledger | None,
         submitter: JobSubmitter,
-        plans: Mapping[str, PayloadDecoder] | None = None,
+        specs: Mapping[str, PayloadDecoder] | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """`plans` are the app's tasks, as far as known: edited payloads are checked against them."""
+        """`specs` are the app's tasks, as far as known: edited payloads are checked against them."""
         self.engine = engine
         self.ledger = ledger
         self._submitter = submitter
-        self._plans = plans or {}
+        self._specs = specs or {}
         self._clock = clock or SystemClock()
 
     @classmethod
     def for_app(cls, app: Holdfast) -> Operations:
         """Return the operations of an app on the running event loop; its submitter is opened on first use."""
-        return cls(app.engine, app.ledger_backend, _AppSubmitter(app), app.specs)
+        backend = backend_of(app)
+        return cls(backend.engine, backend.ledger, _GuardedSubmitter(backend), backend.specs)
 
     @cached_property
-    def operating(self) -> JobOperations:
-        """Jobs and queues; works without a ledger."""
+    def jobs(self) -> JobOperations:
+        """Single jobs; works without a ledger."""
         return JobOperations(self.engine, self.ledger)
+
+    @cached_property
+    def queues(self) -> QueueOperations:
+        """Queues and their controls; works without a ledger."""
+        from holdfast.operations.queues import QueueOperations
+
+        return QueueOperations(self.engine, self.ledger)
+
+    @cached_property
+    def audit(self) -> AuditOperations:
+        """The audit log."""
+        from holdfast.operations.access import AuditOperations
+
+        return AuditOperations(self.ledger)
 
     @cached_property
     def suspended(self) -> SuspendedOperations:
@@ -74,7 +92,7 @@ class Operations:
         from holdfast.operations.dead_letters import DeadLetterOperations
 
         return DeadLetterOperations(
-            self.engine, self._require_ledger("the list of dead letters"), self._submitter, self._plans
+            self.engine, self._require_ledger("the list of dead letters"), self._submitter, self._specs
         )
 
     @cached_property
@@ -97,11 +115,11 @@ class Operations:
         return self.ledger
 
 
-class _AppSubmitter:
-    """Submits through the app, with its guards."""
+class _GuardedSubmitter:
+    """Submits as the app does, with its guards."""
 
-    def __init__(self, app: Holdfast) -> None:
-        self._app = app
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
 
     async def submit(self, envelope: Any) -> Any:
-        return await (await self._app.submitter()).submit(envelope)
+        return await (await self._backend.submitter()).submit(envelope)

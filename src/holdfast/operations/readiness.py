@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
-from holdfast.engine.port import Engine
+from holdfast.engine.port.reads import ReadPort
 from holdfast.errors import HoldfastError
+from holdfast.execution.backend import BackendOwner, backend_of
 
 if TYPE_CHECKING:
-    from holdfast.ledger.port.ledger import Ledger
+    from holdfast.ledger.port.ledger import LedgerReadPort
 
 
 OK: Final = "ok"
@@ -42,13 +43,13 @@ class ProcessReadiness(msgspec.Struct, frozen=True, kw_only=True):
     warnings: list[str]
 
 
-class ReadinessApp(Protocol):
-    """The part of an app that is checked."""
+class ReadinessBackend(Protocol):
+    """The parts of an app's backend that are checked."""
 
     @property
-    def engine(self) -> Engine: ...
+    def engine(self) -> ReadPort: ...
     @property
-    def ledger_backend(self) -> Ledger | None: ...
+    def ledger(self) -> LedgerReadPort | None: ...
 
 
 class ProcessPart(Protocol):
@@ -60,18 +61,20 @@ class ProcessPart(Protocol):
         ...
 
 
-async def worker_readiness(app: ReadinessApp, worker: ProcessPart, *, upkeep: bool = True) -> ProcessReadiness:
+async def worker_readiness(
+    app: BackendOwner[ReadinessBackend], worker: ProcessPart, *, upkeep: bool = True
+) -> ProcessReadiness:
     """Check a process with a worker; `upkeep`: whether the worker also does upkeep."""
-    return await _readiness(app, worker.status, worker.status if upkeep else NONE)
+    return await _readiness(backend_of(app), worker.status, worker.status if upkeep else NONE)
 
 
-async def upkeep_readiness(app: ReadinessApp, upkeep: ProcessPart) -> ProcessReadiness:
+async def upkeep_readiness(app: BackendOwner[ReadinessBackend], upkeep: ProcessPart) -> ProcessReadiness:
     """Check a process that does upkeep only."""
-    return await _readiness(app, NONE, upkeep.status)
+    return await _readiness(backend_of(app), NONE, upkeep.status)
 
 
-async def _readiness(app: ReadinessApp, worker: str, upkeep: str) -> ProcessReadiness:
-    engine, ledger = await asyncio.gather(engine_status(app.engine), ledger_status(app.ledger_backend))
+async def _readiness(backend: ReadinessBackend, worker: str, upkeep: str) -> ProcessReadiness:
+    engine, ledger = await asyncio.gather(engine_status(backend.engine), ledger_status(backend.ledger))
     reasons = [] if engine == OK else ["engine unreachable"]
     # A worker that is down because of the engine is not a second reason.
     states = {worker, upkeep} - {OK, NONE, *([DOWN] if reasons else [])}
@@ -87,7 +90,7 @@ async def _readiness(app: ReadinessApp, worker: str, upkeep: str) -> ProcessRead
     )
 
 
-async def engine_status(engine: Engine) -> str:
+async def engine_status(engine: ReadPort) -> str:
     """Return `ok` or `down`."""
     try:
         async with asyncio.timeout(_ANSWER_S):
@@ -98,7 +101,7 @@ async def engine_status(engine: Engine) -> str:
     return OK
 
 
-async def ledger_status(ledger: Ledger | None) -> str:
+async def ledger_status(ledger: LedgerReadPort | None) -> str:
     """Return `ok`, `down` or `none`."""
     if ledger is None:
         return NONE

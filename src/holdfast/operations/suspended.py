@@ -14,7 +14,7 @@ from holdfast.clock import to_datetime
 from holdfast.core.job import JobInfo
 from holdfast.core.principal import Permission, Principal
 from holdfast.core.states import State
-from holdfast.engine.port import Engine
+from holdfast.engine.port import OperationsPort
 from holdfast.errors import NoLedger, TransitionInvalid
 from holdfast.operations.access import require_reason, visible_tenants
 from holdfast.operations.bulk import BulkReport, BulkResult, Progress, no_progress, run_bulk
@@ -78,7 +78,7 @@ class _JobRef(msgspec.Struct, frozen=True):
 class SuspendedOperations:
     """Operations on suspended jobs. Jobs of other tenants are not visible."""
 
-    def __init__(self, engine: Engine, ledger: Ledger | None) -> None:
+    def __init__(self, engine: OperationsPort, ledger: Ledger | None) -> None:
         self._engine = engine
         self._ledger = ledger
         self._operating = JobOperations(engine, ledger)

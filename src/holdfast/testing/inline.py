@@ -26,6 +26,7 @@ from typing import Any, Final
 import msgspec
 
 from holdfast.app import Holdfast
+from holdfast.client.backend import Backend
 from holdfast.client.submitter import Submitter
 from holdfast.clock import Clock, SystemClock, to_ms
 from holdfast.core.job import MAX_BATCH, Claim, Envelope, JobInfo, Lease, Receipt
@@ -47,6 +48,7 @@ from holdfast.core.verdict import (
 )
 from holdfast.effects.runtime import EffectRuntime
 from holdfast.errors import InvalidOption, TransitionInvalid, UnknownJob, UsageError, WaitTimeout
+from holdfast.execution.backend import backend_of
 from holdfast.execution.context import Context
 from holdfast.execution.invoke import invoke, invoke_sync, suspend_if_in_doubt, timed_out, unknown_task
 from holdfast.execution.spec import ExecutionMode, TaskPolicy, TaskSpec
@@ -88,7 +90,8 @@ _NO_WAIT: Final = timedelta()
 @contextmanager
 def inline(app: Holdfast) -> Iterator[None]:
     """Inside the block, `submit` runs the job to its end before it returns."""
-    with app.run_inline(InlineSubmitter(app)):
+    backend = backend_of(app)
+    with backend.run_inline(InlineSubmitter(backend)):
         yield
 
 
@@ -135,8 +138,8 @@ async def _due(app: Holdfast, worker: Worker, queues: Sequence[str]) -> int:
 class InlineSubmitter(Submitter):
     """Runs jobs on submit and keeps their final states in memory."""
 
-    def __init__(self, app: Holdfast) -> None:
-        self._app = app
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
         self._views: dict[tuple[str, str], JobInfo] = {}
         self._keys: dict[tuple[str, str, str], str] = {}
         self._clock = SystemClock()
@@ -149,9 +152,9 @@ class InlineSubmitter(Submitter):
         self._counts = Counters()
 
     async def submit(self, envelope: Envelope) -> Receipt:
-        gate = self._app.guard_runner(None, can_request_approval=True)
-        if gate.applies_to(envelope):
-            envelope = await gate.review(envelope)
+        guards = self._backend.guard_runner(None, can_request_approval=True)
+        if guards.applies_to(envelope):
+            envelope = await guards.review(envelope)
         if envelope.idempotency_key:
             key = (envelope.tenant_id, envelope.queue, envelope.idempotency_key)
             first = self._keys.setdefault(key, envelope.job_id)
@@ -204,11 +207,11 @@ class InlineSubmitter(Submitter):
         while (view := self._views[queue, job_id]).state in (State.QUEUED, State.RETRYING):
             view = self._move(view, State.RUNNING, attempt=view.attempt + 1)
             claim = self._claim(view)
-            plan = self._app.specs.get(claim.task)
-            with_context = plan is not None and plan.context_name is not None
+            spec = self._backend.specs.get(claim.task)
+            with_context = spec is not None and spec.context_name is not None
             context = Context(claim, self._own_tools()) if with_context else None
-            outcome = await self._perform(claim, plan, context)
-            policy = plan.policy if plan is not None else TaskPolicy()
+            outcome = await self._perform(claim, spec, context)
+            policy = spec.policy if spec is not None else TaskPolicy()
             verdict = judge(claim, outcome, policy.retry, policy.on_exhausted, self._random, self._clock.now_ms)
             if context is not None:
                 verdict = suspend_if_in_doubt(verdict, context._effects_in_doubt)
@@ -218,14 +221,14 @@ class InlineSubmitter(Submitter):
                 # The job cancelled itself during its run.
                 return
 
-    async def _perform(self, claim: Claim, plan: TaskSpec | None, context: Context | None) -> Outcome:
-        if plan is None:
-            return unknown_task(claim.task, tuple(self._app.specs))
-        on_loop = plan.mode is ExecutionMode.LOOP
-        work = invoke(plan, claim, context) if on_loop else asyncio.to_thread(invoke_sync, plan, claim, context)
+    async def _perform(self, claim: Claim, spec: TaskSpec | None, context: Context | None) -> Outcome:
+        if spec is None:
+            return unknown_task(claim.task, tuple(self._backend.specs))
+        on_loop = spec.mode is ExecutionMode.LOOP
+        work = invoke(spec, claim, context) if on_loop else asyncio.to_thread(invoke_sync, spec, claim, context)
         running = asyncio.ensure_future(work)
         try:
-            done, _ = await asyncio.wait([running], timeout=plan.timeout_s)
+            done, _ = await asyncio.wait([running], timeout=spec.timeout_s)
             if done:
                 return running.result()
         except asyncio.CancelledError:
@@ -233,7 +236,7 @@ class InlineSubmitter(Submitter):
             await self._end(running, context)
             raise
         late = await self._end(running, context)
-        return late if isinstance(late, Returned) else timed_out(plan.timeout_s or 0)
+        return late if isinstance(late, Returned) else timed_out(spec.timeout_s or 0)
 
     @staticmethod
     async def _end(running: asyncio.Future[Outcome], context: Context | None) -> Outcome | None:
@@ -247,7 +250,7 @@ class InlineSubmitter(Submitter):
     def _own_tools(self) -> EffectRuntime:
         loop = asyncio.get_running_loop()
         if loop not in self._tools:
-            settings = self._app.settings
+            settings = self._backend.settings
             self._tools[loop] = EffectRuntime(
                 self._ledger,
                 self.get,
@@ -338,4 +341,4 @@ class InMemoryWorker:
         return self._call(lambda: self.advance(by, queues), "advance")
 
     def _call(self, make: Any, name: str) -> int:
-        return int(self.app._portal.call(f"{name}_sync", make, f"await holdfast_worker.{name}(…)"))
+        return int(backend_of(self.app).portal.call(f"{name}_sync", make, f"await holdfast_worker.{name}(…)"))

@@ -36,6 +36,7 @@ from holdfast.errors import (
     NoLedger,
     UsageError,
 )
+from holdfast.execution.backend import backend_of
 from holdfast.guard.runner import GuardRunner
 from holdfast.identity import new_identity
 from holdfast.ledger.port.messages import TriggerHeartbeat, TriggerStore
@@ -115,13 +116,13 @@ def build_trigger(app: Holdfast, entry: TriggerEntry) -> BuiltTrigger:
     `NoLedger` if the trigger needs a ledger.
     """
     runtime = _runtime(app, entry)
-    ledger, submits_jobs = app.ledger_backend, entry.runtime.kind == "task"
+    ledger, submits_jobs = backend_of(app).ledger, entry.runtime.kind == "task"
     trigger = QueueTrigger(
         entry,
         _adapter(entry),
         runtime,
         # Without tasks: an event is not a task, even if it has the name of one.
-        gate=None if submits_jobs else GuardRunner(app.guard, {}, SystemClock(), ledger),
+        guards=None if submits_jobs else GuardRunner(app.guard, {}, SystemClock(), ledger),
         book=None if ledger is None else ledger.triggers,
         dedup=None if submits_jobs or not entry.enable_dedup else _dedup(app, entry),
         payload_limit=app.settings.payload_limit,
@@ -197,9 +198,10 @@ def _runtime(app: Holdfast, entry: TriggerEntry) -> Runtime:
 
 
 def _dedup(app: Holdfast, entry: TriggerEntry) -> DedupStore:
-    if app.ledger_backend is None:
+    ledger = backend_of(app).ledger
+    if ledger is None:
         raise NoLedger("enable_dedup with a callable or a url")
-    return LedgerDedupStore(app.ledger_backend.effects, entry.queue_name)
+    return LedgerDedupStore(ledger.effects, entry.queue_name)
 
 
 _log: Final = logging.getLogger("holdfast.trigger")
@@ -232,7 +234,8 @@ class TriggerService:
         clock: Clock | None = None,
     ) -> None:
         """Raises `InvalidOption` with all errors: unknown tasks, missing functions."""
-        self._book: TriggerStore | None = None if app.ledger_backend is None else app.ledger_backend.triggers
+        ledger = backend_of(app).ledger
+        self._book: TriggerStore | None = None if ledger is None else ledger.triggers
         self._built = _build_all(app, entries)
         self._report_s = report_s
         self._clock = clock or SystemClock()
@@ -242,7 +245,7 @@ class TriggerService:
         #: Names of paused triggers, as last applied.
         self._paused: set[str] = set()
         self._running = False
-        app.engine.counts.triggers.update(
+        app.engine.counters.triggers.update(
             (each.entry.name, each.trigger.counts) for each in self._built if each.entry.metrics.enabled
         )
 

@@ -26,6 +26,7 @@ from holdfast.core.codec import encode_json
 from holdfast.core.job import DEFAULT_QUEUE, EMPTY_META, Envelope, Meta, Priority, new_job_ids
 from holdfast.core.text import check_name
 from holdfast.errors import EngineUnavailable, InvalidOption, InvalidPayload, PayloadTooLarge, UnknownTask
+from holdfast.execution.backend import backend_of
 from holdfast.triggers.envelope import key_or_hash
 from holdfast.triggers.runtime import Runtime, RuntimeCall, RuntimeResult
 
@@ -66,6 +67,7 @@ class TaskRuntime(Runtime):
         Raises `UnknownTask`, or `InvalidOption` if the task has a parameter that no message can fill.
         """
         self._app = app
+        self._backend = backend_of(app)
         self._task = "" if task == BY_EVENT else task
         self._targets: dict[str, _Target] = {}
         if self._task:
@@ -92,7 +94,7 @@ class TaskRuntime(Runtime):
             meta=_meta(call, target.priority),
         )
         try:
-            receipt = await (await self._app.submitter()).submit(envelope)
+            receipt = await (await self._backend.submitter()).submit(envelope)
         except asyncio.CancelledError as exc:
             if is_own_cancellation(exc):
                 raise
@@ -119,7 +121,7 @@ class TaskRuntime(Runtime):
 
 
 def _known(task: Task[..., Any]) -> _Target:
-    arguments, limit = task.plan.arguments, task.plan.payload_limit
+    arguments, limit = task.spec.arguments, task.spec.payload_limit
     taken = [name for name in arguments.names if name in OFFERED]
     missing = [name for name in _needed(arguments) if name not in OFFERED]
     encode: _Encode

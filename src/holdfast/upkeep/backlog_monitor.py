@@ -13,7 +13,7 @@ from random import Random
 from typing import Final
 
 from holdfast.core.principal import ALL_TENANTS, AuditEntry
-from holdfast.engine.port import Engine
+from holdfast.engine.port.reads import ReadPort
 from holdfast.errors import LedgerUnavailable
 from holdfast.ledger.port.ledger import Ledger
 from holdfast.settings import Settings
@@ -37,7 +37,7 @@ class BacklogMonitor:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ReadPort,
         queues: QueueSelection,
         settings: Settings,
         ledger: Ledger | None,
@@ -84,7 +84,7 @@ class BacklogMonitor:
     async def _raise(self, queue: str, threshold: int, backlog: int) -> None:
         if self._is_confirmed(queue, over=True):
             return
-        key, standing = _key(queue), self._engine.counts.alerts
+        key, standing = _key(queue), self._engine.counters.alerts
         reason = f"the backlog is {backlog}, the threshold is {threshold}"
         entry = _audit_entry(RAISED, queue, threshold, backlog, reason)
         operators = None if self._ledger is None else self._ledger.operators
@@ -97,7 +97,7 @@ class BacklogMonitor:
     async def _clear(self, queue: str, threshold: int | None, backlog: int) -> None:
         if self._is_confirmed(queue, over=False):
             return
-        key, standing = _key(queue), self._engine.counts.alerts
+        key, standing = _key(queue), self._engine.counters.alerts
         limit = "there is no threshold" if threshold is None else f"the threshold is {threshold}"
         entry = _audit_entry(CLEARED, queue, threshold, backlog, f"the backlog is {backlog}, {limit}")
         operators = None if self._ledger is None else self._ledger.operators

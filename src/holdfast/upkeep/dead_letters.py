@@ -21,7 +21,7 @@ import msgspec
 
 from holdfast.core.job import EMPTY_META, Event, JobInfo, JobKey
 from holdfast.core.states import FINAL, State, event_for
-from holdfast.engine.port import Engine
+from holdfast.engine.port import Engine, OperationsPort
 from holdfast.engine.port.feed import EngineSnapshot, FeedEntry
 from holdfast.errors import TransitionInvalid, Unavailable, UnknownJob
 from holdfast.ledger.port.ledger import FeedPosition, Ledger, RecordedDeadLetter
@@ -171,7 +171,7 @@ class DeadLetterConfirmer:
 class OrphanedDeadLetters:
     """Ends jobs that wait for a ledger which the engine no longer has. `stream:dlq` is the record then."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: OperationsPort) -> None:
         self._engine = engine
         self._waited: dict[str, set[str]] = {}
 

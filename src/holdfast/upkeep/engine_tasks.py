@@ -20,6 +20,7 @@ from typing import Final
 from holdfast.core.job import MAX_BATCH
 from holdfast.core.verdict import Release, Settlement
 from holdfast.engine.port import Engine
+from holdfast.engine.port.jobs import JobPort
 from holdfast.errors import EngineUnavailable
 from holdfast.settings import Settings
 from holdfast.upkeep.dead_letters import OrphanedDeadLetters
@@ -31,7 +32,7 @@ _CHECK_S: Final = 1.0
 class Promoter:
     """Promotes until cancelled."""
 
-    def __init__(self, engine: Engine, queues: QueueSelection, random: Random | None = None) -> None:
+    def __init__(self, engine: JobPort, queues: QueueSelection, random: Random | None = None) -> None:
         self._engine = engine
         self._queues = queues
         self._random = random or Random()
@@ -83,7 +84,12 @@ class Reclaimer:
     """Reclaims until cancelled, under its own incarnation."""
 
     def __init__(
-        self, engine: Engine, queues: QueueSelection, settings: Settings, incarnation: str, random: Random | None = None
+        self,
+        engine: JobPort,
+        queues: QueueSelection,
+        settings: Settings,
+        incarnation: str,
+        random: Random | None = None,
     ) -> None:
         self._engine = engine
         self._queues = queues
@@ -105,7 +111,7 @@ class Reclaimer:
         try:
             claims = await self._engine.reclaim(self._incarnation, queues, batch)
         except EngineUnavailable:
-            self._engine.counts.reclaim_errors += 1
+            self._engine.counters.reclaim_errors += 1
             raise
         # Claims that an earlier pass reclaimed but could not release, because the engine became unreachable.
         claims += await self._engine.recover_claims(self._incarnation, queues, {claim.lease for claim in claims})

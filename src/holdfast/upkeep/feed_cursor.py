@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from holdfast.core.retry import Backoff
-from holdfast.engine.port import Engine
-from holdfast.engine.port.feed import FeedEntry
+from holdfast.engine.port.feed import FeedEntry, FeedReadPort
 from holdfast.ledger.port.ledger import FeedPosition
 from holdfast.upkeep.loop import LogThrottle
 
@@ -114,7 +113,7 @@ class FeedCursor:
                 return PendingBatch(entries[:index], entries[index:])
         return PendingBatch(entries, [])
 
-    async def read(self, engine: Engine, start: str, nonce: str) -> list[FeedEntry]:
+    async def read(self, engine: FeedReadPort, start: str, nonce: str) -> list[FeedEntry]:
         """Entries after `start`. Raises `FeedForked` if the feed does not have the entry at `start`."""
         entries: list[FeedEntry] = []
         events = size = 0

@@ -14,7 +14,7 @@ from typing import Final
 
 from holdfast.aio import raise_if_cancelled
 from holdfast.core.retry import Backoff
-from holdfast.engine.port import Engine
+from holdfast.engine.port.reads import ReadPort
 from holdfast.errors import EngineUnavailable
 
 _log: Final = logging.getLogger("holdfast.upkeep")
@@ -53,7 +53,7 @@ async def pause(seconds: float, wake: asyncio.Event | None) -> None:
 class QueueSelection:
     """The queues that upkeep serves: those named, otherwise all that the engine has at the moment."""
 
-    def __init__(self, engine: Engine, names: Sequence[str]) -> None:
+    def __init__(self, engine: ReadPort, names: Sequence[str]) -> None:
         self._engine = engine
         self._names = tuple(names)
 

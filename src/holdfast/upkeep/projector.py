@@ -102,7 +102,7 @@ class Projector:
     @property
     def counts(self) -> Counters:
         """Counters of this process: `projected`, `anomalies`, `forks`, `feed_lag_ms`."""
-        return self._engine.counts
+        return self._engine.counters
 
     @property
     def lag_ms(self) -> int:

@@ -61,7 +61,7 @@ from holdfast.ledger.intake_recovery import reopen_intake
 from holdfast.upkeep.loop import run_forever
 
 if TYPE_CHECKING:
-    from holdfast.ledger.port.ledger import FeedPosition, Ledger, OpenJob, Projection
+    from holdfast.ledger.port.ledger import FeedPosition, Ledger, OpenJob, ProjectionReadPort
 
 
 _log: Final = logging.getLogger("holdfast.reconciler")
@@ -214,7 +214,12 @@ class Reconciler:
     # One page --------------------------------------------------------------------------------------
 
     async def _compare(
-        self, projection: Projection, queue: str, page: Sequence[OpenJob], report: ReconcileReport, dry_run: bool
+        self,
+        projection: ProjectionReadPort,
+        queue: str,
+        page: Sequence[OpenJob],
+        report: ReconcileReport,
+        dry_run: bool,
     ) -> None:
         began = self._monotonic()
         snapshot = await self._take_snapshot(queue, page)
@@ -236,7 +241,9 @@ class Reconciler:
     async def _take_snapshot(self, queue: str, page: Sequence[OpenJob]) -> EngineSnapshot:
         return await self._engine.snapshot(queue, [job.key.job_id for job in page])
 
-    async def _wait_reached(self, projection: Projection, queue: str, snapshot: EngineSnapshot, began: float) -> bool:
+    async def _wait_reached(
+        self, projection: ProjectionReadPort, queue: str, snapshot: EngineSnapshot, began: float
+    ) -> bool:
         """Wait until the ledger has everything up to the snapshot; returns whether it has."""
         deadline = began + min(self._reach_s, self._snapshot_ttl_s)
         while True:
@@ -267,7 +274,7 @@ class Reconciler:
 
     async def _restore(
         self,
-        projection: Projection,
+        projection: ProjectionReadPort,
         queue: str,
         snapshot: EngineSnapshot,
         suspects: dict[JobKey, OpenJob],
@@ -337,7 +344,7 @@ class Reconciler:
         return {key: view for key, view in left.items() if key.job_id in unknown}
 
 
-async def _has(projection: Projection, queue: str, snapshot: EngineSnapshot, position: FeedPosition) -> bool:
+async def _has(projection: ProjectionReadPort, queue: str, snapshot: EngineSnapshot, position: FeedPosition) -> bool:
     if (position.position, position.nonce) == (snapshot.position, snapshot.nonce):
         return True
     if not snapshot.position:

@@ -12,6 +12,7 @@ from holdfast.core.job import Envelope, Receipt
 from holdfast.core.retry import Backoff
 from holdfast.engine.port import Engine
 from holdfast.errors import FeedDetached, LedgerUnavailable
+from holdfast.execution.backend import BackendOwner, backend_of
 from holdfast.ledger.intake_recovery import LedgerProbe, reopen_intake
 from holdfast.ledger.port.messages import OutboxOpener
 from holdfast.outbox.destinations import build_destinations
@@ -29,30 +30,31 @@ _log: Final = logging.getLogger("holdfast.outbox")
 _GRACE_S: Final = 2.0
 
 
-class RelayApp(Protocol):
-    """The parts of an app that a relay uses."""
+class RelayBackend(Protocol):
+    """The parts of an app's backend that a relay uses."""
 
     @property
     def settings(self) -> Settings: ...
     @property
     def engine(self) -> Engine: ...
     @property
-    def ledger_backend(self) -> Ledger | None: ...
+    def ledger(self) -> Ledger | None: ...
     @property
-    def outbox_backend(self) -> OutboxOpener | None: ...
+    def outbox(self) -> OutboxOpener | None: ...
 
 
 class RelayService:
     """`run` until `stop`. The app owns engine, ledger and outbox."""
 
-    def __init__(self, app: RelayApp, outbox: OutboxOpener) -> None:
+    def __init__(self, app: BackendOwner[RelayBackend], outbox: OutboxOpener) -> None:
         """Raises `InvalidOption` for invalid targets."""
-        self._settings = app.settings
+        backend = backend_of(app)
+        self._settings = backend.settings
         self._outbox = outbox
-        self._engine = app.engine
-        self._ledger = app.ledger_backend
+        self._engine = backend.engine
+        self._ledger = backend.ledger
         self._probe = LedgerProbe()
-        self._destinations = build_destinations(app.settings, self._submit)
+        self._destinations = build_destinations(backend.settings, self._submit)
         self._stopped = asyncio.Event()
         self._relay: Relay | None = None
 
@@ -72,7 +74,7 @@ class RelayService:
         try:
             store = await self._open()
             if store is not None and not self._stopped.is_set():
-                self._relay = Relay(store, self._destinations, self._settings, self._engine.counts)
+                self._relay = Relay(store, self._destinations, self._settings, self._engine.counters)
                 await self._relay.run()
         finally:
             await self._probe.close()
@@ -98,9 +100,10 @@ class RelayService:
 
 
 @asynccontextmanager
-async def run_relay(app: RelayApp, *, enabled: bool = True) -> AsyncIterator[None]:
+async def run_relay(app: BackendOwner[RelayBackend], *, enabled: bool = True) -> AsyncIterator[None]:
     """Relay while the block runs, if enabled and there is an outbox; then drain."""
-    outbox = app.outbox_backend if enabled else None
+    backend = backend_of(app)
+    outbox = backend.outbox if enabled else None
     if outbox is None:
         yield
         return
@@ -111,7 +114,7 @@ async def run_relay(app: RelayApp, *, enabled: bool = True) -> AsyncIterator[Non
         yield
     finally:
         service.stop()
-        await asyncio.wait({running}, timeout=app.settings.outbox_lease_s / 2 + _GRACE_S)
+        await asyncio.wait({running}, timeout=backend.settings.outbox_lease_s / 2 + _GRACE_S)
         running.cancel()
         await asyncio.wait({running})
 

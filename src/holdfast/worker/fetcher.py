@@ -20,7 +20,7 @@ from typing import Final
 from holdfast.aio import raise_if_cancelled
 from holdfast.core.job import MAX_BATCH, Claim, Lease
 from holdfast.core.retry import Backoff
-from holdfast.engine.port import Engine
+from holdfast.engine.port.jobs import JobPort
 from holdfast.errors import EngineUnavailable
 from holdfast.settings import Settings
 from holdfast.worker.in_flight import InFlight
@@ -48,7 +48,7 @@ class Fetcher:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: JobPort,
         worker: str,
         queues: Sequence[str],
         runner: Runner,
@@ -105,7 +105,7 @@ class Fetcher:
         try:
             claims = await self._engine.reclaim(self._worker, self._queues, limit)
         except EngineUnavailable:
-            self._engine.counts.reclaim_errors += 1
+            self._engine.counters.reclaim_errors += 1
             raise
         if claims:
             self._accept(claims)
@@ -204,7 +204,7 @@ class Fetcher:
                 _log.exception("recovering claims failed unexpectedly, retrying")
             else:
                 self._backoff.reset()
-                self._engine.counts.reconnects += 1
+                self._engine.counters.reconnects += 1
                 _log.warning("connection to the engine recovered")
                 return
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from holdfast.core.job import Claim
 from holdfast.core.verdict import Settlement
-from holdfast.engine.port import Engine
+from holdfast.engine.port.jobs import JobPort
 from holdfast.errors import EngineUnavailable
 from holdfast.execution.context import Context
 from holdfast.execution.spec import TaskSpec
@@ -48,8 +48,8 @@ class Run:
         "context",
         "ended",
         "judged",
-        "plan",
         "settlement",
+        "spec",
         "stopped",
         "task",
         "timer",
@@ -57,9 +57,9 @@ class Run:
         "trace",
     )
 
-    def __init__(self, claim: Claim, plan: TaskSpec) -> None:
+    def __init__(self, claim: Claim, spec: TaskSpec) -> None:
         self.claim = claim
-        self.plan = plan
+        self.spec = spec
         self.context: Context | None = None
         self.task: asyncio.Task[None] | None = None
         self.timer: asyncio.TimerHandle | None = None
@@ -111,7 +111,7 @@ class Drain:
         if not await self._wait_settled(settler):
             _log.error("%d verdicts were not settled; their jobs will run again", settler.abandon())
 
-    async def deregister(self, engine: Engine, worker: str, queues: Sequence[str]) -> None:
+    async def deregister(self, engine: JobPort, worker: str, queues: Sequence[str]) -> None:
         """Deregister this worker from the engine."""
         try:
             async with asyncio.timeout(_LAST_CALL_S):

@@ -126,7 +126,7 @@ class Renewer:
         heartbeats = {lease for lease, instant in since.items() if now - instant >= self._interval_s}
         lost = await self._renew((run.claim.lease for run in in_flight), heartbeats)
         self._alive_since = since | dict.fromkeys(heartbeats, now)
-        self._engine.counts.heartbeats += len(heartbeats.difference(lost))
+        self._engine.counters.heartbeats += len(heartbeats.difference(lost))
         if lost:
             self._notify(self._listener.on_leases_lost, lost)
 

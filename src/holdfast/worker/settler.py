@@ -19,7 +19,8 @@ from typing import Final
 from holdfast.core.job import MAX_BATCH
 from holdfast.core.retry import Backoff
 from holdfast.core.verdict import TARGETS, DeadLetter, RetryLater, Settlement, SettleResult, Succeed
-from holdfast.engine.port import Engine, PartialFailure
+from holdfast.engine.port import PartialFailure
+from holdfast.engine.port.jobs import JobPort
 from holdfast.errors import EngineRefused, EngineUnavailable
 from holdfast.observe.counters import Counters
 from holdfast.observe.logs import log_fields
@@ -53,7 +54,7 @@ _MAX_REFUSALS: Final = 3
 class Settler:
     """Collects verdicts and sends them. Runs on one event loop."""
 
-    def __init__(self, engine: Engine, in_flight: InFlight) -> None:
+    def __init__(self, engine: JobPort, in_flight: InFlight) -> None:
         self._engine = engine
         self._in_flight = in_flight
         self._loop = asyncio.get_running_loop()
@@ -137,7 +138,7 @@ class Settler:
 
     def _record_answers(self, runs: Sequence[Run], answers: Sequence[SettleResult]) -> None:
         self._in_flight.difference_update(runs)
-        record_durations(self._engine.counts, runs, answers)
+        record_durations(self._engine.counters, runs, answers)
         self._log_stale([run.settlement for run in runs if run.settlement is not None], answers)
 
     def _process_partial(self, runs: Sequence[Run], partly: PartialFailure) -> list[Run]:

@@ -16,6 +16,7 @@ from holdfast.engine.port import Engine
 from holdfast.execution.spec import TaskPolicy, TaskSpec
 from holdfast.extras import require
 from holdfast.ledger.port.ledger import Ledger
+from holdfast.ledger.port.messages import OutboxOpener
 from holdfast.observe.tracing import tracer_for
 from holdfast.settings import Settings
 from holdfast.webhooks.deliveries import QUEUE, TASK, verify_payload
@@ -46,9 +47,9 @@ class WebhookWorker:
         require("sending webhooks", "httpcore")
         from holdfast.webhooks.sender import WebhookSender, resolve_host
 
-        self._app = _WebhookApp(engine, settings, WebhookSender(settings, resolve or resolve_host))
+        backend = _WebhookBackend(engine, settings, WebhookSender(settings, resolve or resolve_host))
         # The process runs the ledger's tasks; this worker has its own promoter for the retries of its queue.
-        self._worker = Worker(self._app, [QUEUE], CONCURRENCY, name=name)
+        self._worker = Worker(_WebhookApp(backend), [QUEUE], CONCURRENCY, name=name)
         self._running: asyncio.Task[Any] | None = None
 
     def start(self) -> None:
@@ -90,11 +91,18 @@ async def run_webhook_worker(engine: Engine, ledger: Ledger | None, settings: Se
 
 
 class _WebhookApp:
-    """The parts of an app that a worker uses, with one built-in task."""
+    """Stands in for an app, since a worker takes one."""
+
+    def __init__(self, backend: _WebhookBackend) -> None:
+        self._backend = backend
+
+
+class _WebhookBackend:
+    """The backend of a worker with one built-in task."""
 
     #: None: no effects, and no ledger tasks.
-    ledger_backend: Ledger | None = None
-    outbox_backend = None
+    ledger: Ledger | None = None
+    outbox: OutboxOpener | None = None
 
     def __init__(self, engine: Engine, settings: Settings, sender: WebhookSender) -> None:
         self.engine = engine
@@ -110,11 +118,11 @@ class _WebhookApp:
             ),
             timeout_ms=round((settings.webhook_timeout_s + _SLACK_S) * 1000),
         )
-        self._plans = {TASK: TaskSpec(TASK, self._deliver, policy)}
+        self._specs = {TASK: TaskSpec(TASK, self._deliver, policy)}
 
     @property
     def specs(self) -> Mapping[str, TaskSpec]:
-        return self._plans
+        return self._specs
 
     def guard_runner(self, ledger: Ledger | None) -> None:
         """None: deliveries are not guarded."""
@@ -125,14 +133,14 @@ class _WebhookApp:
     async def _deliver(
         self, url: str, webhook_id: str, event: str, body: str, signature: str = "", seal: str = ""
     ) -> dict[str, Any]:
-        counts = self.engine.counts
+        counters = self.engine.counters
         try:
             address = verify_payload(self.settings, url, webhook_id, event, body, signature or seal)
             trace = self._tracer.headers() if self._tracer is not None else {}
             status = await self._sender.send(address, webhook_id, body.encode(), trace)
         except Exception:
-            counts.webhooks_failed += 1
+            counters.webhooks_failed += 1
             raise
-        counts.webhooks_delivered += 1
+        counters.webhooks_delivered += 1
         _log.info("webhook %s (%s) delivered, status %d", webhook_id, event, status)
         return {"status": status}

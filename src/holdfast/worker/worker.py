@@ -26,6 +26,7 @@ from holdfast.effects.runtime import EffectRuntime
 from holdfast.engine.port import Engine
 from holdfast.engine.port.operators import QueueControl
 from holdfast.errors import EngineUnavailable, InvalidOption
+from holdfast.execution.backend import BackendOwner, backend_of
 from holdfast.execution.spec import ExecutionMode, TaskSpec, locate
 from holdfast.extras import require
 from holdfast.guard.runner import GuardRunner
@@ -81,8 +82,8 @@ class WorkerExit(StrEnum):
     MAX_RSS = "max_rss"
 
 
-class WorkerApp(Protocol):
-    """The parts of an app that a worker uses."""
+class WorkerBackend(Protocol):
+    """The parts of an app's backend that a worker uses."""
 
     @property
     def settings(self) -> Settings: ...
@@ -91,9 +92,9 @@ class WorkerApp(Protocol):
     @property
     def engine(self) -> Engine: ...
     @property
-    def ledger_backend(self) -> Ledger | None: ...
+    def ledger(self) -> Ledger | None: ...
     @property
-    def outbox_backend(self) -> OutboxOpener | None: ...
+    def outbox(self) -> OutboxOpener | None: ...
     def guard_runner(self, ledger: Ledger | None) -> GuardRunner | None: ...
     async def open(self) -> None: ...
 
@@ -103,7 +104,7 @@ class Worker(LeaseListener):
 
     def __init__(
         self,
-        app: WorkerApp,
+        app: BackendOwner[WorkerBackend],
         queues: Sequence[str] = (DEFAULT_QUEUE,),
         concurrency: int | None = None,
         upkeep: bool = True,
@@ -122,11 +123,13 @@ class Worker(LeaseListener):
         for limit, value in (("max_jobs", max_jobs), ("max_rss", max_rss)):
             if value is not None and value < 1:
                 raise InvalidOption(f"{limit} must be 1 or more, got {value!r}")
-        if upkeep and app.settings.delivers:
+        backend = backend_of(app)
+        if upkeep and backend.settings.delivers:
             require("sending webhooks", "httpcore")
         self._app = app
+        self._backend = backend
         self._queues = tuple(dict.fromkeys(queues))
-        self._concurrency = _checked(app.settings.concurrency if concurrency is None else concurrency)
+        self._concurrency = _checked(backend.settings.concurrency if concurrency is None else concurrency)
         self._upkeep = upkeep
         self._max_jobs = max_jobs
         self._max_rss = max_rss
@@ -164,7 +167,7 @@ class Worker(LeaseListener):
     @property
     def counters(self) -> Counters:
         """The engine's counters of this process."""
-        return self._app.engine.counts if self._engine is None else self._engine.counts
+        return self._backend.engine.counters if self._engine is None else self._engine.counters
 
     @property
     def running(self) -> int:
@@ -212,21 +215,21 @@ class Worker(LeaseListener):
     # From start to drained ---------------------------------------------------------------------------
 
     def _check_locations(self) -> None:
-        for plan in self._app.specs.values():
-            if plan.mode is ExecutionMode.PROCESS:
-                locate(plan)
+        for spec in self._backend.specs.values():
+            if spec.mode is ExecutionMode.PROCESS:
+                locate(spec)
 
     async def _connect(self) -> bool:
         """Open the engine, retrying until it answers; False if drained before that."""
         backoff = Backoff()
         while not self._draining.is_set():
             try:
-                await self._app.open()
+                await self._backend.open()
             except EngineUnavailable as exc:
                 _log.error("cannot reach the engine, retrying: %s", exc)
                 await _wait(self._draining, backoff.next_s())
             else:
-                self._engine = self._app.engine
+                self._engine = self._backend.engine
                 return True
         return False
 
@@ -238,23 +241,33 @@ class Worker(LeaseListener):
         if ledger_tasks is not None:
             await ledger_tasks.prepare()
         relay = AsyncExitStack()
-        await relay.enter_async_context(run_relay(self._app, enabled=self._upkeep and self._app.settings.outbox_relay))
+        await relay.enter_async_context(
+            run_relay(self._app, enabled=self._upkeep and self._backend.settings.outbox_relay)
+        )
         settler = Settler(engine, self._in_flight)
         runner = self._runner = Runner(
-            self._app.specs,
+            self._backend.specs,
             settler,
             self._in_flight,
             self.concurrency,
             tools=self._tools(engine),
-            gate=self._app.guard_runner(self._app.ledger_backend),
-            tracer=tracer_for(self._app.settings.tracing),
+            guards=self._backend.guard_runner(self._backend.ledger),
+            tracer=tracer_for(self._backend.settings.tracing),
             cancel_grace_s=self._cancel_grace_s,
-            in_memory=self._app.settings.in_memory,
+            in_memory=self._backend.settings.in_memory,
         )
         fetcher = self._fetcher = Fetcher(
-            engine, self.incarnation, self._queues, runner, self._in_flight, self._app.settings, quota=self._max_jobs
+            engine,
+            self.incarnation,
+            self._queues,
+            runner,
+            self._in_flight,
+            self._backend.settings,
+            quota=self._max_jobs,
         )
-        renewer = Renewer(engine.clone(), self._queues, self._in_flight, self._app.settings.heartbeat_interval_s, self)
+        renewer = Renewer(
+            engine.clone(), self._queues, self._in_flight, self._backend.settings.heartbeat_interval_s, self
+        )
         renewer.start()
         fetching = asyncio.create_task(fetcher.run())
         helpers = [asyncio.create_task(self._housekeep()), *self._start_upkeep(engine)]
@@ -263,7 +276,7 @@ class Worker(LeaseListener):
         webhooks = self._start_webhook_worker(engine)
 
         async def end() -> None:
-            ending = Drain(self._in_flight, self._app.settings, self._stop_now, self._cancel_grace_s)
+            ending = Drain(self._in_flight, self._backend.settings, self._stop_now, self._cancel_grace_s)
             # In reverse order, each of them whatever the others raise: a renewer that is not stopped would keep the
             # leases of these jobs for as long as the process runs.
             async with AsyncExitStack() as last:
@@ -293,9 +306,9 @@ class Worker(LeaseListener):
     def _announce(self) -> None:
         facts = {
             "incarnation": self.incarnation,
-            "engine": redact(self._app.settings.url),
+            "engine": redact(self._backend.settings.url),
             "queues": list(self._queues),
-            "tasks": sorted(self._app.specs),
+            "tasks": sorted(self._backend.specs),
         }
         _log.info(
             "worker %s started on %s: queues %s, tasks %s",
@@ -308,7 +321,7 @@ class Worker(LeaseListener):
 
     def _tools(self, engine: Engine) -> EffectRuntime:
         async def ledger() -> Ledger | None:
-            return self._app.ledger_backend
+            return self._backend.ledger
 
         async def find(queue: str, job_id: str) -> JobInfo | None:
             return (await engine.get(queue, [job_id]))[0]
@@ -317,12 +330,12 @@ class Worker(LeaseListener):
             assert self._runner is not None
             return self._runner.now_ms()
 
-        settings = self._app.settings
+        settings = self._backend.settings
         return EffectRuntime(
             ledger,
             find,
             now_ms,
-            engine.counts,
+            engine.counters,
             lease_s=settings.visibility_timeout_s,
             payload_limit=settings.payload_limit,
         )
@@ -349,25 +362,25 @@ class Worker(LeaseListener):
         queues = QueueSelection(engine, self._queues)
         self._promoter = Promoter(engine, queues)
         # All queues, not only ours: one that no worker serves may grow as well.
-        monitor = BacklogMonitor(engine, QueueSelection(engine, ()), self._app.settings, self._app.ledger_backend)
+        monitor = BacklogMonitor(engine, QueueSelection(engine, ()), self._backend.settings, self._backend.ledger)
         loops = (self._promoter.run(), EnginePruner(engine, queues).run(), monitor.run())
         return [asyncio.create_task(loop) for loop in loops]
 
     def _ledger_tasks(self, engine: Engine) -> LedgerTasks | None:
-        ledger = self._app.ledger_backend
+        ledger = self._backend.ledger
         if ledger is None or not self._upkeep:
             return None
-        settings = self._app.settings
+        settings = self._backend.settings
         # All queues, not only ours: there may be no other process for them.
         return LedgerTasks(engine, ledger, settings, name=self.incarnation, project=settings.projector)
 
     def _start_webhook_worker(self, engine: Engine) -> WebhookWorker | None:
-        if self._app.ledger_backend is None or not self._upkeep or not self._app.settings.webhooks_enabled:
+        if self._backend.ledger is None or not self._upkeep or not self._backend.settings.webhooks_enabled:
             return None
         # Imported here: it is a worker itself.
         from holdfast.worker.webhook_worker import WebhookWorker
 
-        webhooks = WebhookWorker(engine, self._app.settings)
+        webhooks = WebhookWorker(engine, self._backend.settings)
         webhooks.start()
         return webhooks
 

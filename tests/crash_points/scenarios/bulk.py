@@ -81,7 +81,7 @@ class Many(Story):
         await self._control(process, intake_paused=False)
 
     async def _control(self, process: Process, **changes: Any) -> None:
-        change = partial(process.offices.operating.update_control, ANN, QUEUE, reason="flood", verb="intake")
+        change = partial(process.offices.queues.update_control, ANN, QUEUE, reason="flood", verb="intake")
         await again(partial(change, **changes))
 
     async def replay(self, process: Process, world: World) -> None:
@@ -101,7 +101,7 @@ class Many(Story):
     async def suspend(self, process: Process, world: World) -> None:
         for key in self.aside:
             with suppress(TransitionInvalid):
-                suspend = partial(process.offices.operating.suspend, ANN, world.accepted[key], reason="wait")
+                suspend = partial(process.offices.jobs.suspend, ANN, world.accepted[key], reason="wait")
                 await again(suspend)
 
     async def resume(self, process: Process, world: World) -> None:
@@ -118,7 +118,7 @@ class Many(Story):
 
     async def hurry(self, process: Process, world: World) -> None:
         with suppress(TransitionInvalid):
-            await again(lambda: process.offices.operating.expedite(ANN, world.accepted["early"], reason="now"))
+            await again(lambda: process.offices.jobs.expedite(ANN, world.accepted["early"], reason="now"))
 
     def steps(self) -> Sequence[Step]:
         return (
@@ -165,5 +165,5 @@ class Many(Story):
         jobs = await process.ledger.queries.jobs(JobFilter(job_type="mended"), 50, None)
         assert sorted(job.state for job in jobs.jobs) == [State.FAILED, State.FAILED, State.SUCCEEDED, State.SUCCEEDED]
         refused = AuditFilter(types=frozenset({"operator.dlq_replay_refused"}))
-        assert len((await process.offices.operating.audit_log(ANN, refused)).entries) == 1, "a refusal is told once"
+        assert len((await process.offices.audit.list(ANN, refused)).entries) == 1, "a refusal is told once"
         await check_alerts(process, world)

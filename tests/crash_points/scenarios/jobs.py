@@ -89,7 +89,7 @@ class Acting(Story):
         if await state_of(process, world, "one") is State.SUSPENDED:
             # In doubt. A person gives it up.
             with suppress(TransitionInvalid):
-                await again(lambda: process.offices.operating.discard(ANN, world.accepted["one"], reason="in doubt"))
+                await again(lambda: process.offices.jobs.discard(ANN, world.accepted["one"], reason="in doubt"))
 
     async def check(self, process: Process, world: World) -> None:
         assert world.acted["asked"] == 1

@@ -126,17 +126,17 @@ class Deciding(Story):
 
     async def suspend(self, process: Process, world: World) -> None:
         with suppress(TransitionInvalid):
-            await again(lambda: process.offices.operating.suspend(ANN, world.accepted["aside"], reason="wait"))
+            await again(lambda: process.offices.jobs.suspend(ANN, world.accepted["aside"], reason="wait"))
         assert await state_of(process, world, "aside") is State.SUSPENDED
 
     async def cancel(self, process: Process, world: World) -> None:
         with suppress(TransitionInvalid):
-            await again(lambda: process.offices.operating.cancel(ANN, world.accepted["away"], reason="no"))
+            await again(lambda: process.offices.jobs.cancel(ANN, world.accepted["away"], reason="no"))
         assert await state_of(process, world, "away") is State.CANCELLED
 
     async def resume(self, process: Process, world: World) -> None:
         with suppress(TransitionInvalid):
-            await again(lambda: process.offices.operating.resume(ANN, world.accepted["aside"], reason="go on"))
+            await again(lambda: process.offices.jobs.resume(ANN, world.accepted["aside"], reason="go on"))
         assert await state_of(process, world, "aside") is not State.SUSPENDED
 
     def steps(self) -> Sequence[Step]:

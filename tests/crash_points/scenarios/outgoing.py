@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Final
 from holdfast import Holdfast
 from holdfast.brokers.memory import MemoryBroker
 from holdfast.core.states import State
+from holdfast.execution.backend import backend_of
 from holdfast.execution.spec import TaskSpec
 from holdfast.ledger.port.messages import OutboxStatus
 from holdfast.ledger.queries.job_list import JobFilter
@@ -19,7 +20,7 @@ from holdfast.upkeep.dispatch import WebhookDispatcher
 from holdfast.upkeep.relay_service import RelayService
 from holdfast.webhooks.deliveries import QUEUE as WEBHOOKS
 from holdfast.webhooks.sender import WebhookSender
-from holdfast.worker.webhook_worker import _WebhookApp
+from holdfast.worker.webhook_worker import _WebhookBackend
 from tests.crash_points.process import Process, again
 from tests.crash_points.scenarios.scenario import Step, Story, World, hand_in, keep, work
 from tests.crash_points.seams import outside
@@ -60,7 +61,7 @@ class Publishing(Story):
             world.notes["written"] = True
 
     async def relay(self, process: Process, world: World) -> None:
-        outbox = process.app.outbox_backend
+        outbox = backend_of(process.app).outbox
         assert outbox is not None
         relaying = RelayService(process.app, outbox)
         running = asyncio.create_task(relaying.run())
@@ -102,7 +103,7 @@ class Telling(Story):
             return "done"
 
     def plans(self, app: Holdfast, world: World) -> Mapping[str, TaskSpec]:
-        return _WebhookApp(app.engine, app.settings, _Addressee(app.settings, world)).specs
+        return _WebhookBackend(app.engine, app.settings, _Addressee(app.settings, world)).specs
 
     async def submit(self, process: Process, world: World) -> None:
         await hand_in(process, world, "plain", "one", webhook="http://127.0.0.1:9/hook")

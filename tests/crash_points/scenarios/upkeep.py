@@ -76,7 +76,7 @@ class Minding(Story):
             happened = bool(world.acted["once"])
             await again(lambda: resolve_effect(process.app, _TENANT, "once", done=happened))
             with suppress(TransitionInvalid):
-                resume = process.offices.operating.resume
+                resume = process.offices.jobs.resume
                 await again(partial(resume, ANN, world.accepted["doubtful"], reason="somebody has looked"))
 
     async def discard(self, process: Process, world: World) -> None:

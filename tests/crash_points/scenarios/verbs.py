@@ -12,6 +12,7 @@ from holdfast.core.states import State
 from holdfast.core.verdict import Release, RetryLater, Settlement, SettleResult, Succeed
 from holdfast.engine.port.operators import QueueControl
 from holdfast.errors import ControlChanged, TransitionInvalid, Unavailable
+from holdfast.execution.backend import backend_of
 from tests.crash_points.process import Process, again
 from tests.crash_points.scenarios.scenario import QUEUE, Step, Story, World, keep, later, work
 from tests.crash_points.stores import Place
@@ -46,7 +47,7 @@ class Verbs(Story):
             )
             for key, job_id in zip(self.keys, ids, strict=True)
         ]
-        desk = await again(process.app.submitter)
+        desk = await again(backend_of(process.app).submitter)
         for key, receipt in zip(self.keys, await again(lambda: desk.submit_many(envelopes)), strict=True):
             world.accept(key, receipt.job_id)
 

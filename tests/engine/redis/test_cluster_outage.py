@@ -151,7 +151,7 @@ async def test_verdicts_are_settled_where_they_can_be(scene: Scene) -> None:
         with pytest.raises(PartialFailure, match=r"cannot reach|connection was lost") as raised:
             await scene.engine.settle(settlements)
         assert raised.value.completed == [None if each.queue == scene.hit else applied for each in claims]
-    assert scene.engine.counts.succeeded == 4
+    assert scene.engine.counters.succeeded == 4
     with pytest.raises(PartialFailure) as raised:
         await scene.engine.settle([each for each in settlements if each.claim.queue == scene.hit])
     assert raised.value.completed == [None, None]
@@ -195,7 +195,7 @@ async def test_upkeep_goes_on_around_a_dead_node(scene: Scene) -> None:
     await EnginePruner(engine, QueueSelection(engine, scene.queues))._run_once()
     await engine.deregister_worker("w1", scene.queues)
     await BacklogMonitor(engine, QueueSelection(engine, scene.queues), _settings(backlog_alert=1), None).check()
-    assert engine.counts.alerts == {f"backlog:{queue}" for queue in scene.well}
+    assert engine.counters.alerts == {f"backlog:{queue}" for queue in scene.well}
     fresh = engine.clone()
     await fresh.open()
     assert await fresh.listen(scene.queues, 1) == []

@@ -66,7 +66,7 @@ async def test_a_plain_xadd_is_a_submission(foreigner: Foreigner) -> None:
     assert (claim.job_id, claim.task, claim.payload, claim.attempt) == ("j1", "print", b'{"n":1}', 1)
     assert (claim.idempotency_key, claim.tenant_id, claim.trace_id) == ("order-17", "acme", "t-1")
     assert (claim.meta.max_retries, claim.meta.context) == (5, {"user": "u1"})
-    assert foreigner.rig.engine.counts.adopted == 1
+    assert foreigner.rig.engine.counters.adopted == 1
 
     view = await foreigner.rig.view("j1")
     assert (view.state, view.task, view.payload, view.worker) == (State.RUNNING, "print", b'{"n":1}', "w1")
@@ -205,7 +205,7 @@ async def test_the_same_task_id_again_is_dropped(foreigner: Foreigner) -> None:
     assert await foreigner.rig.claim() == []
     assert await foreigner.rig.state("j1") is State.SUCCEEDED
     assert (await foreigner.rig.event_types("j1")).count("task.duplicate") == 3
-    assert foreigner.rig.engine.counts.skipped == 3
+    assert foreigner.rig.engine.counters.skipped == 3
     check_history(await foreigner.rig.events(), ended=True)
     await foreigner.nothing_is_left()
 
@@ -261,7 +261,7 @@ async def test_a_malformed_message_is_a_dead_letter_at_once(foreigner: Foreigner
     assert view.state is State.FAILED
     assert view.failure is not None
     assert view.failure.code == MESSAGE_MALFORMED
-    assert foreigner.rig.engine.counts.malformed == 1
+    assert foreigner.rig.engine.counters.malformed == 1
 
     # Never round and round.
     await foreigner.rig.lose_leases()

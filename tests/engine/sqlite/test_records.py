@@ -238,5 +238,5 @@ async def test_an_illegal_move_is_counted_and_changes_nothing(path: Path) -> Non
         before = look(path, "SELECT * FROM jobs"), look(path, "SELECT * FROM job_events")
         with pytest.raises(TransitionInvalid):
             await engine.move(QUEUE, claim.job_id, State.CANCELLED, actor="ann", reason="")
-        assert engine.counts.illegal_moves == 1
+        assert engine.counters.illegal_moves == 1
         assert (look(path, "SELECT * FROM jobs"), look(path, "SELECT * FROM job_events")) == before

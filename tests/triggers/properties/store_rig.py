@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from holdfast import Context, Holdfast
 from holdfast.brokers.memory import MemoryBroker, MemoryConfig
 from holdfast.brokers.port import OutgoingMessage, RawMessage
+from holdfast.execution.backend import backend_of
 from holdfast.ledger.port.messages import Execution
 from holdfast.observe.counters import TriggerStats
 from holdfast.observe.prometheus import trigger_metrics
@@ -105,7 +106,7 @@ class Bench:
         self.broker = MemoryBroker.named(queue)
         self.config = TriggerConfig(**({"queue_name": queue, "consumer_group": "workers"} | config))
         self.adapter = ForgetfulAdapter(MemoryConfig(name=queue), queue, "workers", prefetch=self.config.prefetch)
-        ledger = store.app.ledger_backend
+        ledger = backend_of(store.app).ledger
         assert ledger is not None
         self.book = ledger.triggers
         runtime: Runtime = TaskRuntime(store.app, "handle") if kind == "task" else CallableRuntime(act or self._note)

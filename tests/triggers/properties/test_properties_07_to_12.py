@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from holdfast import Allow, Deny, Fatal, Holdfast, RequireApproval
 from holdfast.core.codec import decode_json
+from holdfast.execution.backend import backend_of
 from holdfast.guard.decisions import Decision, GuardRequest
 from holdfast.ledger.port.messages import ExecutionStatus
 from holdfast.triggers.runtime import CallableRuntime, Runtime
@@ -215,7 +216,7 @@ def test_property_08_a_job_gets_the_full_context() -> None:
                 message_id = rig.broker.write("orders", json.dumps(value).encode(), sent)
                 await rig.run(1)
                 (row,) = rig.rows
-                view = await (await app.submitter()).get("default", row.agent_run_id)
+                view = await (await backend_of(app).submitter()).get("default", row.agent_run_id)
                 assert view is not None
                 assert (view.task, view.tenant_id, view.trace_id) == ("handle", tenant, row.trace_id)
                 arguments = decode_json(view.payload, "the payload")
@@ -229,7 +230,7 @@ def test_property_08_a_job_gets_the_full_context() -> None:
             runner.run(story())
 
         async def open_() -> None:
-            await app.submitter()
+            await backend_of(app).submitter()
 
         runner.run(open_())
         try:

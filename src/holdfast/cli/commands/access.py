@@ -97,7 +97,7 @@ async def log(
             since=None if since is None else parse_time_or_age(since, "--since", now_ms),
             until=None if until is None else parse_time_or_age(until, "--until", now_ms),
         )
-        page = await operations.operating.audit_log(principal, audit_filter, limit, cursor)
+        page = await operations.audit.list(principal, audit_filter, limit, cursor)
     if as_json:
         emit_json([_document(entry) for entry in page.entries])
     else:

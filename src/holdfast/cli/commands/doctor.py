@@ -17,11 +17,11 @@ from holdfast.cli.command import AsJson, ExitCode, Queues, command
 from holdfast.cli.output import emit_json, emit_rows, note, number_of, span
 from holdfast.cli.session import EngineTarget, queues_or_all
 from holdfast.core.states import State
-from holdfast.engine.port import Engine
+from holdfast.engine.port import InspectionPort
 from holdfast.engine.port.reads import Finding
 from holdfast.errors import LedgerUnavailable
 from holdfast.factory import build_ledger
-from holdfast.ledger.port.ledger import Projection
+from holdfast.ledger.port.ledger import ProjectionReadPort
 from holdfast.observe.redact import redact
 from holdfast.settings import Settings
 
@@ -65,7 +65,7 @@ async def doctor(at: EngineTarget, queue: Queues = None, as_json: AsJson = False
         raise typer.Exit(ExitCode.FAILED)
 
 
-async def examine(engine: Engine, queues: list[str] | None) -> list[Finding]:
+async def examine(engine: InspectionPort, queues: list[str] | None) -> list[Finding]:
     """Return all findings: our own, then the engine's, which replace ours for the same check."""
     names = await queues_or_all(engine, queues)
     theirs = await engine.diagnose(names)
@@ -74,7 +74,7 @@ async def examine(engine: Engine, queues: list[str] | None) -> list[Finding]:
     return [finding for finding in ours if finding.check not in known] + theirs
 
 
-async def examine_ledger(settings: Settings, engine: Engine, queues: Sequence[str]) -> list[Finding]:
+async def examine_ledger(settings: Settings, engine: InspectionPort, queues: Sequence[str]) -> list[Finding]:
     """Check whether the ledger is usable, and its lag behind each feed."""
     ledger = build_ledger(settings, engine)
     if ledger is None:
@@ -89,7 +89,7 @@ async def examine_ledger(settings: Settings, engine: Engine, queues: Sequence[st
         await ledger.close()
 
 
-async def _lag(engine: Engine, projection: Projection, queue: str) -> Finding:
+async def _lag(engine: InspectionPort, projection: ProjectionReadPort, queue: str) -> Finding:
     check = f"ledger of {queue}"
     end = await engine.snapshot(queue, [])
     try:
@@ -113,7 +113,7 @@ def _version() -> Finding:
     return Finding("holdfast", True, f"{__version__} on Python {platform.python_version()}, {sys.platform}")
 
 
-async def _clock(engine: Engine) -> Finding:
+async def _clock(engine: InspectionPort) -> Finding:
     before, started = time.time_ns() // 1_000_000, time.monotonic()
     theirs = await engine.now_ms()
     trip_ms = (time.monotonic() - started) * 1000
@@ -130,13 +130,13 @@ async def _clock(engine: Engine) -> Finding:
     )
 
 
-async def _workers(engine: Engine, queues: Sequence[str]) -> list[Finding]:
+async def _workers(engine: InspectionPort, queues: Sequence[str]) -> list[Finding]:
     # The engine's own findings report unreachable queues.
     found, _ = await engine.for_each_queue(queues, partial(_worker, engine))
     return list(found.values())
 
 
-async def _worker(engine: Engine, queue: str) -> Finding:
+async def _worker(engine: InspectionPort, queue: str) -> Finding:
     stats = await engine.stats(queue)
     ready = stats.states.get(State.QUEUED, 0) - stats.delayed + stats.states.get(State.RETRYING, 0)
     waiting = number_of(ready, "job waiting", "jobs waiting")

@@ -315,8 +315,8 @@ async def _act(
     done = []
     async with open_operations(at) as (operations, principal):
         for job_id in await whole_job_ids(operations, principal, job_ids, queue):
-            view = await operations.operating.find(principal, job_id, queue)
-            from_state = await act(operations.operating, principal, job_id, queue=view.queue, reason=reason)
+            view = await operations.jobs.find(principal, job_id, queue)
+            from_state = await act(operations.jobs, principal, job_id, queue=view.queue, reason=reason)
             done.append(
                 {"job_id": job_id, "queue": view.queue, "from": from_state.value, "to": (to or from_state).value}
             )

@@ -19,6 +19,7 @@ from holdfast.cli.session import EngineTarget, current_principal, ledger_must_ex
 from holdfast.clock import iso
 from holdfast.core.principal import Principal
 from holdfast.errors import InvalidOption, LedgerRefused, LedgerUnavailable, NoLedger
+from holdfast.execution.backend import backend_of
 from holdfast.factory import OutboxHandle
 from holdfast.ledger.port.messages import OutboxEvent, OutboxStatus
 from holdfast.observe.log_formats import log_to_stderr
@@ -151,9 +152,10 @@ async def relay(
     """
     log_to_stderr(log_level, as_json=log_json)
     async with _app(at, app) as holdfast:
-        assert holdfast.outbox_backend is not None
-        await _check_database(holdfast, holdfast.outbox_backend)
-        relaying = RelayService(holdfast, holdfast.outbox_backend)
+        backend = backend_of(holdfast)
+        assert backend.outbox is not None
+        await _check_database(holdfast, backend.outbox)
+        relaying = RelayService(holdfast, backend.outbox)
         with run_until_signal(relaying.stop):
             _log.info("relay started: destinations %s", ", ".join(relaying.destinations))
             async with metrics(holdfast, metrics_host, metrics_port):
@@ -164,7 +166,7 @@ async def relay(
 async def _check_database(app: Holdfast, outbox: OutboxHandle) -> None:
     """Raise `LedgerRefused` if the database refuses; an unreachable database is retried later."""
     if app.settings.outbox_url is None:
-        app.require_ledger()
+        backend_of(app).require_ledger()
         return
     try:
         await outbox.open()
@@ -180,7 +182,7 @@ async def _app(at: EngineTarget, reference: str | None = None) -> AsyncIterator[
     if app.settings.outbox_url is None:
         ledger_must_exist(app.settings)
     async with app:
-        if app.outbox_backend is None:
+        if backend_of(app).outbox is None:
             raise NoLedger("an outbox (or set HOLDFAST_OUTBOX_URL to the database that has it)")
         yield app
 
@@ -188,8 +190,9 @@ async def _app(at: EngineTarget, reference: str | None = None) -> AsyncIterator[
 @asynccontextmanager
 async def _open_outbox(at: EngineTarget) -> AsyncIterator[tuple[Holdfast, OutboxOperations, Principal]]:
     async with _app(at) as app:
-        assert app.outbox_backend is not None
-        yield app, OutboxOperations(app.outbox_backend), await current_principal(app.settings, app.ledger_backend)
+        backend = backend_of(app)
+        assert backend.outbox is not None
+        yield app, OutboxOperations(backend.outbox), await current_principal(app.settings, backend.ledger)
 
 
 def _row(event: OutboxEvent) -> tuple[str, ...]:

@@ -39,7 +39,7 @@ Reason = Annotated[str, typer.Option(help="Reason for the audit log.")]
 async def list_queues(at: EngineTarget, queue: Queues = None, as_json: AsJson = False) -> None:
     """List queues: open jobs by state, workers, dead letters, controls."""
     async with open_operations(at) as (operations, principal):
-        found, missing = await partial_result(operations.operating.queues(principal, queue or ()))
+        found, missing = await partial_result(operations.queues.find(principal, queue or ()))
     _show(found, as_json=as_json)
     if missing is not None:
         raise missing
@@ -171,7 +171,7 @@ async def tenant(
     check_name(tenant_id, "tenant")
     async with open_operations(at) as (operations, principal):
         await _require(operations, principal, [name], new=new)
-        control = await operations.operating.update_tenant(principal, name, tenant_id, reason=reason, **changes)
+        control = await operations.queues.update_tenant(principal, name, tenant_id, reason=reason, **changes)
     _print({name: control}, as_json=as_json)
 
 
@@ -183,7 +183,7 @@ async def _control(
     async with open_operations(at) as (operations, principal):
         await _require(operations, principal, names, new=new)
         changed = {
-            name: await operations.operating.update_control(principal, name, reason=reason, verb=verb, **change)
+            name: await operations.queues.update_control(principal, name, reason=reason, verb=verb, **change)
             for name in names
         }
     _print(changed, as_json=as_json)
@@ -194,7 +194,7 @@ async def _require(operations: Operations, principal: Principal, names: list[str
     for name in names:
         if not new:
             try:
-                await operations.operating.require_queue(principal, name)
+                await operations.queues.require_queue(principal, name)
             except NotFound as exc:
                 raise NotFound("queue", name[:200], f"{exc.advice}; pass --new for a queue without jobs") from exc
 

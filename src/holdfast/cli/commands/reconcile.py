@@ -12,6 +12,7 @@ from holdfast.cli.command import AsJson, Queues, command
 from holdfast.cli.output import emit_json, emit_rows, note
 from holdfast.cli.session import EngineTarget
 from holdfast.errors import InvalidOption
+from holdfast.execution.backend import backend_of
 from holdfast.operations.jobs import unreachable_error
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ async def reconcile(at: EngineTarget, queue: Queues = None, dry_run: DryRun = Fa
     from holdfast.upkeep.reconciler import Reconciler
 
     async with Holdfast(settings=at.settings()) as holdfast:
-        ledger = holdfast.ledger_backend
+        ledger = backend_of(holdfast).ledger
         if ledger is None:
             raise InvalidOption("there is no ledger to compare with; set HOLDFAST_LEDGER")
         if ledger.projection is None:

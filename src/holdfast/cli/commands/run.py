@@ -19,6 +19,7 @@ from holdfast.cli.output import note
 from holdfast.cli.session import EngineTarget
 from holdfast.core.job import DEFAULT_QUEUE
 from holdfast.errors import EngineUnavailable
+from holdfast.execution.backend import backend_of
 from holdfast.observe.log_formats import log_to_stderr
 from holdfast.observe.prometheus import AskReadiness, serve_metrics
 from holdfast.observe.redact import redact
@@ -116,7 +117,8 @@ async def dev(
     """
     log_to_stderr(log_level, as_json=False)
     async with at.app(app) as holdfast:
-        holdfast.require_ledger()
+        backend = backend_of(holdfast)
+        backend.require_ledger()
         queues = _queues(holdfast, queue)
         worker = Worker(holdfast, queues=queues, concurrency=concurrency)
         with run_until_signal(worker.drain):
@@ -173,7 +175,8 @@ async def worker(
         await supervise(holdfast, call, processes)
         return
     async with holdfast:
-        holdfast.require_ledger()
+        backend = backend_of(holdfast)
+        backend.require_ledger()
         queues = _queues(holdfast, queue)
         work = Worker(holdfast, queues=queues, concurrency=concurrency, upkeep=not no_upkeep, name=name)
         with run_until_signal(work.drain):
@@ -211,12 +214,13 @@ async def upkeep(
     log_to_stderr(log_level, as_json=log_json)
     holdfast = at.app(app) if app else Holdfast(settings=at.settings())
     async with holdfast:
-        holdfast.require_ledger()
+        backend = backend_of(holdfast)
+        backend.require_ledger()
         queues = _queues(holdfast, queue) if app or queue else []
-        service = Upkeep(holdfast.engine, queues, holdfast.settings, holdfast.ledger_backend)
+        service = Upkeep(backend.engine, queues, backend.settings, backend.ledger)
         with run_until_signal(service.stop):
             async with (
-                run_webhook_worker(holdfast.engine, holdfast.ledger_backend, holdfast.settings),
+                run_webhook_worker(backend.engine, backend.ledger, backend.settings),
                 run_relay(holdfast),
                 metrics(holdfast, metrics_host, metrics_port, partial(upkeep_readiness, holdfast, service)),
             ):

@@ -15,6 +15,7 @@ from holdfast.cli.lifecycle import run_until_signal
 from holdfast.cli.output import note
 from holdfast.cli.session import EngineTarget, local_principal
 from holdfast.errors import EngineUnavailable, LedgerUnavailable, NoLedger, UsageError
+from holdfast.execution.backend import backend_of
 from holdfast.observe.log_formats import log_to_stderr
 from holdfast.observe.redact import redact
 from holdfast.operations.operations import Operations
@@ -113,7 +114,7 @@ async def _check_ledger(app: Holdfast) -> None:
     """Raise `LedgerRefused` if the ledger refuses; unreachable stores are retried later."""
     try:
         async with app:
-            app.require_ledger()
+            backend_of(app).require_ledger()
     except EngineUnavailable as exc:
         _log.warning("cannot reach the engine, retrying: %s", exc)
 
@@ -123,7 +124,7 @@ async def _check_tokens(app: Holdfast) -> None:
     if app.settings.ledger is None and not app.settings.embedded:
         raise NoLedger("a server that authenticates callers by token")
     async with app:
-        app.require_ledger()
+        backend_of(app).require_ledger()
         operations = Operations.for_app(app)
         try:
             rows = await operations.tokens.list(local_principal())

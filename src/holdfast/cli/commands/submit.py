@@ -14,6 +14,7 @@ from holdfast.cli.parse import PriorityName, duration, parse_instant, payload
 from holdfast.cli.session import EngineTarget
 from holdfast.client.options import SubmitOptions
 from holdfast.client.submitter import BatchingSubmitter
+from holdfast.execution.backend import backend_of
 
 
 def register(app: typer.Typer) -> None:
@@ -108,7 +109,7 @@ async def submit(
         "durable": durable,
     }
     async with at.app(app) if app else Holdfast(settings=at.settings()) as holdfast:
-        submitter = await holdfast.submitter()
+        submitter = await backend_of(holdfast).submitter()
         if durable and isinstance(submitter, BatchingSubmitter):
             # Printed before the ledger confirms, in case the user interrupts.
             submitter.on_accepted = lambda receipt: note(f"accepted {receipt.job_id}, waiting for the ledger")

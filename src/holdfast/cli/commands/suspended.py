@@ -91,7 +91,7 @@ async def show(
     """Show one suspended job: its error and attempts. `holdfast jobs show` prints its full history."""
     async with open_operations(at) as (operations, principal):
         (full_id,) = await whole_job_ids(operations, principal, [job_id])
-        view = await operations.operating.find(principal, full_id)
+        view = await operations.jobs.find(principal, full_id)
     if view.state is not State.SUSPENDED:
         raise TransitionInvalid(full_id, view.state, State.QUEUED)
     if as_json:

@@ -17,6 +17,7 @@ from holdfast.cli.lifecycle import LOOPBACK, run_until_signal
 from holdfast.cli.output import emit_json, emit_rows, instant, note, shorten, span
 from holdfast.cli.session import EngineTarget, open_operations
 from holdfast.errors import InvalidOption
+from holdfast.execution.backend import backend_of
 from holdfast.ledger.port.messages import ExecutionStatus
 from holdfast.observe.log_formats import log_to_stderr
 from holdfast.observe.prometheus import serve_metrics
@@ -76,9 +77,10 @@ async def run(
     log_to_stderr(log_level, as_json=log_json)
     entries = load(file)
     async with at.some_app(app) as holdfast:
-        holdfast.require_ledger()
+        backend = backend_of(holdfast)
+        backend.require_ledger()
         triggers = TriggerService(holdfast, entries)
-        if holdfast.ledger_backend is None:
+        if backend.ledger is None:
             _log.warning(
                 "no ledger: triggers run, but their executions are not recorded; set HOLDFAST_LEDGER, which "
                 "`holdfast trigger status`, pause and resume also need"

@@ -48,7 +48,7 @@ async def workers(at: EngineTarget, queue: Queues = None, as_json: AsJson = Fals
     A worker that was killed is listed until its leases have expired and upkeep has removed it.
     """
     async with open_operations(at) as (operations, principal):
-        views = await operations.operating.workers(principal, queue or ())
+        views = await operations.queues.workers(principal, queue or ())
         now_ms = await operations.engine.now_ms()
     found = _by_worker(views)
     if as_json:

@@ -1,5 +1,7 @@
 """The engine port: the only interface that moves a job from state to state.
 
+`Engine` is composed of ports by role. Code that only reads takes `ReadPort`, `FeedReadPort` or both, `InspectionPort`.
+
 All methods take and return batches. A batch of one queue is one atomic step: a Lua script on Redis, a transaction on
 SQLite. The same step appends exactly the moves it made to the feed. Instants are read from the engine's clock.
 
@@ -20,12 +22,11 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from holdfast.engine.port.feed import FeedPort
-from holdfast.engine.port.jobs import EngineOptions, JobPort
+from holdfast.engine.port.feed import FeedPort, FeedReadPort
+from holdfast.engine.port.jobs import JobPort
 from holdfast.engine.port.operators import OperatorPort
 from holdfast.engine.port.reads import ReadPort
 from holdfast.errors import EngineUnavailable
-from holdfast.observe.counters import Counters
 
 
 class PartialFailure(EngineUnavailable):
@@ -39,11 +40,16 @@ class PartialFailure(EngineUnavailable):
         self.completed = completed
 
 
+class InspectionPort(ReadPort, FeedReadPort, Protocol):
+    """Everything that can be read: live state, controls and the feed. Cannot change any of it."""
+
+
+class OperationsPort(ReadPort, OperatorPort, Protocol):
+    """What operations use: read jobs and controls, and change them for an operator."""
+
+
 class Engine(JobPort, OperatorPort, ReadPort, FeedPort, Protocol):
     """Owns the live state of open jobs. An instance serves one event loop; use `clone` for a second thread."""
-
-    options: EngineOptions
-    counts: Counters
 
     async def open(self) -> None:
         """Connect and prepare the store. Raises `EngineUnavailable` immediately if that fails."""

@@ -1,4 +1,4 @@
-"""`FeedPort`: the feed of moves for the ledger, and the restore of jobs and keys that the engine has lost."""
+"""The feed of moves: `FeedReadPort` to read it, `FeedPort` also to trim it and to restore what the engine has lost."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Protocol
 import msgspec
 
 from holdfast.core.job import Event, JobInfo
+from holdfast.engine.port.jobs import EnginePart
 
 
 class FeedEntry(msgspec.Struct, frozen=True, gc=False):
@@ -46,20 +47,11 @@ class SubmissionKey(msgspec.Struct, frozen=True):
     expires_at_ms: int
 
 
-class FeedPort(Protocol):
-    """The feed of moves, and the restore of what an engine has lost."""
+class FeedReadPort(EnginePart, Protocol):
+    """The feed of moves, read-only: for event streams, metrics and diagnosis."""
 
     async def epoch(self, queue: str) -> str:
         """Identity of the engine's current data. Changes after a restart or fail-over, which may have lost writes."""
-        ...
-
-    async def attach_reader(self, queue: str, epoch: str = "", *, keys_restored: bool = False) -> None:
-        """Attach a reader for this epoch (default: the current one).
-
-        While it is attached, nothing unread is dropped from the feed. With a ledger, the queue accepts jobs only in
-        this epoch. `keys_restored`: keys were restored before; a feed that is not empty then gets an entry without
-        events, which marks that.
-        """
         ...
 
     async def read_feed(self, queue: str, start: str, limit: int) -> list[FeedEntry]:
@@ -74,15 +66,28 @@ class FeedPort(Protocol):
         """Wait up to `wait_ms` for entries; return the queues whose feed has one after its position ("": any)."""
         ...
 
+    async def snapshot(self, queue: str, job_ids: Sequence[str]) -> EngineSnapshot:
+        """Read in one atomic step which of these jobs (at most `MAX_BATCH`) are unknown, and where the feed ends."""
+        ...
+
+
+class FeedPort(FeedReadPort, Protocol):
+    """The feed of moves for its reader, and the restore of jobs and keys that the engine has lost."""
+
+    async def attach_reader(self, queue: str, epoch: str = "", *, keys_restored: bool = False) -> None:
+        """Attach a reader for this epoch (default: the current one).
+
+        While it is attached, nothing unread is dropped from the feed. With a ledger, the queue accepts jobs only in
+        this epoch. `keys_restored`: keys were restored before; a feed that is not empty then gets an entry without
+        events, which marks that.
+        """
+        ...
+
     async def trim_feed(self, queue: str, position: str) -> None:
         """Drop entries before `position`, which the reader has processed.
 
         The entry at `position` is kept, because it identifies the feed, and so are `feed_tail` entries before it.
         """
-        ...
-
-    async def snapshot(self, queue: str, job_ids: Sequence[str]) -> EngineSnapshot:
-        """Read in one atomic step which of these jobs (at most `MAX_BATCH`) are unknown, and where the feed ends."""
         ...
 
     async def restore(self, queue: str, snapshot: EngineSnapshot, jobs: Sequence[JobInfo]) -> list[bool]:

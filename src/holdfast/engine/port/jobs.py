@@ -1,4 +1,4 @@
-"""`JobPort`: submit, claim, settle and retry jobs; also the limits and options of an engine."""
+"""`JobPort`: submit, claim, settle and retry jobs; also the limits and options of an engine, which all ports have."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import msgspec
 from holdfast.core.job import Claim, Envelope, Lease, Receipt
 from holdfast.core.verdict import Settlement, SettleResult
 from holdfast.errors import InvalidOption
+from holdfast.observe.counters import Counters
 
 if TYPE_CHECKING:
     from holdfast.core.publishing import EventPublishing
@@ -92,7 +93,14 @@ class Promotion(msgspec.Struct, frozen=True):
     now_ms: int
 
 
-class JobPort(Protocol):
+class EnginePart(Protocol):
+    """What all ports of an engine have: its options, and the counters of this process."""
+
+    options: EngineOptions
+    counters: Counters
+
+
+class JobPort(EnginePart, Protocol):
     """Submission, leases and retries of jobs. One batch of one queue is one atomic step."""
 
     async def submit(self, envelopes: Sequence[Envelope]) -> list[Receipt]:

@@ -8,7 +8,7 @@ import msgspec
 
 from holdfast.core.job import Approval, Claim
 from holdfast.core.states import State
-from holdfast.engine.port.jobs import MAX_TENANTS
+from holdfast.engine.port.jobs import MAX_TENANTS, EnginePart
 from holdfast.errors import InvalidOption
 
 #: Largest weight of a tenant.
@@ -56,8 +56,8 @@ def check_control(control: QueueControl) -> None:
             raise InvalidOption(f"{name} must be at least 0, got {limit}")
 
 
-class OperatorPort(Protocol):
-    """Operator changes: a job's state, a queue's controls."""
+class OperatorPort(EnginePart, Protocol):
+    """Operator changes: a job's state, a queue's controls. `ReadPort` has what they are based on."""
 
     async def move(
         self,
@@ -101,10 +101,6 @@ class OperatorPort(Protocol):
 
         Raises `UnknownJob`, or `TransitionInvalid` (to `running`) for a job in any other state.
         """
-        ...
-
-    async def get_control(self, queue: str) -> QueueControl:
-        """Return the queue's controls."""
         ...
 
     async def set_control(

@@ -9,6 +9,7 @@ import msgspec
 
 from holdfast.core.job import JobInfo
 from holdfast.core.states import State
+from holdfast.engine.port.jobs import EnginePart
 from holdfast.engine.port.operators import QueueControl
 from holdfast.errors import EngineUnavailable
 
@@ -94,8 +95,8 @@ def feed_finding(stats: QueueStats) -> Finding:
 T = TypeVar("T")
 
 
-class ReadPort(Protocol):
-    """Live state, read-only."""
+class ReadPort(EnginePart, Protocol):
+    """Live state and controls, read-only."""
 
     async def get(self, queue: str, job_ids: Sequence[str]) -> list[JobInfo | None]:
         """Return the live state of each job; None for an unknown or expired one."""
@@ -111,6 +112,10 @@ class ReadPort(Protocol):
 
     async def stats(self, queue: str) -> QueueStats:
         """Return counts of open jobs and the queue's controls."""
+        ...
+
+    async def get_control(self, queue: str) -> QueueControl:
+        """Return the queue's controls."""
         ...
 
     async def workers(self, queues: Sequence[str]) -> list[WorkerInfo]:

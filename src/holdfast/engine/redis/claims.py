@@ -1,4 +1,4 @@
-"""Leases on Redis: claim, recover, renew and reclaim jobs, and deregister workers."""
+"""Leases on Redis: claim, recover and renew them, and deregister workers."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from typing import Any, Final
 import msgspec
 
 from holdfast.core.job import MAX_BATCH, Claim, Lease, decode_meta, priority_order
-from holdfast.core.states import State
 from holdfast.engine.port import PartialFailure
 from holdfast.engine.redis import wire
 from holdfast.engine.redis.intake import Adopter, PendingMessage
-from holdfast.engine.redis.keys import RETRY_CONSUMER, STREAMS_PER_LANE, WAKE_GROUP, lanes_of
+from holdfast.engine.redis.keys import RETRY_CONSUMER, WAKE_GROUP, lanes_of
 from holdfast.engine.redis.net.client import Purpose, ScriptError
 from holdfast.engine.redis.store import RedisStore
-from holdfast.errors import EngineRefused, EngineUnavailable, TransitionInvalid, UnknownJob
+from holdfast.errors import EngineRefused, EngineUnavailable
 
 #: Longest blocking wait: how long a ready job can stay unclaimed if the worker that was woken for it crashes.
 _MAX_BLOCK_MS: Final = 5_000
@@ -23,12 +22,10 @@ _MAX_BLOCK_MS: Final = 5_000
 _OUTAGE_BLOCK_MS: Final = 500
 #: Pending entries read per stream, about the most that a worker has; further ones are found by the next call.
 _RECOVERY_LIMIT: Final = 10_000
-#: Pages of `MAX_BATCH` due retries that one call reads.
-_RETRY_PAGES: Final = 20
 
 
 class Claims:
-    """Claims, recovers, renews and reclaims leases."""
+    """Claims, recovers and renews leases."""
 
     def __init__(self, store: RedisStore) -> None:
         self._store = store
@@ -37,8 +34,6 @@ class Claims:
         self._paused: set[str] = set()
         #: Queues whose last claim returned fewer jobs than its limit.
         self._short: set[str] = set()
-        #: Where the script `lost` continues in a queue: stream index, message id, …
-        self._cursors: dict[str, list[int | str]] = {}
 
     # claim -----------------------------------------------------------------------------------------
 
@@ -69,7 +64,7 @@ class Claims:
     async def _claim_when_woken(self, worker: str, queue: str, limit: int, wait_ms: int) -> list[Claim]:
         """Pipeline the claim behind the blocking wait: Redis leases the next job as soon as it is submitted.
 
-        A cancelled wait is closed before any other call: it claims nothing more, and `resume` finds what it claimed.
+        A cancelled wait is closed before any other call: it claims nothing more, and `recover` finds what it claimed.
         """
         self._round += 1
         limit = min(limit, MAX_BATCH)
@@ -80,7 +75,7 @@ class Claims:
         if reply is None:
             return await self._claim_now(worker, [queue], limit)
         claims = await self._claims_from_reply(worker, queue, limit, reply)
-        self._store.counts.claimed += len(claims)
+        self._store.counters.claimed += len(claims)
         return claims
 
     async def _claim_now(self, worker: str, queues: Sequence[str], limit: int) -> list[Claim]:
@@ -93,7 +88,7 @@ class Claims:
             # Each round starts at another queue, so that a busy one does not starve the others.
             queue = queues[(self._round + offset) % len(queues)]
             claims += await self._claim_queue(worker, queue, room)
-        self._store.counts.claimed += len(claims)
+        self._store.counters.claimed += len(claims)
         return claims
 
     async def _claim_on_cluster(
@@ -131,11 +126,11 @@ class Claims:
             found: list[Claim] = []
             if outages.may_have_lost_reply(queue):
                 # First the claims of lost replies.
-                found = await self._resume(worker, queue, in_flight())
+                found = await self._recover(worker, queue, in_flight())
                 outages.confirm(queue)
             if not found:
                 found = await self._claim_queue(worker, queue, room)
-                self._store.counts.claimed += len(found)
+                self._store.counters.claimed += len(found)
             claims.extend(found)
             return True
 
@@ -165,7 +160,7 @@ class Claims:
         store.lanes(queue).set_in_use(reply[2])
         streams = zip(reply[3::2], reply[4::2], strict=True)
         found = [PendingMessage(index, entry, 1) for index, entries in streams for entry in entries]
-        claims = await self._parse_claims(worker, queue, found, now_ms)
+        claims = await self.parse_claims(worker, queue, found, now_ms)
         if reply[0] == b"nogroup":
             await store.create_groups(queue)
             claims += await self._claim_queue(worker, queue, limit - len(claims))
@@ -190,20 +185,20 @@ class Claims:
             streams += (keys.wake,) if queue in self._paused else (*keys.wake_streams, keys.wake)
         return dict.fromkeys(streams, b">")
 
-    # resume ----------------------------------------------------------------------------------------
+    # recover ---------------------------------------------------------------------------------------
 
-    async def resume(self, worker: str, queues: Sequence[str], in_flight: Collection[Lease]) -> list[Claim]:
+    async def recover(self, worker: str, queues: Sequence[str], in_flight: Collection[Lease]) -> list[Claim]:
         async def step(queue: str) -> list[Claim]:
-            claims = await self._resume(worker, queue, in_flight)
+            claims = await self._recover(worker, queue, in_flight)
             self._store.outages.confirm(queue)
             return claims
 
         found = await self._store.outages.for_each(queues, step)
         return [claim for claims in found.values() for claim in claims]
 
-    async def _resume(self, worker: str, queue: str, in_flight: Collection[Lease]) -> list[Claim]:
+    async def _recover(self, worker: str, queue: str, in_flight: Collection[Lease]) -> list[Claim]:
         found = await self._own_pending(worker, queue, {lease.token for lease in in_flight if lease.queue == queue})
-        claims = await self._parse_claims(worker, queue, found, await self._store.now_ms(queue))
+        claims = await self.parse_claims(worker, queue, found, await self._store.now_ms(queue))
         if not claims:
             return []
         keys = self._store.keys(queue)
@@ -231,7 +226,7 @@ class Claims:
                     await store.client.call(Purpose.OTHER, b"XACK", stream, store.names.group, message_id)
         return found
 
-    async def _parse_claims(self, worker: str, queue: str, found: Sequence[PendingMessage], now_ms: int) -> list[Claim]:
+    async def parse_claims(self, worker: str, queue: str, found: Sequence[PendingMessage], now_ms: int) -> list[Claim]:
         """Turn messages into claims; foreign messages are adopted first."""
         claims: list[Claim] = []
         foreign: list[PendingMessage] = []
@@ -287,119 +282,9 @@ class Claims:
         positions = await store.run_with_lanes(Purpose.OTHER, "renew", queue, names, arguments, lanes)
         return [leases[position - 1] for position in positions]
 
-    # reclaim ---------------------------------------------------------------------------------------
+    # deregister ------------------------------------------------------------------------------------
 
-    async def reclaim(self, worker: str, queue: str, limit: int) -> list[Claim]:
-        """Reclaim expired leases of one queue.
-
-        One script finds them; a second one, which has their records declared as keys, claims them.
-        """
-        store, keys = self._store, self._store.keys(queue)
-        lost = await self._lost(queue, limit)
-        if not lost:
-            return []
-        reply = await store.run_with_lanes(
-            Purpose.OTHER,
-            "reclaim",
-            queue,
-            [*keys.streams, keys.feed, keys.control, *(keys.job(_job_id(fields)) for *_, fields in lost)],
-            [
-                store.names.group,
-                worker,
-                store.nonce(),
-                store.feed_limit,
-                store.options.visibility_timeout_ms,
-                int(store.has_autoclaim),
-                len(lost),
-                *(part for row in lost for part in row[:4]),
-            ],
-            {index // STREAMS_PER_LANE for index, *_ in lost} - {0},
-        )
-        if reply[0] == b"paused":
-            return []
-        found, records = [], {}
-        for position, deliveries, entry, record in zip(reply[2::4], reply[3::4], reply[4::4], reply[5::4], strict=True):
-            index, message_id, owner, *_ = lost[position - 1]
-            found.append(PendingMessage(index, entry, deliveries, owner))
-            records[f"{index}:{message_id.decode()}"] = record
-        store.counts.reclaimed += len(found)
-        claims = await self._parse_claims(worker, queue, found, int(reply[1]))
-        return [merge_record(claim, records[claim.lease.position]) for claim in claims]
-
-    async def _lost(self, queue: str, limit: int) -> list[tuple[int, bytes, bytes, int, list[bytes]]]:
-        """Stream index, message id, owner, delivery count and fields of leases that were not renewed in time."""
-        store, keys = self._store, self._store.keys(queue)
-        options = [store.names.group, store.options.visibility_timeout_ms, min(limit, MAX_BATCH)]
-        arguments = [*options, int(store.has_autoclaim), RETRY_CONSUMER, wire.pack(self._cursors.get(queue, []))]
-        lanes = store.lanes(queue).all()
-        names = [*keys.streams, keys.control]
-        reply = await store.run_with_lanes(Purpose.OTHER, "find_expired", queue, names, arguments, lanes)
-        self._cursors[queue] = [part if isinstance(part, int) else part.decode() for part in reply[0]]
-        return list(zip(reply[1::5], reply[2::5], reply[3::5], reply[4::5], reply[5::5], strict=True))
-
-    async def claim_due_retries(self, worker: str, queue: str, limit: int) -> list[Claim]:
-        """Claim due retries in the pending list of one queue.
-
-        Retries of a tenant at its concurrency limit stay there. Further pages are read, because retries of other
-        tenants may follow them.
-        """
-        store, keys = self._store, self._store.keys(queue)
-        claims: list[Claim] = []
-        skip = 0
-        for _ in range(_RETRY_PAGES):
-            _, _, due = await store.run(Purpose.OTHER, "find_due", queue, [keys.pending_retries], [MAX_BATCH, skip])
-            claimed = await self._claim_retries(worker, queue, due, limit - len(claims)) if due else []
-            claims += claimed
-            skip += len(due) - len(claimed)
-            if len(due) < MAX_BATCH or len(claims) >= limit:
-                break
-        return claims
-
-    async def _claim_retries(self, worker: str, queue: str, due: Sequence[bytes], limit: int) -> list[Claim]:
-        store, keys = self._store, self._store.keys(queue)
-        names = [*keys.streams, keys.feed, keys.control, keys.pending_retries, keys.wake, keys.lanes]
-        names += [keys.job(job_id.decode()) for job_id in due]
-        arguments = [store.names.group, worker, store.nonce(), store.feed_limit, RETRY_CONSUMER, len(due), limit, *due]
-        lanes = store.lanes(queue).all()
-        reply = await store.run_with_lanes(Purpose.OTHER, "claim_due_retries", queue, names, arguments, lanes)
-        if reply[0] == b"paused":
-            return []
-        now_ms = int(reply[1])
-        claims = []
-        for index, deliveries, entry, record in zip(reply[2::4], reply[3::4], reply[4::4], reply[5::4], strict=True):
-            parse = wire.parse_entry if wire.is_native(entry[1]) else wire.parse_adopted
-            claims.append(merge_record(parse(entry, index, queue, worker, deliveries, now_ms), record))
-        store.counts.claimed += len(claims)
-        return claims
-
-    async def take(self, worker: str, queue: str, job_id: str) -> Claim:
-        """Claim one queued or retrying job, wherever it waits."""
-        store, keys = self._store, self._store.keys(queue)
-        names = [
-            *keys.streams,
-            keys.feed,
-            keys.delayed,
-            keys.retry,
-            keys.pending_retries,
-            keys.control,
-            keys.wake,
-            keys.lanes,
-        ]
-        names += [keys.workers, keys.job(job_id)]
-        arguments = [store.names.group, worker, store.nonce(), store.feed_limit, job_id, RETRY_CONSUMER]
-        lanes = store.lanes(queue).all()
-        status, *rest = await store.run_with_lanes(Purpose.CLAIM, "claim_job", queue, names, arguments, lanes)
-        if status == b"unknown":
-            raise UnknownJob(job_id)
-        if status == b"illegal":
-            store.counts.illegal_moves += 1
-            raise TransitionInvalid(job_id, State(rest[0].decode()), State.RUNNING)
-        now_ms, index, entry = rest
-        store.counts.claimed += 1
-        parse = wire.parse_entry if wire.is_native(entry[1]) else wire.parse_adopted
-        return parse(entry, index, queue, worker, 1, int(now_ms))
-
-    async def leave(self, worker: str, queues: Sequence[str]) -> None:
+    async def deregister_worker(self, worker: str, queues: Sequence[str]) -> None:
         await self._store.outages.for_each(queues, lambda queue: remove_consumers(self._store, queue, worker, 0))
 
 
@@ -427,8 +312,3 @@ def merge_record(claim: Claim, record: bytes | None) -> Claim:
 def _blocking(wait_ms: int) -> tuple[Any, ...]:
     """A blocking read that wakes one worker per entry."""
     return (b"XREADGROUP", b"GROUP", WAKE_GROUP, b"any", b"BLOCK", wait_ms, b"COUNT", 1, b"NOACK")
-
-
-def _job_id(fields: Sequence[bytes]) -> str:
-    """The job id in a message; empty if it has no usable one."""
-    return wire.usable_id(wire.as_dict(fields).get(b"task_id")) or ""

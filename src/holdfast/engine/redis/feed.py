@@ -1,8 +1,11 @@
-"""Decoding of feed entries into events. An entry is one atomic step; its `kind` says how its moves are packed."""
+"""The feed on Redis: its reader, reading and waiting, trimming, and the decoding of entries into events.
+
+An entry is one atomic step; its `kind` says how its moves are packed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any, Final
 
@@ -11,6 +14,8 @@ import msgspec
 from holdfast.core.job import DEFAULT_TENANT, Event, decode_meta
 from holdfast.core.states import DUPLICATE_EVENT, HEARTBEAT_EVENT, RESTORED_EVENT, State, event_for
 from holdfast.engine.port.feed import FeedEntry
+from holdfast.engine.redis.net.client import Purpose
+from holdfast.engine.redis.store import RedisStore
 from holdfast.engine.redis.wire import as_dict
 
 _FIELDS: Final = {b"kind", b"at", b"worker", b"nonce", b"moves"}
@@ -20,6 +25,59 @@ _WIDTHS: Final = {"created": 10, "created_plain": 4, "settled": 10, "settled_for
 #: Much faster than a call of the enumeration.
 _STATES: Final = {state.value: state for state in State}
 _NEXT_FROM: Final = {State.DLQ_RECORDED: State.DLQ_PENDING, State.FAILED: State.DLQ_RECORDED}
+
+
+#: A feed tail up to this length is trimmed on every call.
+_SMALL_TAIL: Final = 100
+
+
+class Feed:
+    """The feeds of one Redis."""
+
+    def __init__(self, store: RedisStore) -> None:
+        self._store = store
+        #: Length of each feed after it was last trimmed.
+        self._kept: dict[str, int] = {}
+
+    async def read(self, queue: str, start: str, limit: int) -> list[FeedEntry]:
+        command = (b"XRANGE", self._store.keys(queue).feed, start or b"-", b"+", b"COUNT", limit)
+        return [parse_feed_entry(entry) for entry in await self._store.client.call(Purpose.OTHER, *command)]
+
+    async def wait(self, positions: Mapping[str, str], wait_ms: int) -> list[str]:
+        if not positions:
+            return []
+        queues = {self._store.keys(queue).feed: queue for queue in positions}
+        # BLOCK 0 would block for ever.
+        block = (b"BLOCK", wait_ms) if wait_ms > 0 else ()
+        after = {stream: positions[queue] or "0-0" for stream, queue in queues.items()}
+        head = (b"XREAD", b"COUNT", 1, *block)
+        reply = await self._store.client.read(None, head, after, max(0, wait_ms) / 1000)
+        return [queues[stream] for stream, _ in reply]
+
+    async def epoch(self, queue: str) -> str:
+        return (await self._store.client.epoch(Purpose.OTHER, self._store.keys(queue).control)).decode()
+
+    async def attach_reader(self, queue: str, epoch: str, *, keys_restored: bool) -> None:
+        keys = self._store.keys(queue)
+        # `again`: a wipe may have removed the queue from the list.
+        await self._store.register_queue(queue, again=True)
+        names = [keys.control, keys.feed] if keys_restored else [keys.control]
+        arguments = [epoch or await self.epoch(queue), self._store.nonce()]
+        await self._store.run(Purpose.OTHER, "attach_reader", queue, names, arguments)
+
+    async def trim(self, queue: str, position: str) -> None:
+        keys, tail = self._store.keys(queue), self._store.options.feed_tail
+        kept = self._kept.get(queue)
+        if kept is not None and tail > _SMALL_TAIL:
+            # Finding the start of a long tail costs as much as reading it, so trim only after a tenth of growth. `kept`
+            # leaves out entries unread at the last trim, so that they count as growth and cannot fill the feed.
+            length = await self._store.client.call(Purpose.OTHER, b"XLEN", keys.feed)
+            if kept <= length < kept + tail // 10:
+                return
+        arguments = [position, tail, int(self._store.has_autoclaim)]
+        self._kept[queue] = await self._store.run(
+            Purpose.OTHER, "trim_feed", queue, [keys.feed, keys.control], arguments
+        )
 
 
 def parse_feed_entry(entry: list[Any]) -> FeedEntry:

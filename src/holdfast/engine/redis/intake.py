@@ -92,19 +92,19 @@ class Intake:
             await self._store.client.epoch(Purpose.SUBMIT, keys.control)
 
     def _receipts(self, queue: str, envelopes: Sequence[Envelope], reply: list[Any]) -> list[Receipt]:
-        counts = self._store.counts
+        counters = self._store.counters
         if reply[0] == b"limited":
-            counts.intake_refused += len(envelopes)
+            counters.intake_refused += len(envelopes)
             raise IntakeLimited(queue, _limit_reason(*reply[1:]))
         if reply[0] != b"ok":
-            counts.intake_refused += len(envelopes)
+            counters.intake_refused += len(envelopes)
             raise _REFUSALS[reply[0]](queue)
         receipts = [Receipt(envelope.job_id) for envelope in envelopes]
-        counts.submitted += len(envelopes)
+        counters.submitted += len(envelopes)
         for position, answer in zip(reply[2::2], reply[3::2], strict=True):
-            counts.submitted -= 1
+            counters.submitted -= 1
             if answer != b"known":
-                counts.duplicates += 1
+                counters.duplicates += 1
                 receipts[position - 1] = Receipt(answer.decode(), duplicate=True)
         return receipts
 
@@ -234,16 +234,16 @@ class Adopter:
         clashes: list[PendingMessage] = []
         for adoption, message, status in zip(adoptions, messages, statuses, strict=True):
             if status == b"adopted" and adoption.claim is not None:
-                store.counts.adopted += 1
+                store.counters.adopted += 1
                 claims.append(msgspec.structs.replace(adoption.claim, claimed_at_ms=now_ms))
             elif status == b"clash":
                 clashes.append(message)
             elif status == b"dead":
-                store.counts.malformed += 1
+                store.counters.malformed += 1
             elif status == b"duplicate":
-                store.counts.skipped += 1
+                store.counters.skipped += 1
             elif status == b"waits":
-                store.counts.not_due += 1
+                store.counters.not_due += 1
         if clashes:
             # A malformed message with the id of a known job becomes a dead letter with a new id.
             await self._adopt(worker, queue, clashes, now_ms, keep_ids=False)

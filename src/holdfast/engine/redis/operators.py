@@ -1,4 +1,4 @@
-"""Operator changes on Redis: move and expedite single jobs, read and set queue controls (requirement H5).
+"""Operator changes on Redis: move, expedite and claim single jobs, set queue controls (requirement H5).
 
 `Operators` reads a job, builds what it becomes, and writes that only if the job is unchanged since; otherwise it tries
 again, up to a limit. An audit entry is appended to the feed by the script that makes the change.
@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from holdfast.core.job import Approval, Failure, JobInfo, Meta, decode_meta, new_job_ids
+from holdfast.core.job import Approval, Claim, Failure, JobInfo, Meta, decode_meta, new_job_ids
 from holdfast.core.states import EXPEDITED_EVENT, FINAL, OPERATOR_TARGETS, State, is_legal, resolve_event
 from holdfast.core.verdict import (
     APPROVAL_EXPIRED,
@@ -24,10 +24,9 @@ from holdfast.engine.port.operators import QueueControl, TenantControl, check_co
 from holdfast.engine.redis import wire
 from holdfast.engine.redis.keys import RETRY_CONSUMER
 from holdfast.engine.redis.net.client import Purpose
-from holdfast.engine.redis.reads import info_from_reply
+from holdfast.engine.redis.reads import info_from_reply, read_control
 from holdfast.engine.redis.settlement import fixed_keys
 from holdfast.engine.redis.store import RedisStore
-from holdfast.engine.redis.wire import decode_control
 from holdfast.errors import ControlChanged, TransitionInvalid, UnknownJob
 
 #: Attempts to set controls that change between read and write, before the call fails.
@@ -48,13 +47,10 @@ class AuditContext(NamedTuple):
 
 
 class Controls:
-    """Reads and sets the controls of queues."""
+    """Sets the controls of queues."""
 
     def __init__(self, store: RedisStore) -> None:
         self._store = store
-
-    async def get(self, queue: str) -> QueueControl:
-        return decode_control(await self._store.client.call(Purpose.OTHER, b"HGETALL", self._store.keys(queue).control))
 
     async def set(self, queue: str, control: QueueControl, expected: QueueControl | None, audit: AuditContext) -> None:
         check_control(control)
@@ -65,7 +61,7 @@ class Controls:
             return
         # The audit entry has the controls before the change: read them, and set only if they are unchanged.
         for _ in range(_MAX_CONTROL_TRIES):
-            if await self._set(queue, control, await self.get(queue), audit):
+            if await self._set(queue, control, await read_control(self._store, queue), audit):
                 return
         raise ControlChanged(queue)
 
@@ -134,12 +130,12 @@ class Operators:
         for _ in range(_MAX_MOVE_TRIES):
             answer = await self._try(queue, job_id, to, audit, expected, event, approval, approval_id)
             if answer[0] == b"applied":
-                self._store.counts.moved_to_dlq += to is State.DLQ_PENDING
+                self._store.counters.moved_to_dlq += to is State.DLQ_PENDING
                 return State(answer[1].decode())
             if answer[0] == b"unknown":
                 raise UnknownJob(job_id)
             if answer[0] == b"illegal":
-                self._store.counts.illegal_moves += 1
+                self._store.counters.illegal_moves += 1
                 raise TransitionInvalid(job_id, answer[1].decode(), to)
         raise TransitionInvalid(job_id, "changing", to)
 
@@ -171,9 +167,36 @@ class Operators:
             if status == b"ok":
                 return
             if status == b"idle":
-                self._store.counts.illegal_moves += 1
+                self._store.counters.illegal_moves += 1
                 raise TransitionInvalid(job_id, view.state, State.RUNNING)
         raise TransitionInvalid(job_id, "changing", State.RUNNING)
+
+    async def claim_job(self, worker: str, queue: str, job_id: str) -> Claim:
+        """Claim one queued or retrying job, wherever it waits."""
+        store, keys = self._store, self._store.keys(queue)
+        names = [
+            *keys.streams,
+            keys.feed,
+            keys.delayed,
+            keys.retry,
+            keys.pending_retries,
+            keys.control,
+            keys.wake,
+            keys.lanes,
+        ]
+        names += [keys.workers, keys.job(job_id)]
+        arguments = [store.names.group, worker, store.nonce(), store.feed_limit, job_id, RETRY_CONSUMER]
+        lanes = store.lanes(queue).all()
+        status, *rest = await store.run_with_lanes(Purpose.CLAIM, "claim_job", queue, names, arguments, lanes)
+        if status == b"unknown":
+            raise UnknownJob(job_id)
+        if status == b"illegal":
+            store.counters.illegal_moves += 1
+            raise TransitionInvalid(job_id, State(rest[0].decode()), State.RUNNING)
+        now_ms, index, entry = rest
+        store.counters.claimed += 1
+        parse = wire.parse_entry if wire.is_native(entry[1]) else wire.parse_adopted
+        return parse(entry, index, queue, worker, 1, int(now_ms))
 
     async def _read(self, queue: str, job_id: str) -> Any:
         """The reply of the script `get`; empty if the job is unknown."""

@@ -1,4 +1,4 @@
-"""Reads on Redis: jobs, stats, workers, queues, notices, feed, final states; also feed trimming and prune.
+"""Reads on Redis: jobs, controls, stats, workers, queues, notices, final states.
 
 `CompletionWaiter` waits for a job's final state with one subscription per engine and one channel per awaited job. It
 keeps round trips few: it subscribes while the job is read for the first time, and the next read registers the waiter in
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Final
 
 import hiredis
@@ -19,11 +19,10 @@ import msgspec
 from holdfast.core.job import DEFAULT_TENANT, EMPTY_META, Failure, JobInfo
 from holdfast.core.states import FINAL, State
 from holdfast.core.verdict import MESSAGE_GONE
-from holdfast.engine.port.feed import FeedEntry
+from holdfast.engine.port.operators import QueueControl
 from holdfast.engine.port.reads import CancelledNotice, ControlNotice, DueNotice, Notice, QueueStats, WorkerInfo
 from holdfast.engine.redis import wire
-from holdfast.engine.redis.claims import merge_record, remove_consumers
-from holdfast.engine.redis.feed import parse_feed_entry
+from holdfast.engine.redis.claims import merge_record
 from holdfast.engine.redis.keys import RETRY_CONSUMER
 from holdfast.engine.redis.net.client import Purpose, translate
 from holdfast.engine.redis.net.connection import PubSubConnection
@@ -31,11 +30,6 @@ from holdfast.engine.redis.store import RedisStore
 from holdfast.engine.redis.wire import decode_control
 from holdfast.errors import EngineUnavailable
 
-#: A consumer that was idle for this many visibility timeouts is dead.
-_DEAD_AFTER_TIMEOUTS: Final = 2
-_TRIM_BATCH: Final = 1_000
-#: A feed tail up to this length is trimmed on every call.
-_SMALL_TAIL: Final = 100
 #: How long the last list of queues is used after its node did not answer.
 _LIST_S: Final = 30.0
 #: An idle worker claims at least this often.
@@ -52,8 +46,6 @@ class Reads:
         #: The last list of all queues; not read again before `_list_at` if its node did not answer.
         self._queues: list[str] = []
         self._list_at = 0.0
-        #: Length of each feed after it was last trimmed.
-        self._kept: dict[str, int] = {}
 
     async def get(self, queue: str, job_ids: Sequence[str], *, register: bool = False) -> list[JobInfo | None]:
         """Return jobs. `register`: the end of each open job will be published on its channel."""
@@ -203,80 +195,10 @@ class Reads:
         self._last_notices[queue] = newest[0][0] if newest else b"0-0"
         return True
 
-    # The feed --------------------------------------------------------------------------------------
 
-    async def feed(self, queue: str, start: str, limit: int) -> list[FeedEntry]:
-        command = (b"XRANGE", self._store.keys(queue).feed, start or b"-", b"+", b"COUNT", limit)
-        return [parse_feed_entry(entry) for entry in await self._store.client.call(Purpose.OTHER, *command)]
-
-    async def wait_feed(self, positions: Mapping[str, str], wait_ms: int) -> list[str]:
-        if not positions:
-            return []
-        queues = {self._store.keys(queue).feed: queue for queue in positions}
-        # BLOCK 0 would block for ever.
-        block = (b"BLOCK", wait_ms) if wait_ms > 0 else ()
-        after = {stream: positions[queue] or "0-0" for stream, queue in queues.items()}
-        head = (b"XREAD", b"COUNT", 1, *block)
-        reply = await self._store.client.read(None, head, after, max(0, wait_ms) / 1000)
-        return [queues[stream] for stream, _ in reply]
-
-    async def incarnation(self, queue: str) -> str:
-        return (await self._store.client.epoch(Purpose.OTHER, self._store.keys(queue).control)).decode()
-
-    async def register_reader(self, queue: str, epoch: str, *, keys_restored: bool) -> None:
-        keys = self._store.keys(queue)
-        # `again`: a wipe may have removed the queue from the list.
-        await self._store.register_queue(queue, again=True)
-        names = [keys.control, keys.feed] if keys_restored else [keys.control]
-        arguments = [epoch or await self.incarnation(queue), self._store.nonce()]
-        await self._store.run(Purpose.OTHER, "attach_reader", queue, names, arguments)
-
-    async def forget(self, queue: str, position: str) -> None:
-        keys, tail = self._store.keys(queue), self._store.options.feed_tail
-        kept = self._kept.get(queue)
-        if kept is not None and tail > _SMALL_TAIL:
-            # Finding the start of a long tail costs as much as reading it, so trim only after a tenth of growth. `kept`
-            # leaves out entries unread at the last trim, so that they count as growth and cannot fill the feed.
-            length = await self._store.client.call(Purpose.OTHER, b"XLEN", keys.feed)
-            if kept <= length < kept + tail // 10:
-                return
-        arguments = [position, tail, int(self._store.has_autoclaim)]
-        self._kept[queue] = await self._store.run(
-            Purpose.OTHER, "trim_feed", queue, [keys.feed, keys.control], arguments
-        )
-
-    # prune -----------------------------------------------------------------------------------------
-
-    async def prune(self, queues: Sequence[str]) -> int:
-        return sum((await self._store.outages.for_each(queues, self._prune)).values())
-
-    async def _prune(self, queue: str) -> int:
-        store = self._store
-        keys, now_ms = store.keys(queue), await store.now_ms(queue)
-        oldest_result = max(0, now_ms - store.options.result_ttl_ms)
-        oldest_entry = f"{max(0, now_ms - store.options.finished_ttl_ms)}-0"
-        count = await self._trim(keys.result, f"{oldest_result}-0")
-        if store.options.ledger:
-            # The ledger has these dead letters: an entry is added only after the ledger has recorded it.
-            count += await self._trim(keys.dlq, f"{max(0, now_ms - store.options.dlq_ttl_ms)}-0")
-        else:
-            arguments = [oldest_entry, int(store.has_autoclaim)]
-            count += await store.run(Purpose.OTHER, "trim_detached_feed", queue, [keys.control, keys.feed], arguments)
-        max_idle_ms = _DEAD_AFTER_TIMEOUTS * store.options.visibility_timeout_ms
-        return count + await remove_consumers(store, queue, "", max_idle_ms)
-
-    async def _trim(self, stream: bytes, position: str) -> int:
-        """Delete the entries before a position; return how many."""
-        call = self._store.client.call
-        if self._store.has_autoclaim:
-            return int(await call(Purpose.OTHER, b"XTRIM", stream, b"MINID", position))
-        count = 0
-        while True:
-            entries = await call(Purpose.OTHER, b"XRANGE", stream, b"-", position, b"COUNT", _TRIM_BATCH)
-            old = [entry[0] for entry in entries if entry[0] != position.encode()]
-            if not old:
-                return count
-            count += await call(Purpose.OTHER, b"XDEL", stream, *old)
+async def read_control(store: RedisStore, queue: str) -> QueueControl:
+    """Return the queue's controls."""
+    return wire.decode_control(await store.client.call(Purpose.OTHER, b"HGETALL", store.keys(queue).control))
 
 
 def _by_tenant(lanes: Sequence[bytes], backlogs: Sequence[int]) -> dict[str, int]:

@@ -86,7 +86,7 @@ class Settlements:
         results = [SettleResult.APPLIED] * len(settlements)
         for position, status in zip(refused[::2], refused[1::2], strict=True):
             results[position - 1] = _RESULTS[status]
-        count_settlements(self._store.counts, settlements, results)
+        count_settlements(self._store.counters, settlements, results)
         return results
 
     def _lanes(self, queue: str, settlements: Sequence[Settlement]) -> set[int]:

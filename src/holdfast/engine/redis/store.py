@@ -31,11 +31,11 @@ def _script(name: str) -> Script:
 class RedisStore:
     """One Redis with its keys, lanes and outages."""
 
-    def __init__(self, client: RedisClient, names: KeyNames, options: EngineOptions, counts: Counters) -> None:
+    def __init__(self, client: RedisClient, names: KeyNames, options: EngineOptions, counters: Counters) -> None:
         self.client = client
         self.names = names
         self.options = options
-        self.counts = counts
+        self.counters = counters
         self.version: tuple[int, ...] = (0,)
         self._keys: dict[str, QueueKeys] = {}
         self._known: dict[str, float] = {}

@@ -1,18 +1,221 @@
-"""Recovery on Redis: snapshot, and restore of lost jobs and idempotency keys from the ledger (requirement L3)."""
+"""Upkeep on Redis: promote, reclaim and prune; snapshot and restore of what the engine has lost (requirement L3).
+
+`EngineUpkeep` does the first three, `EngineRecovery` restores lost jobs and idempotency keys from the ledger.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
-from holdfast.core.job import MAX_BATCH, JobInfo
+from holdfast.core.job import MAX_BATCH, Claim, Failure, JobInfo
 from holdfast.core.states import FINAL, State
+from holdfast.core.verdict import POISON_PILL, DeadLetter, Settlement
 from holdfast.engine.port.feed import EngineSnapshot, SubmissionKey
+from holdfast.engine.port.jobs import Promotion
 from holdfast.engine.redis import wire
-from holdfast.engine.redis.keys import QueueKeys
+from holdfast.engine.redis.claims import Claims, merge_record, remove_consumers
+from holdfast.engine.redis.intake import PendingMessage
+from holdfast.engine.redis.keys import RETRY_CONSUMER, STREAMS_PER_LANE, QueueKeys
 from holdfast.engine.redis.net.client import Purpose
+from holdfast.engine.redis.settlement import Settlements
 from holdfast.engine.redis.store import RedisStore
 from holdfast.errors import InvalidOption
+
+#: Pages of `MAX_BATCH` due retries that one call reads.
+_RETRY_PAGES: Final = 20
+#: A consumer that was idle for this many visibility timeouts is dead.
+_DEAD_AFTER_TIMEOUTS: Final = 2
+_TRIM_BATCH: Final = 1_000
+
+
+class EngineUpkeep:
+    """Promotes due jobs, reclaims expired leases and prunes what has expired."""
+
+    def __init__(self, store: RedisStore, claims: Claims, settlements: Settlements) -> None:
+        self._store = store
+        self._claims = claims
+        self._settlements = settlements
+        #: Where the script `find_expired` continues in a queue: stream index, message id, …
+        self._cursors: dict[str, list[int | str]] = {}
+
+    # promote ---------------------------------------------------------------------------------------
+
+    async def promote(self, queues: Sequence[str], limit: int) -> Promotion:
+        count, next_in_ms, now_ms = 0, -1, 0
+
+        async def step(queue: str) -> bool:
+            nonlocal count, next_in_ms, now_ms
+            keys = self._store.keys(queue)
+            now, due, *members = await self._store.run(
+                Purpose.OTHER, "find_due", queue, [keys.delayed, keys.retry], [limit]
+            )
+            now_ms = int(now)
+            # By the clock of the queue's node; on a Cluster the clocks differ slightly.
+            if due and (next_in_ms < 0 or int(due) - now_ms < next_in_ms):
+                next_in_ms = max(0, int(due) - now_ms)
+            jobs = [(job_id, name) for ids, name in zip(members, ("delayed", "retry"), strict=True) for job_id in ids]
+            if jobs:
+                names = [*keys.streams, keys.delayed, keys.retry, keys.control, keys.wake, keys.lanes]
+                names += [keys.job(job_id.decode()) for job_id, _ in jobs]
+                arguments = [self._store.names.group, len(jobs), *(part for job in jobs for part in job)]
+                lanes = self._store.lanes(queue).all()
+                count += await self._store.run_with_lanes(Purpose.OTHER, "promote", queue, names, arguments, lanes)
+            return True
+
+        await self._store.outages.for_each(queues, step)
+        self._store.counters.promoted += count
+        return Promotion(count, now_ms + next_in_ms if next_in_ms >= 0 else 0, now_ms)
+
+    # reclaim ---------------------------------------------------------------------------------------
+
+    async def reclaim(self, worker: str, queues: Sequence[str], limit: int) -> list[Claim]:
+        claims: list[Claim] = []
+
+        async def step(queue: str) -> bool | None:
+            room = limit - len(claims)
+            if room <= 0:
+                return None
+            # Regardless of the settings: another process, or this one before a change, may have left retries there.
+            claims.extend(await self._claim_due_retries(worker, queue, room))
+            room = limit - len(claims)
+            if room > 0:
+                claims.extend(await self.without_poison(await self._reclaim(worker, queue, room)))
+            return True
+
+        await self._store.outages.for_each(queues, step)
+        return claims
+
+    async def _reclaim(self, worker: str, queue: str, limit: int) -> list[Claim]:
+        """Reclaim expired leases of one queue.
+
+        One script finds them; a second one, which has their records declared as keys, claims them.
+        """
+        store, keys = self._store, self._store.keys(queue)
+        lost = await self._lost(queue, limit)
+        if not lost:
+            return []
+        reply = await store.run_with_lanes(
+            Purpose.OTHER,
+            "reclaim",
+            queue,
+            [*keys.streams, keys.feed, keys.control, *(keys.job(_job_id(fields)) for *_, fields in lost)],
+            [
+                store.names.group,
+                worker,
+                store.nonce(),
+                store.feed_limit,
+                store.options.visibility_timeout_ms,
+                int(store.has_autoclaim),
+                len(lost),
+                *(part for row in lost for part in row[:4]),
+            ],
+            {index // STREAMS_PER_LANE for index, *_ in lost} - {0},
+        )
+        if reply[0] == b"paused":
+            return []
+        found, records = [], {}
+        for position, deliveries, entry, record in zip(reply[2::4], reply[3::4], reply[4::4], reply[5::4], strict=True):
+            index, message_id, owner, *_ = lost[position - 1]
+            found.append(PendingMessage(index, entry, deliveries, owner))
+            records[f"{index}:{message_id.decode()}"] = record
+        store.counters.reclaimed += len(found)
+        claims = await self._claims.parse_claims(worker, queue, found, int(reply[1]))
+        return [merge_record(claim, records[claim.lease.position]) for claim in claims]
+
+    async def _lost(self, queue: str, limit: int) -> list[tuple[int, bytes, bytes, int, list[bytes]]]:
+        """Stream index, message id, owner, delivery count and fields of leases that were not renewed in time."""
+        store, keys = self._store, self._store.keys(queue)
+        options = [store.names.group, store.options.visibility_timeout_ms, min(limit, MAX_BATCH)]
+        arguments = [*options, int(store.has_autoclaim), RETRY_CONSUMER, wire.pack(self._cursors.get(queue, []))]
+        lanes = store.lanes(queue).all()
+        names = [*keys.streams, keys.control]
+        reply = await store.run_with_lanes(Purpose.OTHER, "find_expired", queue, names, arguments, lanes)
+        self._cursors[queue] = [part if isinstance(part, int) else part.decode() for part in reply[0]]
+        return list(zip(reply[1::5], reply[2::5], reply[3::5], reply[4::5], reply[5::5], strict=True))
+
+    async def _claim_due_retries(self, worker: str, queue: str, limit: int) -> list[Claim]:
+        """Claim due retries in the pending list of one queue.
+
+        Retries of a tenant at its concurrency limit stay there. Further pages are read, because retries of other
+        tenants may follow them.
+        """
+        store, keys = self._store, self._store.keys(queue)
+        claims: list[Claim] = []
+        skip = 0
+        for _ in range(_RETRY_PAGES):
+            _, _, due = await store.run(Purpose.OTHER, "find_due", queue, [keys.pending_retries], [MAX_BATCH, skip])
+            claimed = await self._claim_retries(worker, queue, due, limit - len(claims)) if due else []
+            claims += claimed
+            skip += len(due) - len(claimed)
+            if len(due) < MAX_BATCH or len(claims) >= limit:
+                break
+        return claims
+
+    async def _claim_retries(self, worker: str, queue: str, due: Sequence[bytes], limit: int) -> list[Claim]:
+        store, keys = self._store, self._store.keys(queue)
+        names = [*keys.streams, keys.feed, keys.control, keys.pending_retries, keys.wake, keys.lanes]
+        names += [keys.job(job_id.decode()) for job_id in due]
+        arguments = [store.names.group, worker, store.nonce(), store.feed_limit, RETRY_CONSUMER, len(due), limit, *due]
+        lanes = store.lanes(queue).all()
+        reply = await store.run_with_lanes(Purpose.OTHER, "claim_due_retries", queue, names, arguments, lanes)
+        if reply[0] == b"paused":
+            return []
+        now_ms = int(reply[1])
+        claims = []
+        for index, deliveries, entry, record in zip(reply[2::4], reply[3::4], reply[4::4], reply[5::4], strict=True):
+            parse = wire.parse_entry if wire.is_native(entry[1]) else wire.parse_adopted
+            claims.append(merge_record(parse(entry, index, queue, worker, deliveries, now_ms), record))
+        store.counters.claimed += len(claims)
+        return claims
+
+    async def without_poison(self, claims: list[Claim]) -> list[Claim]:
+        """Dead-letter poison pills (requirement Q7); return the other claims."""
+        healthy, poison = [], []
+        for claim in claims:
+            lost = claim.meta.lost_leases + claim.lease.deliveries - 1
+            if lost < self._store.options.max_deliveries:
+                healthy.append(claim)
+                continue
+            failure = Failure(POISON_PILL, f"{lost} workers lost their lease on this job; it may be what kills them")
+            poison.append(Settlement(claim, DeadLetter(failure), claim.claimed_at_ms))
+        if poison:
+            await self._settlements.settle(poison)
+            self._store.counters.poisoned += len(poison)
+        return healthy
+
+    # prune -----------------------------------------------------------------------------------------
+
+    async def prune(self, queues: Sequence[str]) -> int:
+        return sum((await self._store.outages.for_each(queues, self._prune)).values())
+
+    async def _prune(self, queue: str) -> int:
+        store = self._store
+        keys, now_ms = store.keys(queue), await store.now_ms(queue)
+        oldest_result = max(0, now_ms - store.options.result_ttl_ms)
+        oldest_entry = f"{max(0, now_ms - store.options.finished_ttl_ms)}-0"
+        count = await self._trim(keys.result, f"{oldest_result}-0")
+        if store.options.ledger:
+            # The ledger has these dead letters: an entry is added only after the ledger has recorded it.
+            count += await self._trim(keys.dlq, f"{max(0, now_ms - store.options.dlq_ttl_ms)}-0")
+        else:
+            arguments = [oldest_entry, int(store.has_autoclaim)]
+            count += await store.run(Purpose.OTHER, "trim_detached_feed", queue, [keys.control, keys.feed], arguments)
+        max_idle_ms = _DEAD_AFTER_TIMEOUTS * store.options.visibility_timeout_ms
+        return count + await remove_consumers(store, queue, "", max_idle_ms)
+
+    async def _trim(self, stream: bytes, position: str) -> int:
+        """Delete the entries before a position; return how many."""
+        call = self._store.client.call
+        if self._store.has_autoclaim:
+            return int(await call(Purpose.OTHER, b"XTRIM", stream, b"MINID", position))
+        count = 0
+        while True:
+            entries = await call(Purpose.OTHER, b"XRANGE", stream, b"-", position, b"COUNT", _TRIM_BATCH)
+            old = [entry[0] for entry in entries if entry[0] != position.encode()]
+            if not old:
+                return count
+            count += await call(Purpose.OTHER, b"XDEL", stream, *old)
 
 
 class EngineRecovery:
@@ -21,7 +224,7 @@ class EngineRecovery:
     def __init__(self, store: RedisStore) -> None:
         self._store = store
 
-    async def survey(self, queue: str, job_ids: Sequence[str]) -> EngineSnapshot:
+    async def snapshot(self, queue: str, job_ids: Sequence[str]) -> EngineSnapshot:
         if len(job_ids) > MAX_BATCH:
             raise InvalidOption(f"a snapshot takes at most {MAX_BATCH} jobs, got {len(job_ids)}")
         keys = self._store.keys(queue)
@@ -77,7 +280,7 @@ class EngineRecovery:
             bodies.append(wire.encode_record(wire.record_from_info(job, job.meta, failure=failure)))
         return [*names, *key_indexes], [len(jobs), wire.pack(values), *bodies]
 
-    async def remember_keys(self, queue: str, restored: Sequence[SubmissionKey]) -> None:
+    async def restore_keys(self, queue: str, restored: Sequence[SubmissionKey]) -> None:
         keys = self._store.keys(queue)
         for start in range(0, len(restored), MAX_BATCH):
             part = restored[start : start + MAX_BATCH]
@@ -91,3 +294,8 @@ def _due(job: JobInfo) -> int:
     if job.state is State.QUEUED:
         return job.next_attempt_at_ms or job.meta.run_at_ms
     return job.next_attempt_at_ms if job.state is State.RETRYING else 0
+
+
+def _job_id(fields: Sequence[bytes]) -> str:
+    """The job id in a message; empty if it has no usable one."""
+    return wire.usable_id(wire.as_dict(fields).get(b"task_id")) or ""

@@ -23,12 +23,12 @@ from holdfast.engine.port.operators import QueueControl, check_control
 from holdfast.engine.sqlite import claims, feed, intake, operators, upkeep
 from holdfast.engine.sqlite import settlement as settling
 from holdfast.engine.sqlite.reads import SqliteReads
-from holdfast.engine.sqlite.rows import EVENT_ROWS, INSTANT, NAMES, group_entries
+from holdfast.engine.sqlite.rows import INSTANT
 from holdfast.engine.sqlite.store import EngineContext, SqliteEngineStore, gather_all, restore_order, split_batches
 from holdfast.errors import IntakeRefused, TransitionInvalid
 from holdfast.observe.counters import Counters, count_settlements
 from holdfast.sqlite.connection import DatabaseFile
-from holdfast.sqlite.transaction import Transaction, json_list
+from holdfast.sqlite.transaction import Transaction
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ class SqliteEngine(SqliteReads, Engine):
 
     def _set_up(self, file: DatabaseFile, policy: EngineContext) -> None:
         self.options = policy.options
-        self.counts = Counters()
+        self.counters = Counters()
         self._policy = policy
         self._store = SqliteEngineStore(file)
         self._claim_count = 0
@@ -71,7 +71,7 @@ class SqliteEngine(SqliteReads, Engine):
         twin = SqliteEngine.__new__(SqliteEngine)
         twin._set_up(self._store.file, self._policy)
         # Counters are per process.
-        twin.counts = self.counts
+        twin.counters = self.counters
         return twin
 
     @property
@@ -96,11 +96,11 @@ class SqliteEngine(SqliteReads, Engine):
         try:
             receipts = await self._store.write(intake.submit, self._policy, queue, envelopes)
         except IntakeRefused:
-            self.counts.intake_refused += len(envelopes)
+            self.counters.intake_refused += len(envelopes)
             raise
         duplicates = sum(receipt.duplicate for receipt in receipts)
-        self.counts.duplicates += duplicates
-        self.counts.submitted += len(receipts) - duplicates
+        self.counters.duplicates += duplicates
+        self.counters.submitted += len(receipts) - duplicates
         return receipts
 
     async def claim(
@@ -140,8 +140,8 @@ class SqliteEngine(SqliteReads, Engine):
         )
         now_ms = self._policy.clock.now_ms()
         self._registered_at |= {(worker, queue): now_ms for queue in unseen}
-        self.counts.claimed += len(found.claims)
-        self.counts.promoted += found.promoted
+        self.counters.claimed += len(found.claims)
+        self.counters.promoted += found.promoted
         return found
 
     def _unseen(self, worker: str, queues: Sequence[str]) -> list[str]:
@@ -165,7 +165,7 @@ class SqliteEngine(SqliteReads, Engine):
                 for queue, indexes in steps
             ),
         )
-        count_settlements(self.counts, settlements, answers)
+        count_settlements(self.counters, settlements, answers)
         return answers
 
     async def renew(self, leases: Sequence[Lease], heartbeats: Collection[Lease] = ()) -> list[Lease]:
@@ -179,17 +179,17 @@ class SqliteEngine(SqliteReads, Engine):
         promotion = await self._store.write(
             upkeep.promote, self._policy, list(queues), min(limit, MAX_BATCH), lazy=True
         )
-        self.counts.promoted += promotion.count
+        self.counters.promoted += promotion.count
         return promotion
 
     async def reclaim(self, worker: str, queues: Sequence[str], limit: int) -> list[Claim]:
         batch = await self._store.write(
             upkeep.reclaim, self._policy, worker, list(queues), min(limit, MAX_BATCH), lazy=True
         )
-        self.counts.reclaimed += batch.reclaimed
-        self.counts.claimed += len(batch.claims) - batch.reclaimed
-        self.counts.poisoned += batch.poisoned
-        self.counts.dead += batch.poisoned
+        self.counters.reclaimed += batch.reclaimed
+        self.counters.claimed += len(batch.claims) - batch.reclaimed
+        self.counters.poisoned += batch.poisoned
+        self.counters.dead += batch.poisoned
         return batch.claims
 
     async def deregister_worker(self, worker: str, queues: Sequence[str]) -> None:
@@ -223,7 +223,7 @@ class SqliteEngine(SqliteReads, Engine):
             audit=audit,
         )
         before = await self._operate(operators.move, queue, job_id, to, command)
-        self.counts.moved_to_dlq += to is State.DLQ_PENDING
+        self.counters.moved_to_dlq += to is State.DLQ_PENDING
         return before
 
     async def set_control(
@@ -246,14 +246,14 @@ class SqliteEngine(SqliteReads, Engine):
 
     async def claim_job(self, worker: str, queue: str, job_id: str) -> Claim:
         claim = await self._operate(operators.claim_job, worker, queue, job_id)
-        self.counts.claimed += 1
+        self.counters.claimed += 1
         return claim
 
     async def _operate(self, step: Callable[..., T], *arguments: object) -> T:
         try:
             return await self._store.write(step, self._policy, *arguments)
         except TransitionInvalid:
-            self.counts.illegal_moves += 1
+            self.counters.illegal_moves += 1
             raise
 
     # Feed and recovery -----------------------------------------------------------------------------
@@ -266,21 +266,10 @@ class SqliteEngine(SqliteReads, Engine):
         await self._store.write(feed.attach_reader, self._policy, queue)
 
     async def read_feed(self, queue: str, start: str, limit: int) -> list[FeedEntry]:
-        position = feed.parse_position(start)
-        rows = await self._store.reader.rows("read_feed", EVENT_ROWS, queue=queue, start=position, limit=max(0, limit))
-        return group_entries(rows)
+        return await feed.read_feed(self._store, queue, start, limit)
 
     async def wait_feed(self, positions: Mapping[str, str], wait_ms: int) -> list[str]:
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + wait_ms / 1000
-        pairs = json_list([(queue, feed.parse_position(position)) for queue, position in positions.items()])
-        with self._store.waiters.for_feeds(list(positions)) as wake:
-            while True:
-                wake.clear()
-                queues = await self._store.reader.rows("feeds_after", NAMES, positions=pairs)
-                if queues or loop.time() >= deadline:
-                    return queues
-                await wake.wait(deadline - loop.time())
+        return await feed.wait_feed(self._store, positions, wait_ms)
 
     async def trim_feed(self, queue: str, position: str) -> None:
         await self._store.write(feed.trim_feed, self._policy, queue, position)

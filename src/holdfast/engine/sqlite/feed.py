@@ -1,4 +1,4 @@
-"""Feed entries, notices and published events on SQLite; feed readers and trimming.
+"""The feed on SQLite: its reader, reading and waiting, trimming; also notices and published events.
 
 `FeedWriter` packs the events of one step of one queue into one feed entry. Where the engine's file is also the ledger,
 it writes the published events to the outbox in the same transaction. Notices only shorten waits; old ones are dropped.
@@ -6,7 +6,9 @@ it writes the published events to the outbox in the same transaction. Notices on
 
 from __future__ import annotations
 
+import asyncio
 import os
+from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
@@ -14,8 +16,10 @@ import msgspec
 from holdfast.core.job import Event
 from holdfast.core.publishing import OUTBOX_CHANGED, EventPublishing
 from holdfast.core.states import State
+from holdfast.engine.port.feed import FeedEntry
 from holdfast.engine.port.jobs import EngineOptions
-from holdfast.engine.sqlite.store import EngineContext
+from holdfast.engine.sqlite.rows import EVENT_ROWS, NAMES, group_entries
+from holdfast.engine.sqlite.store import EngineContext, SqliteEngineStore
 from holdfast.errors import InvalidOption
 from holdfast.sqlite.transaction import Transaction, json_list
 
@@ -124,6 +128,26 @@ def _event(kind: str, job_id: str, tenant_id: str, at_ms: int, *rest: Any) -> Ev
         message=message or "",
         data=msgspec.json.decode(data) if data else None,
     )
+
+
+async def read_feed(store: SqliteEngineStore, queue: str, start: str, limit: int) -> list[FeedEntry]:
+    position = parse_position(start)
+    rows = await store.reader.rows("read_feed", EVENT_ROWS, queue=queue, start=position, limit=max(0, limit))
+    return group_entries(rows)
+
+
+async def wait_feed(store: SqliteEngineStore, positions: Mapping[str, str], wait_ms: int) -> list[str]:
+    """Wait for entries without polling: the writer wakes waiters after a commit."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + wait_ms / 1000
+    pairs = json_list([(queue, parse_position(position)) for queue, position in positions.items()])
+    with store.waiters.for_feeds(list(positions)) as wake:
+        while True:
+            wake.clear()
+            queues = await store.reader.rows("feeds_after", NAMES, positions=pairs)
+            if queues or loop.time() >= deadline:
+                return queues
+            await wake.wait(deadline - loop.time())
 
 
 def attach_reader(transaction: Transaction, policy: EngineContext, queue: str) -> None:

@@ -122,7 +122,7 @@ async def submit(call: Call) -> Reply:
     query: SubmitQuery = call.query
     key = call.header("idempotency-key")
     envelope = _envelope(call, call.body, key)
-    receipt = await (await call.service.app.submitter()).submit(envelope)
+    receipt = await (await call.service.backend.submitter()).submit(envelope)
     if query.wait:
         view = await _wait_ended(call.service, envelope.queue, receipt.job_id, query.wait, call.receive)
         if view is not None:
@@ -149,7 +149,7 @@ async def submit_many(call: Call) -> Reply:
     """
     request: BulkSubmitRequest = call.body
     envelopes = [_check_item(call, number, item) for number, item in enumerate(request.jobs)]
-    submitter = await call.service.app.submitter()
+    submitter = await call.service.backend.submitter()
 
     async def one(envelope: Envelope) -> BulkSubmitResult:
         try:
@@ -252,7 +252,7 @@ async def cancel(call: Call) -> Reply:
     """Cancel a waiting or running job."""
     query: QueueQuery = call.query
     request: ReasonRequest = call.body
-    operating = call.service.operations.operating
+    operating = call.service.operations.jobs
     await operating.cancel(call.principal, call.path["job_id"], queue=query.queue, reason=request.reason)
     return Reply(job_of_view(await _find_job(call)))
 
@@ -273,7 +273,7 @@ async def retry(call: Call) -> Reply:
     """Make a delayed or retrying job due now."""
     query: QueueQuery = call.query
     request: ReasonRequest = call.body
-    operating = call.service.operations.operating
+    operating = call.service.operations.jobs
     await operating.expedite(call.principal, call.path["job_id"], queue=query.queue, reason=request.reason)
     return Reply(job_of_view(await _find_job(call)))
 
@@ -283,7 +283,7 @@ async def retry(call: Call) -> Reply:
 
 async def _find_job(call: Call) -> JobInfo:
     query: QueueQuery = call.query
-    return await call.service.operations.operating.find(call.principal, call.path["job_id"], query.queue)
+    return await call.service.operations.jobs.find(call.principal, call.path["job_id"], query.queue)
 
 
 def _check_item(call: Call, number: int, item: BulkSubmitItem) -> Envelope:
@@ -318,7 +318,7 @@ def _envelope(call: Call, request: SubmitRequest, key: str | None) -> Envelope:
     if request.webhook_url is not UNSET:
         options["webhook"] = _webhook(call.service, request.webhook_url)
     payload = b"{}" if request.payload is UNSET else raw_arguments(request.payload)
-    envelope = call.service.app.envelope(request.task, payload, **options)
+    envelope = call.service.backend.envelope(request.task, payload, **options)
     meta = msgspec.structs.replace(envelope.meta, submitted_by=call.principal.name)
     return msgspec.structs.replace(envelope, meta=meta)
 
@@ -358,7 +358,7 @@ async def _wait_ended(service: Service, queue: str, job_id: str, wait_s: float, 
     """Wait for a job to end. None on timeout, if the client disconnects, or at shutdown."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + min(wait_s, service.app.settings.http_wait_limit_s)
-    submitter = await service.app.submitter()
+    submitter = await service.backend.submitter()
     gone = asyncio.create_task(wait_disconnect(receive))
     ending = asyncio.create_task(service.ending.wait())
     try:

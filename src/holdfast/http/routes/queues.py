@@ -130,7 +130,7 @@ async def list_queues(call: Call) -> Reply:
     query: QueuesQuery = call.query
     unreachable = None
     try:
-        views = await call.service.operations.operating.queues(call.principal, query.queue)
+        views = await call.service.operations.queues.find(call.principal, query.queue)
     except PartialFailure as exc:
         views, unreachable = exc.completed, str(exc)
     return Reply(QueueListResponse(queues=[_queue(view) for view in views], unreachable=unreachable))
@@ -138,7 +138,7 @@ async def list_queues(call: Call) -> Reply:
 
 async def _change(call: Call, verb: str, **changes: Any) -> Reply:
     queue, request = await _known_queue(call), call.body
-    control = await call.service.operations.operating.update_control(
+    control = await call.service.operations.queues.update_control(
         call.principal, queue, reason=request.reason, verb=verb, **changes
     )
     return Reply(_control(queue, control))
@@ -230,9 +230,9 @@ async def set_tenant(call: Call) -> Reply:
         if (value := getattr(request, name)) is not UNSET
     }
     tenant = _valid_name(call.path["tenant_id"], "tenant")
-    operating = call.service.operations.operating
+    queues = call.service.operations.queues
     try:
-        control = await operating.update_tenant(call.principal, queue, tenant, reason=request.reason, **changes)
+        control = await queues.update_tenant(call.principal, queue, tenant, reason=request.reason, **changes)
     except InvalidOption as exc:
         # The limit on tenants with controls is reached.
         raise Conflict(str(exc)) from exc
@@ -251,7 +251,7 @@ async def set_tenant(call: Call) -> Reply:
 async def list_workers(call: Call) -> Reply:
     """List workers, as last seen by the engine."""
     query: QueuesQuery = call.query
-    views = await call.service.operations.operating.workers(call.principal, query.queue)
+    views = await call.service.operations.queues.workers(call.principal, query.queue)
     return Reply(WorkerListResponse(workers=[_worker(view) for view in views]))
 
 
@@ -260,7 +260,7 @@ async def _known_queue(call: Call) -> str:
     queue = _named(call)
     if not call.body.new:
         try:
-            await call.service.operations.operating.require_queue(call.principal, queue)
+            await call.service.operations.queues.require_queue(call.principal, queue)
         except NotFound as exc:
             raise NotFound("queue", exc.name, f'{exc.advice}; send "new": true to create it') from exc
     return queue

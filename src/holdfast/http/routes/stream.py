@@ -97,7 +97,7 @@ async def stream(call: Call) -> Reply | None:
     if query.job_id is None:
         await _follow(call, event_filter, last)
         return None
-    view = await call.service.operations.operating.find(principal, query.job_id, _only(query.queue))
+    view = await call.service.operations.jobs.find(principal, query.job_id, _only(query.queue))
     if call.service.operations.ledger is None:
         await _follow(call, event_filter, last)
         return None

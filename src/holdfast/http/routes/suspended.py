@@ -102,7 +102,7 @@ async def resume(call: Call) -> Reply:
     Its retries start again; its history is kept.
     """
     job_id, request = call.path["job_id"], call.body
-    await call.service.operations.operating.resume(call.principal, job_id, reason=request.reason)
+    await call.service.operations.jobs.resume(call.principal, job_id, reason=request.reason)
     return Reply(bulk_response(_one(job_id)))
 
 
@@ -112,7 +112,7 @@ async def discard(call: Call) -> Reply:
     It ends as cancelled, with the reason.
     """
     job_id, request = call.path["job_id"], call.body
-    await call.service.operations.operating.discard(call.principal, job_id, reason=request.reason)
+    await call.service.operations.jobs.discard(call.principal, job_id, reason=request.reason)
     return Reply(bulk_response(_one(job_id)))
 
 

@@ -95,7 +95,7 @@ async def run(call: Call) -> Reply:
     if not call.service.run_endpoint:
         raise NotFound("operation", "runJob", "enable it with HOLDFAST_RUN_ENDPOINT")
     query: RunQuery = call.query
-    view = await call.service.operations.operating.find(call.principal, call.path["job_id"], query.queue)
+    view = await call.service.operations.jobs.find(call.principal, call.path["job_id"], query.queue)
     after = await call.service.debug_runner.run(
         view, call.principal.name, force_fail=query.force_fail, transient_fail=query.transient_fail
     )

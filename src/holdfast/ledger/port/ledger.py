@@ -8,6 +8,8 @@
 - `triggers` (`TriggerStore`) and `outbox` (`OutboxStore`): messages received and events to publish.
 - `queries` (`Queries`): read-only queries for users and programs.
 
+Code that only reads takes a `LedgerReadPort`.
+
 One instance serves one event loop and connects on first use. All methods raise `LedgerUnavailable` when the store does
 not answer, and can then be called again with the same arguments. `PruneCursors` says where pruning continues;
 `KEEP_ENTRIES_MS` is the least time for which feed entries are kept.
@@ -78,7 +80,30 @@ class RecordedDeadLetter(msgspec.Struct, frozen=True):
     dlq_id: str
 
 
-class Projection(Protocol):
+class ProjectionReadPort(Protocol):
+    """What the ledger has read of the feeds, read-only, and waiting for it."""
+
+    async def position(self, queue: str) -> FeedPosition:
+        """Return how far the ledger has read the feed."""
+        ...
+
+    async def wait_position_change(self, queue: str, known: FeedPosition, wait_ms: int) -> FeedPosition:
+        """Return the position once it differs from `known`, or the current one after `wait_ms`. Does not poll."""
+        ...
+
+    async def wait_recorded(self, keys: Sequence[JobKey], wait_ms: int) -> set[JobKey]:
+        """Return the jobs whose whole submission is in the ledger, once all are there or after `wait_ms`.
+
+        Concurrent callers share lookups.
+        """
+        ...
+
+    async def already_written(self, queue: str, entries: Sequence[FeedEntry]) -> set[str]:
+        """Return positions of entries that are already in the ledger (same position and nonce); used after a fork."""
+        ...
+
+
+class Projection(ProjectionReadPort, Protocol):
     """Feed → ledger, exactly once: rows and position are one transaction, fenced by the old position (rules 14–18)."""
 
     async def acquire(self, queue: str, projector: str, lease_ms: int) -> FeedPosition | None:
@@ -116,10 +141,6 @@ class Projection(Protocol):
         """
         ...
 
-    async def already_written(self, queue: str, entries: Sequence[FeedEntry]) -> set[str]:
-        """Return positions of entries that are already in the ledger (same position and nonce); used after a fork."""
-        ...
-
     async def unacked_dead_letters(
         self, queue: str, limit: int, after: RecordedDeadLetter | None = None
     ) -> list[RecordedDeadLetter]:
@@ -132,21 +153,6 @@ class Projection(Protocol):
 
     async def ack_dead_letters(self, dead_letters: Sequence[RecordedDeadLetter]) -> None:
         """Mark these as moved by the engine."""
-        ...
-
-    async def position(self, queue: str) -> FeedPosition:
-        """Return how far the ledger has read the feed."""
-        ...
-
-    async def wait_position_change(self, queue: str, known: FeedPosition, wait_ms: int) -> FeedPosition:
-        """Return the position once it differs from `known`, or the current one after `wait_ms`. Does not poll."""
-        ...
-
-    async def wait_recorded(self, keys: Sequence[JobKey], wait_ms: int) -> set[JobKey]:
-        """Return the jobs whose whole submission is in the ledger, once all are there or after `wait_ms`.
-
-        Concurrent callers share lookups.
-        """
         ...
 
     async def close(self) -> None:
@@ -192,7 +198,22 @@ class Recovery(Protocol):
         ...
 
 
-class Ledger(Protocol):
+class LedgerReadPort(Protocol):
+    """The part of a ledger that cannot change it: queries, progress and diagnosis."""
+
+    @property
+    def queries(self) -> Queries: ...
+    @property
+    def projection(self) -> ProjectionReadPort | None:
+        """None when embedded: the engine writes the ledger itself."""
+        ...
+
+    async def diagnose(self) -> list[Finding]:
+        """Check the ledger: whether its data is reliable, how far it is behind, and what to do about it."""
+        ...
+
+
+class Ledger(LedgerReadPort, Protocol):
     """History of jobs and the data of operators, triggers and outbox; one property per role."""
 
     @property
@@ -204,8 +225,6 @@ class Ledger(Protocol):
     def effects(self) -> EffectStore: ...
     @property
     def recovery(self) -> Recovery: ...
-    @property
-    def queries(self) -> Queries: ...
     @property
     def operators(self) -> OperatorStore: ...
     @property
@@ -234,8 +253,4 @@ class Ledger(Protocol):
         and old audit entries. Never an open job, a key in doubt, an open dead letter, or one whose replay is in
         progress. Starts at the cursors and advances them.
         """
-        ...
-
-    async def diagnose(self) -> list[Finding]:
-        """Check the ledger: whether its data is reliable, how far it is behind, and what to do about it."""
         ...

@@ -254,7 +254,7 @@ class FeedEventContract(Contract):
         rig = Rig(harness, engine)
         with pytest.raises(FeedDetached):
             await rig.submit_one()
-        assert engine.counts.intake_refused == 1
+        assert engine.counters.intake_refused == 1
         assert await rig.claim() == []
         assert await rig.entries() == []
         await engine.attach_reader(rig.queue)

@@ -336,7 +336,7 @@ class IntakeContract(Contract):
         with pytest.raises(IntakeRefused) as refused:
             await rig.engine.submit([envelope])
         assert refused.value.queue == rig.queue
-        assert rig.engine.counts.intake_refused == 1
+        assert rig.engine.counters.intake_refused == 1
         assert await rig.find(envelope.job_id) is None
         assert ids(await rig.claim()) == [before]
 

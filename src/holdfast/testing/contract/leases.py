@@ -232,7 +232,7 @@ class LeaseContract(Contract):
         assert await rig.settle(old, verdict) is SettleResult.STALE
 
         assert (await rig.view(old.job_id), await rig.events()) == before
-        assert rig.engine.counts.stale_settles == 1
+        assert rig.engine.counters.stale_settles == 1
         assert await rig.settle(new, verdict) is SettleResult.APPLIED
 
     @pytest.mark.parametrize("verdict", EVERY_VERDICT, ids=lambda verdict: type(verdict).__name__)
@@ -269,7 +269,7 @@ class LeaseContract(Contract):
         assert view.state is State.FAILED
         assert view.failure is not None
         assert view.failure.code == POISON_PILL
-        assert rig.engine.counts.poisoned == 1
+        assert rig.engine.counters.poisoned == 1
         assert (await rig.event_types(claim.job_id))[-3:] == ["task.dlq_pending", "task.dlq", "task.failed"]
         assert await rig.claim_due() == []
 

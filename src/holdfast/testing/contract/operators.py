@@ -44,12 +44,12 @@ class MoveContract(Contract):
         assert b"ann" in msgspec.json.encode(event)
 
     async def _expect_refused(self, rig: Rig, job_id: str, state: State, target: State) -> None:
-        before, refused = (await rig.view(job_id), await rig.events(job_id)), rig.engine.counts.illegal_moves
+        before, refused = (await rig.view(job_id), await rig.events(job_id)), rig.engine.counters.illegal_moves
         with pytest.raises(TransitionInvalid) as error:
             await rig.move(job_id, target)
         assert (error.value.job_id, error.value.from_state, error.value.to_state) == (job_id, state, target)
         assert error.value.code == "WF_STATE_TRANSITION_INVALID"
-        assert rig.engine.counts.illegal_moves == refused + 1
+        assert rig.engine.counters.illegal_moves == refused + 1
         assert (await rig.view(job_id), await rig.events(job_id)) == before
 
     async def test_a_move_requires_the_expected_state(self, rig: Rig) -> None:

@@ -272,7 +272,7 @@ class FeedContract(Contract):
         accepted = len(await rig.submit(100, payload=payload))
         with pytest.raises(FeedFull):
             await rig.submit(1, payload=payload)
-        assert rig.engine.counts.intake_refused >= 1
+        assert rig.engine.counters.intake_refused >= 1
         stats = await rig.engine.stats(rig.queue)
         assert stats.feed_share > 1
         feed = [finding for finding in await rig.engine.diagnose([rig.queue]) if finding.check.startswith("feed of")]

@@ -241,11 +241,11 @@ class ExpediteContract(Contract):
     async def test_a_job_that_is_not_delayed_cannot_be_expedited(self, harness: EngineHarness, state: State) -> None:
         rig = await Rig.on(harness, ledger=True)
         job_id, _ = await rig.put_in(state)
-        before, refused = await rig.entries(), rig.engine.counts.illegal_moves
+        before, refused = await rig.entries(), rig.engine.counters.illegal_moves
         with pytest.raises(TransitionInvalid) as error:
             await self._expedite(rig, job_id, audit="operator.retry")
         assert (error.value.from_state, error.value.to_state) == (state, State.RUNNING)
-        assert rig.engine.counts.illegal_moves == refused + 1
+        assert rig.engine.counters.illegal_moves == refused + 1
         assert await rig.entries() == before
 
     async def test_an_unknown_job_cannot_be_expedited_or_claimed(self, rig: Rig) -> None:
@@ -329,11 +329,11 @@ class ExpediteContract(Contract):
     async def test_claim_job_refuses_jobs_that_cannot_run(self, harness: EngineHarness, state: State) -> None:
         rig = await Rig.on(harness, ledger=True)
         job_id, _ = await rig.put_in(state)
-        before, refused = await rig.entries(), rig.engine.counts.illegal_moves
+        before, refused = await rig.entries(), rig.engine.counters.illegal_moves
         with pytest.raises(TransitionInvalid) as error:
             await rig.engine.claim_job("w9", rig.queue, job_id)
         assert (error.value.from_state, error.value.to_state) == (state, State.RUNNING)
-        assert rig.engine.counts.illegal_moves == refused + 1
+        assert rig.engine.counters.illegal_moves == refused + 1
         assert await rig.entries() == before
 
     async def test_claim_and_claim_job_cannot_both_win(self, rig: Rig) -> None:

@@ -107,7 +107,7 @@ class SettlementContract(Contract):
         batch = [await rig.settlement(other, Succeed(b"7")), settlement]
         assert await rig.engine.settle(batch) == [SettleResult.APPLIED, SettleResult.ALREADY]
         assert (await rig.view(claim.job_id), await rig.events(claim.job_id)) == before
-        assert rig.engine.counts.stale_settles == 0
+        assert rig.engine.counters.stale_settles == 0
 
     async def test_a_settlement_repeated_in_one_batch_is_applied_once(self, rig: Rig) -> None:
         settlement = await rig.settlement(await rig.start_one(), RetryLater(60_000, FAILURE))

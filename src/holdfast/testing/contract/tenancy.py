@@ -325,7 +325,7 @@ class IntakeLimitContract(Contract):
         with pytest.raises(IntakeLimited) as error:
             await rig.submit(1)
         assert error.value.code == "INTAKE_LIMITED"
-        assert rig.engine.counts.intake_refused == 1
+        assert rig.engine.counters.intake_refused == 1
         assert await rig.entries() == before
         # Running jobs can finish, which makes room.
         await rig.succeed(claim)

@@ -18,6 +18,7 @@ from holdfast.core.job import Priority, new_job_ids
 from holdfast.core.states import FINAL, State
 from holdfast.engine.port.reads import Finding
 from holdfast.errors import IntakeRefused, JobCancelled, UnknownJob
+from holdfast.execution.backend import backend_of
 from holdfast.operations.suspended import SuspendedFilter
 from holdfast.upkeep.backlog_monitor import RAISED, BacklogMonitor
 from holdfast.upkeep.loop import QueueSelection
@@ -59,7 +60,7 @@ async def lost(fixture: AcceptanceFixture) -> str:
     fixture.need_ledger()
     from holdfast.upkeep.reconciler import Reconciler
 
-    redis, ledger, engine = fixture.sandbox.redis, fixture.app.ledger_backend, fixture.app.engine
+    redis, ledger, engine = fixture.sandbox.redis, backend_of(fixture.app).ledger, fixture.app.engine
     assert redis is not None
     assert ledger is not None
     options = fixture.app.tasks["act"].options(queue=MAIN, durable=True, delay=LATER_S, idempotency_key="verify-lost")
@@ -74,7 +75,7 @@ async def lost(fixture: AcceptanceFixture) -> str:
         "its state and due time", (after.state, after.next_attempt_at_ms), (State.QUEUED, before.next_attempt_at_ms)
     )
     check_equal("the job with its key", (await options.submit(key="lost")).id, job.id)
-    await fixture.operations.operating.expedite(OPERATOR, job.id, queue=MAIN, reason="holdfast verify")
+    await fixture.operations.jobs.expedite(OPERATOR, job.id, queue=MAIN, reason="holdfast verify")
     await job.result(TIMEOUT_S)
     check_equal("how often it ran", fixture.outside.happened.count("lost"), 1)
     expected = ["created", "restored", "expedited", "claimed", "succeeded"]
@@ -116,7 +117,7 @@ LAST: Final = (
 async def diagnosed(fixture: AcceptanceFixture) -> list[Criterion]:
     """One criterion for each finding of `holdfast doctor`: on one server, on each master, in a file."""
     found = [("engine", finding) for finding in await fixture.app.engine.diagnose([])]
-    port = fixture.app.ledger_backend
+    port = backend_of(fixture.app).ledger
     if port is not None and port.projection is not None:
         found += [("ledger", finding) for finding in await port.diagnose()]
     return [_criterion(part, finding) for part, finding in found]
@@ -313,29 +314,29 @@ async def _request_approval(fixture: AcceptanceFixture, what: str) -> tuple[Job[
 
 
 async def backlog(fixture: AcceptanceFixture) -> str:
-    engine, operations = fixture.app.engine, fixture.operations.operating
-    await operations.update_control(
+    engine, operations = fixture.app.engine, fixture.operations
+    await operations.queues.update_control(
         OPERATOR, BACKLOG, reason=_REASON, verb="limit", backlog_alert=_LIMIT, intake_limit=_LIMIT
     )
     jobs = [await fixture.submit("act", queue=BACKLOG, key="backlog") for _ in range(_LIMIT)]
     await BacklogMonitor(
-        engine, QueueSelection(engine, [BACKLOG]), fixture.sandbox.settings, fixture.app.ledger_backend
+        engine, QueueSelection(engine, [BACKLOG]), fixture.sandbox.settings, backend_of(fixture.app).ledger
     ).check()
-    check(f"backlog:{BACKLOG}" in engine.counts.alerts, f"no alert with {_LIMIT} jobs at a threshold of {_LIMIT}")
+    check(f"backlog:{BACKLOG}" in engine.counters.alerts, f"no alert with {_LIMIT} jobs at a threshold of {_LIMIT}")
     if fixture.has_ledger:
-        page = await operations.audit_log(OPERATOR)
+        page = await operations.audit.list(OPERATOR)
         check(any(entry.type == RAISED for entry in page.entries), "the alert is not in the audit log")
     await _require_refusal(fixture, "over its limit")
-    await operations.update_control(
+    await operations.queues.update_control(
         OPERATOR, BACKLOG, reason=_REASON, verb="pause", intake_limit=None, intake_paused=True
     )
     await _require_refusal(fixture, "paused")
-    await operations.update_control(
+    await operations.queues.update_control(
         OPERATOR, BACKLOG, reason=_REASON, verb="resume", intake_paused=False, backlog_alert=None
     )
     jobs.append(await fixture.submit("act", queue=BACKLOG, key="backlog"))
     for job in jobs:
-        await operations.cancel(OPERATOR, job.id, queue=BACKLOG, reason=_REASON)
+        await operations.jobs.cancel(OPERATOR, job.id, queue=BACKLOG, reason=_REASON)
     await fixture.nothing_pending(BACKLOG, of="the backlog")
     return f"an alert at {_LIMIT} jobs; intake refused over its limit and while paused, then resumed"
 

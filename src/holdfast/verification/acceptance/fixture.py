@@ -23,6 +23,7 @@ from holdfast.core.job import Event
 from holdfast.core.principal import ALL_TENANTS, Principal, Role
 from holdfast.core.states import HEARTBEAT_EVENT, OPERATOR_PREFIX
 from holdfast.errors import EngineUnavailable
+from holdfast.execution.backend import backend_of
 from holdfast.operations.operations import Operations
 from holdfast.upkeep.upkeep import Upkeep
 from holdfast.verification.acceptance.sandbox import BACKLOG, FENCE, MAIN, Sandbox
@@ -153,7 +154,7 @@ class AcceptanceFixture:
 
     @property
     def has_ledger(self) -> bool:
-        return self.app.ledger_backend is not None
+        return backend_of(self.app).ledger is not None
 
     def need_ledger(self) -> None:
         """Raise `NotApplicable` without a ledger."""
@@ -249,7 +250,7 @@ class AcceptanceFixture:
         settings = self.sandbox.settings.model_copy(update={"reclaim": False})
         app = build(settings, self._end_at_once, self.outside)
         async with app:
-            upkeep = Upkeep(app.engine, [FENCE, BACKLOG], settings, app.ledger_backend)
+            upkeep = Upkeep(app.engine, [FENCE, BACKLOG], settings, backend_of(app).ledger)
             running = asyncio.create_task(upkeep.run())
             try:
                 yield

@@ -27,6 +27,7 @@ from holdfast.client.options import SubmitOptions
 from holdfast.core.job import Envelope
 from holdfast.core.retry import Backoff
 from holdfast.errors import HoldfastError, IntakeRefused, NotDurableYet, Unavailable, UsageError
+from holdfast.execution.backend import backend_of
 from holdfast.verification.chaos import workload
 from holdfast.verification.chaos.workload import WorkItem, probe, work_item
 
@@ -178,7 +179,7 @@ class LoadGenerator:
     def __init__(
         self, app: Holdfast, web: ServiceClient, journal: SubmissionJournal, *, seed: int, count: int, folder: Path
     ) -> None:
-        self._app = app
+        self._backend = backend_of(app)
         self._web = web
         self._journal = journal
         self._seed = seed
@@ -286,11 +287,11 @@ class LoadGenerator:
     # Ways of submission --------------------------------------------------------------------------------------
 
     async def _submit(self, each: WorkItem) -> str:
-        receipt = await (await self._app.submitter()).submit(self._envelope(each))
+        receipt = await (await self._backend.submitter()).submit(self._envelope(each))
         return receipt.job_id
 
     async def _send_bulk(self, items: Sequence[WorkItem]) -> list[str]:
-        receipts = await (await self._app.submitter()).submit_many([self._envelope(each) for each in items])
+        receipts = await (await self._backend.submitter()).submit_many([self._envelope(each) for each in items])
         return [receipt.job_id for receipt in receipts]
 
     async def _post(self, each: WorkItem) -> str:
@@ -314,7 +315,7 @@ class LoadGenerator:
         }
         if each.delay_s:
             options["delay"] = timedelta(seconds=each.delay_s)
-        return self._app.envelope(each.task, msgspec.json.encode(each.arguments), **options)
+        return self._backend.envelope(each.task, msgspec.json.encode(each.arguments), **options)
 
 
 def _document(each: WorkItem) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from holdfast.core.principal import ALL_TENANTS, AuditEntry, Principal, Role
 from holdfast.core.retry import Backoff
 from holdfast.core.states import OPERATOR_PREFIX
 from holdfast.errors import Conflict, EffectInDoubt, TransitionInvalid, Unavailable
+from holdfast.execution.backend import backend_of
 from holdfast.ledger.port.effects import EffectOutcome, EffectState
 from holdfast.ledger.queries.operators import EffectQueries
 from holdfast.operations.operations import Operations
@@ -195,7 +196,7 @@ async def resolve_effects(app: Holdfast, journal: SubmissionJournal, folder: Pat
         key = str(work_item(journal.seed, number, folder).arguments["key"])
         try:
             await resolve_effect(app, job.tenant_id, key, done=key in happened)
-            await operations.operating.resume(OPERATOR, job.job_id, queue=job.queue, reason="effect checked")
+            await operations.jobs.resume(OPERATOR, job.job_id, queue=job.queue, reason="effect checked")
         except (TransitionInvalid, Conflict):
             # The list comes from the ledger, which may lag behind.
             continue
@@ -206,7 +207,7 @@ async def resolve_effects(app: Holdfast, journal: SubmissionJournal, folder: Pat
 
 async def resolve_effect(app: Holdfast, tenant_id: str, key: str, *, done: bool) -> None:
     """Resolve one effect in doubt as done or not done."""
-    ledger = app.ledger_backend
+    ledger = backend_of(app).ledger
     assert ledger is not None
     row = await EffectQueries(ledger.queries.engine).find(tenant_id, key)
     if row is None or row.state == EffectState.DONE:

@@ -19,6 +19,7 @@ from holdfast.core.job import DEFAULT_QUEUE
 from holdfast.core.principal import ALL_TENANTS, Role
 from holdfast.core.states import FINAL
 from holdfast.errors import Unavailable
+from holdfast.execution.backend import backend_of
 from holdfast.ledger.queries.jobs import Queries
 from holdfast.operations.operations import Operations
 from holdfast.schema import jobs as jobs_table
@@ -311,7 +312,7 @@ class _ChaosRun:
         forgetful = self._options.topology != "single"
         settings = settings_of(self._deployment.direct) | {"reply_timeout_s": _CHECK_TIMEOUT_S}
         async with Holdfast(settings=Settings.load(**settings)) as app:
-            ledger = app.ledger_backend
+            ledger = backend_of(app).ledger
             assert ledger is not None
             findings = await check_run(
                 ledger.queries, self._journal, self._folder, self._options.jobs, forgetful=forgetful
@@ -346,7 +347,7 @@ class _ChaosRun:
 
     @property
     def _queries(self) -> Queries:
-        ledger = self._direct.ledger_backend
+        ledger = backend_of(self._direct).ledger
         assert ledger is not None
         return ledger.queries
 
