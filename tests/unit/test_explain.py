@@ -198,8 +198,8 @@ HISTORIES: dict[str, tuple[list[Event], str]] = {
         "Its worker sent 3 heartbeats.",
     ),
     "something new": (
-        make_history(S.QUEUED, side_event("operator.noted", "look here")),
-        "operator.noted at 2026-11-15 14:00:02 UTC (look here).",
+        make_history(S.QUEUED, side_event("operator.noted", "check this")),
+        "operator.noted at 2026-11-15 14:00:02 UTC (check this).",
     ),
     "approved by two": (
         make_history(S.WAITING_APPROVAL, (S.QUEUED, {"data": {"approval": {"by": ["ann", "bob"]}, "actor": "bob"}})),

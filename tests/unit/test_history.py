@@ -93,7 +93,7 @@ ILLEGAL: dict[str, tuple[list[Event], str]] = {
     "forked out of nothing": (make_events((S.QUEUED, FORKED)), "None → queued is not a fork"),
     "a fork by another name": (make_events(S.QUEUED, S.RUNNING, S.RETRYING, S.QUEUED), "not in the table"),
     "an attempt twice": (make_events(S.QUEUED, S.RUNNING, S.RETRYING, (S.RUNNING, {"attempt": 1})), "expected [2]"),
-    "an attempt left out": (make_events(S.QUEUED, (S.RUNNING, {"attempt": 2})), "expected [1]"),
+    "an attempt skipped": (make_events(S.QUEUED, (S.RUNNING, {"attempt": 2})), "expected [1]"),
     "another worker's attempt": (
         make_events(S.QUEUED, S.RUNNING, S.RUNNING, (S.SUCCEEDED, {"attempt": 1})),
         "expected [2]",

@@ -178,7 +178,7 @@ def test_a_started_release_is_an_attempt_but_not_a_retry() -> None:
         (Succeed(b"1"), "succeeded"),
         (DeadLetter(FAILURE), "dlq_pending"),
         (Suspend(FAILURE), "suspended"),
-        (Hold("ask"), "waiting_approval"),
+        (Hold("approval"), "waiting_approval"),
     ],
 )
 def test_every_end_of_an_attempt_is_in_the_history(verdict: Verdict, outcome: str) -> None:

@@ -170,7 +170,7 @@ async def test_upkeep_continues_while_a_node_is_down(outage: OutageRig) -> None:
     engine, harness = outage.engine, outage.harness
     for queue in outage.queues:
         await outage.rig(queue).submit(1)
-    lost_ids = await outage.claim_all(3)
+    lost_claims = await outage.claim_all(3)
     for queue in outage.queues:
         await outage.rig(queue).submit(1, delay_ms=60_000)
         await harness.age_queue(queue, 120_000)
@@ -183,7 +183,7 @@ async def test_upkeep_continues_while_a_node_is_down(outage: OutageRig) -> None:
     assert len(calls) == 1, "a hung node would be waited for each time"
     assert (await engine.promote(outage.queues, 10)).count == 2
     with pytest.raises(PartialFailure) as raised:
-        await engine.renew([claim.lease for claim in lost_ids])
+        await engine.renew([claim.lease for claim in lost_claims])
     assert raised.value.completed == []
     assert [info.queue for info in await engine.workers(outage.queues)] == sorted(outage.up_queues)
     for queue in outage.up_queues:
@@ -285,11 +285,11 @@ async def test_a_promoted_replica_is_found_without_a_redirection(make_cluster: M
     """A dead master never replies `MOVED`; the new address is learned from the other nodes."""
     cluster = await asyncio.to_thread(make_cluster, options={"cluster-require-full-coverage": "no"})
     async with closing(RedisHarness(cluster.url, namespace)) as harness:
-        rig = Rig(harness, await harness.make(), "taken-over")
-        idle = Rig(harness, await harness.make(), "taken-over")
+        rig = Rig(harness, await harness.make(), "failed-over")
+        idle = Rig(harness, await harness.make(), "failed-over")
         first = await rig.submit_one()
-        assert await idle.engine.get("taken-over", [first]) != [None]
-        owner = cluster.owner(harness.keys("taken-over").control.decode())
+        assert await idle.engine.get("failed-over", [first]) != [None]
+        owner = cluster.owner(harness.keys("failed-over").control.decode())
         await _wait_replicated(cluster, owner)
         try:
             assert await asyncio.to_thread(cluster.fail_over, target=owner) != owner

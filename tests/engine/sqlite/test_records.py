@@ -185,7 +185,7 @@ async def test_pruning_deletes_jobs_events_and_keys(path: Path) -> None:
         assert query_file(path, "SELECT key FROM submission_keys") == [("open",)]
 
 
-async def test_what_a_reader_still_needs_is_not_pruned(path: Path) -> None:
+async def test_jobs_that_a_reader_still_needs_are_not_pruned(path: Path) -> None:
     clock = ManualClock()
     async with open_engine(path, clock, finished_ttl_ms=60_000) as engine:
         await engine.attach_reader(QUEUE)

@@ -101,7 +101,7 @@ def test_the_ledger_finds_its_columns(database: sqlite3.Connection, table: str) 
 
 
 @pytest.mark.parametrize(("previous_state", "state"), list(product([None, *State], State)))
-def test_the_file_knows_the_state_table(
+def test_the_file_enforces_the_state_table(
     database: sqlite3.Connection, previous_state: State | None, state: State
 ) -> None:
     if is_legal(previous_state, state):

@@ -95,7 +95,7 @@ async def test_a_file_locked_by_another_program_raises(path: Path, monkeypatch: 
         assert await engine.submit([envelope()])
 
 
-async def test_a_full_disk_refuses_but_keeps_what_it_has(path: Path) -> None:
+async def test_a_full_disk_refuses_writes_and_keeps_data(path: Path) -> None:
     def limit_pages(transaction: Transaction, pages: int) -> None:
         transaction._connection.execute(f"PRAGMA max_page_count = {pages}")
 
