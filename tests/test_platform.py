@@ -11,7 +11,7 @@ from holdfast._platform import WINDOWS
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
-    """A process that takes its platform for Windows."""
+    """Run code in a process whose platform is set to Windows."""
     text = f"import sys; sys.platform = 'win32'; {code}"
     return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=False)
 
@@ -26,17 +26,17 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
         "import holdfast.mongo",
     ],
 )
-def test_the_library_says_so(code: str) -> None:
-    done = run(code)
-    assert done.stderr.splitlines()[-1] == f"ImportError: {WINDOWS}"
+def test_the_library_raises_one_error(code: str) -> None:
+    result = run(code)
+    assert result.stderr.splitlines()[-1] == f"ImportError: {WINDOWS}"
 
 
 @pytest.mark.parametrize("words", [["worker", "shop.py"], ["--help"], ["demo"]])
-def test_the_program_says_so_in_one_line(words: list[str]) -> None:
-    done = run(f"sys.argv = ['holdfast', *{words}]; from holdfast.cli.main import main; main()")
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"holdfast: {WINDOWS}\n")
+def test_the_program_prints_one_line(words: list[str]) -> None:
+    result = run(f"sys.argv = ['holdfast', *{words}]; from holdfast.cli.main import main; main()")
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", f"holdfast: {WINDOWS}\n")
 
 
-def test_the_version_can_be_asked() -> None:
-    done = run("sys.argv = ['holdfast', '--version']; from holdfast.cli.main import main; main()")
-    assert (done.returncode, done.stderr) == (0, "")
+def test_the_version_is_printed() -> None:
+    result = run("sys.argv = ['holdfast', '--version']; from holdfast.cli.main import main; main()")
+    assert (result.returncode, result.stderr) == (0, "")

@@ -1,7 +1,7 @@
-"""A process of holdfast that takes one step at a time: the product's own parts, without the loops around them.
+"""A holdfast process that runs one step at a time: the product's own parts, without the loops around them.
 
-So every run makes the same calls in the same order. Where a loop of the product would catch an error and try again,
-so does the step.
+Every run therefore makes the same calls in the same order. A step catches an error and retries where the product's
+loop would.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from holdfast.worker.fetcher import Fetcher
 from holdfast.worker.in_flight import InFlight
 from holdfast.worker.runner import Runner
 from holdfast.worker.settler import Settler
-from tests.crash_points.stores import Place
+from tests.crash_points.stores import Stores
 
-_TRIES: Final = 8
+_ATTEMPTS: Final = 8
 
 
 class StepFetcher(Fetcher):
-    """One turn at a time, which waits for nothing."""
+    """Runs one round at a time, without waiting."""
 
-    async def turn(self) -> None:
-        """As `run` does, until one has succeeded."""
+    async def run_round(self) -> None:
+        """Run rounds as `run` does, until one has succeeded."""
         self._reclaim_at = 0.0
         while True:
             try:
@@ -57,13 +57,13 @@ class StepFetcher(Fetcher):
 
 
 class StepProjector(Projector):
-    """One turn at a time, which waits for nothing."""
+    """Runs one round at a time, without waiting."""
 
     async def _wait(self, wait_ms: int) -> list[FeedCursor]:
         return await super()._wait(0)
 
-    async def turn(self) -> None:
-        """As `run` does, once; then what it tells the engine has been told."""
+    async def run_round(self) -> None:
+        """Run one round as `run` does, and wait for its confirmations to the engine."""
         self._round_at = 0.0
         for cursor in self._cursors.values():
             cursor.read_at = 0.0
@@ -80,7 +80,7 @@ class StepProjector(Projector):
 
 
 class StepSettler(Settler):
-    """Remembers which verdicts it was told are stale."""
+    """Counts the verdicts that were answered *stale*."""
 
     stale = 0
 
@@ -90,16 +90,16 @@ class StepSettler(Settler):
 
 
 class Process:
-    """Opened, it has all parts of a worker with upkeep."""
+    """All parts of a worker with upkeep."""
 
-    def __init__(self, place: Place, app: Holdfast, number: int, plans: Mapping[str, TaskSpec]) -> None:
-        """`plans`: what is run beside the app's own tasks."""
-        self.place = place
+    def __init__(self, stores: Stores, app: Holdfast, number: int, specs: Mapping[str, TaskSpec]) -> None:
+        """`specs`: tasks to run besides the app's own."""
+        self.stores = stores
         self.app = app
         self.number = number
-        self._plans = {**backend_of(app).specs, **plans}
+        self._specs = {**backend_of(app).specs, **specs}
         self.name = f"process-{number}"
-        self._held: InFlight = set()
+        self._in_flight: InFlight = set()
         self._pruned = False
 
     @property
@@ -113,11 +113,11 @@ class Process:
         return ledger
 
     @property
-    def offices(self) -> Operations:
+    def operations(self) -> Operations:
         return Operations.for_app(self.app)
 
     async def open(self) -> None:
-        await again(self.app.open)
+        await retry_call(self.app.open)
 
     async def close(self) -> None:
         if "_runner" in self.__dict__:
@@ -127,22 +127,22 @@ class Process:
     # A worker ---------------------------------------------------------------------------------------
 
     async def work(self, queues: Sequence[str] = ()) -> None:
-        """Claim what may run, run it, and have every verdict answered."""
-        self._fetcher._queues = tuple(queues or await again(self.engine.queues))
+        """Claim and run ready jobs, and wait for the settle results."""
+        self._fetcher._queues = tuple(queues or await retry_call(self.engine.queues))
         if self._fetcher._queues:
-            await self._fetcher.turn()
-            await self._done()
+            await self._fetcher.run_round()
+            await self._settle_all()
 
-    async def _done(self) -> None:
-        while self._held:
+    async def _settle_all(self) -> None:
+        while self._in_flight:
             await asyncio.sleep(0)
             await self._settler.flush(10)
         # No process here outlives its leases: what it settles is applied, or was when the reply was lost.
-        assert not self._settler.stale, "a worker that held its lease was told that its verdict is stale"
+        assert not self._settler.stale, "a worker that held its lease was answered *stale*"
 
     @cached_property
     def _settler(self) -> StepSettler:
-        return StepSettler(self.engine, self._held)
+        return StepSettler(self.engine, self._in_flight)
 
     @cached_property
     def _runner(self) -> Runner:
@@ -162,72 +162,72 @@ class Process:
             lease_s=app.settings.visibility_timeout_s,
             payload_limit=app.settings.payload_limit,
         )
+        backend = backend_of(app)
         return Runner(
-            self._plans,
+            self._specs,
             self._settler,
-            self._held,
+            self._in_flight,
             1,
             tools=tools,
-            guards=backend_of(app).guard_runner(backend_of(app).ledger),
+            guards=backend.guard_runner(backend.ledger),
         )
 
     @cached_property
     def _fetcher(self) -> StepFetcher:
-        return StepFetcher(self.engine, self.name, ["default"], self._runner, self._held, self.app.settings)
+        return StepFetcher(self.engine, self.name, ["default"], self._runner, self._in_flight, self.app.settings)
 
     # Upkeep -----------------------------------------------------------------------------------------
 
-    async def keep(self) -> None:
-        """One turn of everything that a worker with upkeep does beside its jobs."""
-        queues = await again(self.engine.queues)
+    async def run_upkeep(self) -> None:
+        """Run one round of each upkeep duty."""
+        queues = await retry_call(self.engine.queues)
         if queues:
-            await again(lambda: self.engine.promote(queues, MAX_BATCH))
+            await retry_call(lambda: self.engine.promote(queues, MAX_BATCH))
             if not self._pruned:
-                # Once is enough: it has many small steps.
-                await again(lambda: EnginePruner(self.engine, QueueSelection(self.engine, queues))._run_once())
+                # Pruning has many small steps; one round covers them.
+                await retry_call(lambda: EnginePruner(self.engine, QueueSelection(self.engine, queues))._run_once())
                 self._pruned = True
-        if self.place.apart:
+        if self.stores.separate_ledger:
             await self.project()
-        if self.place.has_ledger:
-            await again(lambda: ReplaySubmission(self.engine, self.ledger)._dead_letters.submit_pending(100))
+        if self.stores.has_ledger:
+            await retry_call(lambda: ReplaySubmission(self.engine, self.ledger)._dead_letters.submit_pending(100))
             approvals = ApprovalOperations(self.engine, self.ledger)
-            await again(lambda: approvals.expire(100))
-            await again(lambda: approvals.deliver_pending(100))
+            await retry_call(lambda: approvals.expire(100))
+            await retry_call(lambda: approvals.deliver_pending(100))
 
     async def project(self) -> None:
-        if self.place.apart:
-            await self._projector.turn()
+        if self.stores.separate_ledger:
+            await self._projector.run_round()
 
     @cached_property
     def _projector(self) -> StepProjector:
         return StepProjector(self.engine, self.ledger, name=self.name, lease_ms=1, linger_s=0.0, round_s=0.0)
 
     @asynccontextmanager
-    async def projecting(self) -> AsyncIterator[None]:
-        """The projector, beside something that waits for it."""
+    async def run_projector(self) -> AsyncIterator[None]:
+        """Run the projector in the background, for a caller that waits for it."""
 
         async def project() -> None:
             while True:
                 await self.project()
                 await asyncio.sleep(0.002)
 
-        beside = asyncio.create_task(project())
+        background = asyncio.create_task(project())
         try:
             yield
         finally:
-            beside.cancel()
-            await asyncio.gather(beside, return_exceptions=True)
+            background.cancel()
+            await asyncio.gather(background, return_exceptions=True)
 
     async def reconcile(self) -> ReconcileReport:
-        """A pass."""
-        async with self.projecting():
-            report: ReconcileReport = await again(lambda: Reconciler(self.engine, self.ledger).reconcile())
+        async with self.run_projector():
+            report: ReconcileReport = await retry_call(lambda: Reconciler(self.engine, self.ledger).reconcile())
         return report
 
 
-async def again(step: Callable[[], Awaitable[Any]]) -> Any:
-    """Until the store answers, as every loop and every patient caller does."""
-    for _ in range(_TRIES):
+async def retry_call(step: Callable[[], Awaitable[Any]]) -> Any:
+    """Repeat a call until the store answers, as the product's loops and its callers do."""
+    for _ in range(_ATTEMPTS):
         try:
             return await step()
         except Unavailable:

@@ -1,4 +1,4 @@
-"""Stores to crash on. Each is emptied for every run, ages by command, and tells what is left in it."""
+"""Stores for crash points. Each is emptied for every run, ages by command, and lists what is left in it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from holdfast.testing.inline import ManualClock
 from tests.crash_points.seams import scripts
 from tests.engine.harness import RedisHarness
 
-#: Streams that tell of what was: bounded, and not about open jobs.
+#: Streams that hold history: bounded, and not about open jobs.
 _KEPT: Final = ("feed", "result", "dlq", "wake", "notices")
 
 
-class Place:
+class Stores:
     """Engine and ledger of one run."""
 
     #: Whether engine and ledger are two stores, of which one can be wiped.
-    apart = False
+    separate_ledger = False
     has_ledger = True
     clock: Clock
 
@@ -37,31 +37,31 @@ class Place:
 
     @property
     def ledger_url(self) -> str:
-        """For connections of the user's own."""
+        """For the user's own connections."""
         raise NotImplementedError
 
     async def begin(self) -> None:
-        """Empty, and as old as it is now."""
+        """Empty the stores for a new run."""
 
     async def advance(self, ms: int) -> None:
         """Let time pass on the engine's clock."""
 
     def tick(self) -> None:
-        """While somebody waits, a clock that stands still goes on a little."""
+        """Advance a manual clock a little while a scenario polls."""
 
     async def wipe(self) -> None:
-        """The engine has lost everything."""
+        """Delete all data of the engine."""
 
     async def leftovers(self) -> list[str]:
-        """What is in the engine's store although every job has ended."""
+        """List what is in the engine's store although every job has ended."""
         return []
 
     async def end(self) -> None:
         """Clean up after a run."""
 
 
-class SqlitePlace(Place):
-    """One file; time is a number."""
+class SqliteStores(Stores):
+    """One file, with a manual clock."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__("sqlite")
@@ -93,8 +93,8 @@ class SqlitePlace(Place):
         _remove(self._path)
 
 
-class RedisPlace(Place):
-    """A namespace of a real server, with or without a ledger beside it."""
+class RedisStores(Stores):
+    """A namespace of a real server, with or without a ledger in another store."""
 
     def __init__(self, url: str, ledger: Callable[[], str] | None = None, name: str = "redis") -> None:
         super().__init__(name)
@@ -104,7 +104,7 @@ class RedisPlace(Place):
         self._namespace = ""
         self._loaded = False
         self.clock = SystemClock()
-        self.has_ledger = self.apart = ledger is not None
+        self.has_ledger = self.separate_ledger = ledger is not None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class RedisPlace(Place):
     async def begin(self) -> None:
         self._namespace = f"crash-{secrets.token_hex(6)}"
         if not self._loaded:
-            # Whether the server knows them already must not change which calls there are.
+            # Scripts that the server has not cached would add calls to the run.
             client: Any = Redis.from_url(self._url)
             async with client as redis:
                 for script in scripts():
@@ -138,27 +138,27 @@ class RedisPlace(Place):
         await RedisHarness(self._url, self._namespace).close()
 
     async def write(self, fields: dict[str, str]) -> None:
-        """As another program does: a plain XADD."""
+        """Write a message as another program does: by a plain XADD."""
         harness = RedisHarness(self._url, self._namespace)
         await harness.redis.xadd(harness.keys("default").streams[Priority.NORMAL], fields)
         await harness.redis.aclose()
 
-    async def letters(self) -> list[dict[bytes, bytes]]:
-        """The engine's dead letters."""
+    async def dead_letters(self) -> list[dict[bytes, bytes]]:
+        """Read the engine's dead letters."""
         harness = RedisHarness(self._url, self._namespace)
         entries = await harness.redis.xrange(harness.keys("default").dlq)
         await harness.redis.aclose()
         return [fields for _, fields in entries]
 
     async def leftovers(self) -> list[str]:
-        """Streams, sets and records of open jobs; consumers with leases."""
+        """List streams and sets that still hold open jobs."""
         harness = RedisHarness(self._url, self._namespace)
-        left = []
+        leftovers = []
         async for keys in harness._own_keys():
             for key in keys:
-                left += await self._left(harness.redis, key)
+                leftovers += await self._left(harness.redis, key)
         await harness.redis.aclose()
-        return left
+        return leftovers
 
     async def _left(self, redis: Any, key: bytes) -> list[str]:
         kind = (await redis.type(key)).decode()
@@ -194,6 +194,6 @@ async def _empty(url: str) -> None:
 
 
 def _remove(path: Path) -> None:
-    """A file of SQLite with all that lies beside it."""
+    """Remove a SQLite file with its journal files."""
     for file in path.parent.glob(f"{path.name}*"):
         file.unlink(missing_ok=True)

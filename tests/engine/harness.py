@@ -1,4 +1,4 @@
-"""Harnesses for the engine contract: SQLite with a clock that is moved by hand, Redis whose data is made older."""
+"""Harnesses for the engine contract: SQLite with a manual clock, Redis whose data is aged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PAGE: Final = 1_000
 
 
 class SqliteHarness(EngineHarness):
-    """Engines on one file; time is a number."""
+    """Engines on one file, with a manual clock."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -48,12 +48,12 @@ class SqliteHarness(EngineHarness):
 
 
 class RedisHarness(EngineHarness):
-    """Engines in one namespace of a real server. Its clock cannot be moved, so everything that it times is aged."""
+    """Engines in one namespace of a real server. Its clock cannot be set, so everything that it times is aged."""
 
     def __init__(self, url: str, namespace: str) -> None:
         self.url = url
         self.names = KeyNames(namespace=namespace, cluster=isinstance(parse_url(url), ClusterSeeds))
-        #: Typed loosely: the client's types leave open whether replies are bytes or text.
+        #: `Any`, because the client's types leave open whether replies are bytes or text.
         self.redis: Any = plain_client(url)
         self._made: list[Engine] = []
 
@@ -68,8 +68,8 @@ class RedisHarness(EngineHarness):
 
     async def configure(self, name: str, value: Any) -> None:
         """CONFIG SET, on every server."""
-        where = {"target_nodes": RedisCluster.ALL_NODES} if self.names.cluster else {}
-        await self.redis.config_set(name, value, **where)
+        targets = {"target_nodes": RedisCluster.ALL_NODES} if self.names.cluster else {}
+        await self.redis.config_set(name, value, **targets)
 
     async def advance(self, ms: int) -> None:
         queues = [queue.decode() for queue in await self.redis.smembers(self.names.queues)]
@@ -78,7 +78,7 @@ class RedisHarness(EngineHarness):
         await self._age_expiries(ms)
 
     async def age_queue(self, queue: str, ms: int) -> None:
-        """Leases have been idle for longer, and everything that waits is due earlier."""
+        """Make leases idle for longer, and everything that waits due earlier."""
         keys = self.keys(queue)
         for lane in (0, *map(int, (await self.redis.hget(keys.control, "lanes") or b"").split())):
             for stream in keys.lane(lane):
@@ -114,7 +114,7 @@ class RedisHarness(EngineHarness):
             await pipe.execute()
 
     async def _age_record(self, key: bytes, ms: int) -> None:
-        """A parked job remembers the instant that its submitter asked for."""
+        """Move the `run_at` that a parked job keeps in its record."""
         head, _, packed = (await self.redis.get(key)).partition(b"\n")
         body = decode_record(packed)
         if body.run_at != "0":
@@ -126,15 +126,15 @@ class RedisHarness(EngineHarness):
             async with self.redis.pipeline() as pipe:
                 for key in keys:
                     pipe.pttl(key)
-                left_ms = dict(zip(keys, await pipe.execute(), strict=True))
-                for key, left in left_ms.items():
-                    if left >= 0:
-                        # What has no time left is deleted at once.
-                        pipe.pexpire(key, left - ms)
+                remaining_by_key = dict(zip(keys, await pipe.execute(), strict=True))
+                for key, remaining_ms in remaining_by_key.items():
+                    if remaining_ms >= 0:
+                        # A negative time deletes the key at once.
+                        pipe.pexpire(key, remaining_ms - ms)
                 await pipe.execute()
 
     async def _own_keys(self) -> AsyncIterator[list[bytes]]:
-        """This namespace's keys, in pages: with and without a hash tag."""
+        """Yield this namespace's keys in pages, with and without a hash tag."""
         for pattern in (f"{self.names.namespace}:*", f"{{{self.names.namespace}:*"):
             page: list[bytes] = [key async for key in self.redis.scan_iter(match=pattern, count=_PAGE)]
             if page:
@@ -142,15 +142,15 @@ class RedisHarness(EngineHarness):
 
 
 def plain_client(url: str) -> Any:
-    """Another program's client of the same store: of one server, of a Cluster, or of what the sentinels name."""
-    place = parse_url(url)
-    if isinstance(place, ClusterSeeds):
-        return RedisCluster(host=place.addresses[0].host, port=place.addresses[0].port)
-    if isinstance(place, SentinelAddresses):
-        with redis.Redis(host=place.addresses[0].host, port=place.addresses[0].port) as sentinel:
-            host, port = sentinel.sentinel_get_master_addr_by_name(place.service)
-        return Redis(host=host, port=port, db=place.master.db)
-    # It need not look up its own version for every connection, nor tell it.
+    """A client as another program would use: for one server, a Cluster, or the master that the sentinels name."""
+    address = parse_url(url)
+    if isinstance(address, ClusterSeeds):
+        return RedisCluster(host=address.addresses[0].host, port=address.addresses[0].port)
+    if isinstance(address, SentinelAddresses):
+        with redis.Redis(host=address.addresses[0].host, port=address.addresses[0].port) as sentinel:
+            host, port = sentinel.sentinel_get_master_addr_by_name(address.service)
+        return Redis(host=host, port=port, db=address.master.db)
+    # Without driver info it does not look up and send its version for every connection.
     return Redis.from_url(url, driver_info=None)
 
 
@@ -159,7 +159,7 @@ H = TypeVar("H", SqliteHarness, RedisHarness)
 
 @asynccontextmanager
 async def closing(harness: H) -> AsyncIterator[H]:
-    """The harness, and the end of everything that it made."""
+    """Yield the harness, then close everything that it made."""
     try:
         yield harness
     finally:

@@ -1,6 +1,6 @@
 """Random histories against the model, on every engine.
 
-The same examples in every run. `HOLDFAST_TEST_MODEL_EXAMPLES=20000` looks for new ones, and prints how to repeat a
+Every run has the same examples. `HOLDFAST_TEST_MODEL_EXAMPLES=20000` searches for new ones, and prints how to repeat a
 failure.
 """
 
@@ -29,8 +29,8 @@ STEPS: Final = 40
 T = TypeVar("T")
 
 
-class ByName(Mapping[str, RetryVia]):
-    """Each example has a queue of its own; its name says where its retries wait."""
+class RetryViaByQueueName(Mapping[str, RetryVia]):
+    """Each example has its own queue; the queue's name selects where its retries wait."""
 
     def __getitem__(self, queue: str) -> RetryVia:
         return RetryVia.PENDING if queue.startswith("pending") else RetryVia.SCHEDULE
@@ -42,19 +42,19 @@ class ByName(Mapping[str, RetryVia]):
         return 1
 
 
-class EngineWorld(World):
-    """One store, and engines on it, on an event loop of their own."""
+class EngineRig(World):
+    """One store and its engines, on a separate event loop."""
 
     def __init__(self, harness: SqliteHarness | RedisHarness, runner: asyncio.Runner) -> None:
         self._harness = harness
         self._runner = runner
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        # `Runner.run` would listen for Ctrl-C anew each time, which takes as long as a small step.
+        # `Runner.run` would install a handler for Ctrl-C each time, which takes as long as a small step.
         return self._runner.get_loop().run_until_complete(work)
 
     async def make(self, *, ledger: bool) -> Engine:
-        return await self._harness.make(**OPTIONS, ledger=ledger, retry_via=ByName())
+        return await self._harness.make(**OPTIONS, ledger=ledger, retry_via=RetryViaByQueueName())
 
     async def advance(self, queue: str, ms: int) -> None:
         if isinstance(self._harness, RedisHarness):
@@ -68,7 +68,7 @@ def explore(harness: SqliteHarness | RedisHarness, examples: int) -> None:
     with asyncio.Runner() as runner:
         try:
             run_state_machine_as_test(
-                engine_machine(EngineWorld(harness, runner)),
+                engine_machine(EngineRig(harness, runner)),
                 settings=settings(
                     max_examples=examples,
                     stateful_step_count=STEPS,
@@ -85,7 +85,7 @@ def explore(harness: SqliteHarness | RedisHarness, examples: int) -> None:
 @pytest.mark.search
 @pytest.mark.timeout(1_800)
 def test_sqlite_agrees_with_the_model(tmp_path: Path) -> None:
-    # What is tested is not the disk: 75,000 commits need not wait for it.
+    # The disk is not under test: 75,000 commits need not wait for it.
     memory = Path("/dev/shm")
     with TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path) as folder:
         explore(SqliteHarness(Path(folder) / "holdfast.db"), EXAMPLES)

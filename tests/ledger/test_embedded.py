@@ -22,7 +22,7 @@ from holdfast.sqlite import writer as writers
 from holdfast.sqlite.connection import exclusive_lock, open_writer
 from holdfast.sqlite.transaction import INDEXED_STATES, Transaction
 from holdfast.testing.inline import ManualClock
-from tests.engine.sqlite.rig import FAILURE, QUEUE, envelope, look, opened, settle, start_one
+from tests.engine.sqlite.rig import FAILURE, QUEUE, envelope, open_engine, query_file, settle, start_one
 
 DAY_S = 86_400.0
 #: The engine's own feed has the same name as the projector's memory, which is not needed here.
@@ -69,7 +69,7 @@ def test_a_jobs_story_is_found_by_its_id(database: sqlite3.Connection) -> None:
 
 async def test_the_story_in_the_file_is_the_one_in_the_feed(path: Path) -> None:
     clock = ManualClock()
-    async with opened(path, clock) as engine:
+    async with open_engine(path, clock) as engine:
         meta = Meta(context={"user": None, "n": 12345678901234567890}, max_retries=2)
         claim = await start_one(engine, tenant_id="acme", idempotency_key="k", meta=meta, payload=b'{"a":1.10}')
         await engine.renew([claim.lease], [claim.lease])
@@ -80,7 +80,7 @@ async def test_the_story_in_the_file_is_the_one_in_the_feed(path: Path) -> None:
         await settle(engine, await start_one(engine, run_at_ms=clock.now_ms() - 1), Succeed(b'{"b":2.0}'))
         fed = [event for entry in await engine.read_feed(QUEUE, "", 100) for event in entry.events]
     columns = "type, job_id, tenant_id, from_state, to_state, attempt, retry_count, worker, message, at"
-    rows = look(path, f"SELECT {columns}, queue, data FROM job_events ORDER BY id")
+    rows = query_file(path, f"SELECT {columns}, queue, data FROM job_events ORDER BY id")
     assert [(*row[:10], msgspec.json.decode(row[11]) if row[11] else None) for row in rows] == [
         (
             *(event.type, event.job_id, event.tenant_id, event.from_state, event.to_state, event.attempt),
@@ -92,7 +92,7 @@ async def test_the_story_in_the_file_is_the_one_in_the_feed(path: Path) -> None:
     assert msgspec.json.decode(fed[0].data["meta"], type=Meta) == meta  # type: ignore[index]
     assert fed[0].data is not None
     assert fed[0].data["payload"] == '{"a":1.10}'
-    seqs = look(
+    seqs = query_file(
         path,
         "SELECT job_row, group_concat(seq) FROM (SELECT * FROM events ORDER BY job_row, seq) GROUP BY job_row",
     )
@@ -101,7 +101,7 @@ async def test_the_story_in_the_file_is_the_one_in_the_feed(path: Path) -> None:
 
 async def test_the_creation_is_told_as_it_was_submitted(path: Path) -> None:
     clock = ManualClock()
-    async with opened(path, clock) as engine:
+    async with open_engine(path, clock) as engine:
         job = envelope(delay_ms=1_000, meta=Meta(max_retries=5))
         await engine.submit([job])
         before = (await engine.read_feed(QUEUE, "", 1))[0].events[0].data
@@ -114,7 +114,7 @@ async def test_the_creation_is_told_as_it_was_submitted(path: Path) -> None:
 
 
 async def test_heartbeats_leave_one_entry_and_only_for_those_who_hold(path: Path) -> None:
-    async with opened(path) as engine:
+    async with open_engine(path) as engine:
         await engine.submit([envelope() for _ in range(3)])
         one, two, three = await engine.claim("w1", [QUEUE], 3, 0)
         await settle(engine, three, Succeed(b"1"))
@@ -140,7 +140,7 @@ def effect(key: str, job_id: str, state: str, expires_at: int | None) -> tuple[o
 
 async def test_many_finished_jobs_go_in_small_steps_with_all_that_is_theirs(path: Path) -> None:
     clock = ManualClock()
-    async with opened(path, clock, finished_ttl_ms=int(DAY_S * 1000)) as engine:
+    async with open_engine(path, clock, finished_ttl_ms=int(DAY_S * 1000)) as engine:
         jobs = [envelope() for _ in range(450)]
         await engine.submit(jobs)
         claims = await engine.claim("w1", [QUEUE], 500, 0)
@@ -157,13 +157,17 @@ async def test_many_finished_jobs_go_in_small_steps_with_all_that_is_theirs(path
         assert await engine.prune([QUEUE]) == 0
         clock.advance(DAY_S + 1)
         assert await engine.prune([QUEUE]) >= 450
-    assert look(path, "SELECT job_id FROM jobs") == look(path, "SELECT job_id FROM job_steps") == [(still_open.job_id,)]
-    assert look(path, "SELECT count(*) FROM events WHERE job_row NOT IN (SELECT id FROM jobs)") == [(0,)]
+    assert (
+        query_file(path, "SELECT job_id FROM jobs")
+        == query_file(path, "SELECT job_id FROM job_steps")
+        == [(still_open.job_id,)]
+    )
+    assert query_file(path, "SELECT count(*) FROM events WHERE job_row NOT IN (SELECT id FROM jobs)") == [(0,)]
 
 
 async def test_what_a_person_has_to_see_stays(path: Path) -> None:
     clock = ManualClock()
-    async with opened(path, clock, finished_ttl_ms=1_000) as engine:
+    async with open_engine(path, clock, finished_ttl_ms=1_000) as engine:
         given_up = await start_one(engine)
         await settle(engine, given_up, DeadLetter(FAILURE))
         doubtful, plain = await start_one(engine), await start_one(engine)
@@ -188,15 +192,15 @@ async def test_what_a_person_has_to_see_stays(path: Path) -> None:
         await engine.write(add)
         clock.advance(2.0)
         await engine.prune([QUEUE])
-        assert {row[0] for row in look(path, "SELECT job_id FROM jobs")} == {given_up.job_id, doubtful.job_id}
-        kept = {row[0] for row in look(path, "SELECT key FROM idempotency_keys")}
+        assert {row[0] for row in query_file(path, "SELECT job_id FROM jobs")} == {given_up.job_id, doubtful.job_id}
+        kept = {row[0] for row in query_file(path, "SELECT key FROM idempotency_keys")}
         assert kept == {"doubt", "reserved", "young", "for ever"}
         await engine.write(
             lambda transaction: transaction.execute("UPDATE dlq_items SET status = 'discarded'").rowcount
         )
         await engine.prune([QUEUE])
-        assert look(path, "SELECT job_id FROM jobs") == [(doubtful.job_id,)]
-        assert look(path, "SELECT count(*) FROM dlq_items") == [(0,)]
+        assert query_file(path, "SELECT job_id FROM jobs") == [(doubtful.job_id,)]
+        assert query_file(path, "SELECT count(*) FROM dlq_items") == [(0,)]
 
 
 async def test_sent_events_and_what_became_of_messages_go_by_age(path: Path) -> None:
@@ -207,7 +211,7 @@ async def test_sent_events_and_what_became_of_messages_go_by_age(path: Path) -> 
     event += "created_at) VALUES (?, ?, 'd', 't', 0, '{}', ?, ?, ?, 1)"
     execution = "INSERT INTO queue_executions (tenant_id, id, message_id, queue_name, status, started_at) VALUES "
     execution += "(?, ?, 'm', 'q', 'success', ?)"
-    async with opened(path, clock, finished_ttl_ms=1_000) as engine:
+    async with open_engine(path, clock, finished_ttl_ms=1_000) as engine:
         old, young = clock.now_ms(), clock.now_ms() + 1_500
 
         def add(transaction: Transaction) -> None:
@@ -221,8 +225,8 @@ async def test_sent_events_and_what_became_of_messages_go_by_age(path: Path) -> 
         await engine.write(add)
         clock.advance(2.0)
         assert await engine.prune([QUEUE]) == 4
-    assert look(path, "SELECT DISTINCT id FROM queue_executions") == [("young",)]
-    kept = look(path, "SELECT DISTINCT id FROM outbox_events ORDER BY id")
+    assert query_file(path, "SELECT DISTINCT id FROM queue_executions") == [("young",)]
+    kept = query_file(path, "SELECT DISTINCT id FROM outbox_events ORDER BY id")
     assert kept == [("DEAD",), ("NEW",), ("RETRYING",), ("young",)]
 
 
@@ -230,7 +234,7 @@ async def test_sent_events_and_what_became_of_messages_go_by_age(path: Path) -> 
 
 
 async def test_other_sql_shares_the_transaction_and_is_taken_back_alone(path: Path) -> None:
-    async with opened(path) as engine:
+    async with open_engine(path) as engine:
 
         def use(transaction: Transaction, queue: str, error: Exception | None = None) -> int:
             count = transaction.execute("INSERT INTO queues (queue, has_jobs) VALUES (?, 1)", (queue,)).rowcount
@@ -267,7 +271,7 @@ async def test_another_kind_of_file_has_its_own_schema_and_its_own_errors(tmp_pa
             await writer.perform(note, "one", unavailable=LedgerUnavailable)
         with pytest.raises(EngineUnavailable):
             await writer.perform(note, None)
-        assert look(own, "SELECT * FROM notes") == [("one",)]
+        assert query_file(own, "SELECT * FROM notes") == [("one",)]
         with pytest.raises(InvalidOption, match="another kind"):
             writers.acquire_writer(own, prepare=prepare_schema)
         own.rename(tmp_path / "aside.db")
@@ -282,7 +286,7 @@ async def test_another_kind_of_file_has_its_own_schema_and_its_own_errors(tmp_pa
 
 
 async def test_a_migration_waits_for_the_writer(path: Path) -> None:
-    async with opened(path) as engine:
+    async with open_engine(path) as engine:
         order: list[str] = []
 
         def migrate() -> None:
@@ -305,7 +309,7 @@ async def test_a_migration_waits_for_the_writer(path: Path) -> None:
 
 
 async def test_whoever_waits_for_the_feed_is_woken_by_an_entry(path: Path) -> None:
-    async with opened(path) as engine, opened(path) as other:
+    async with open_engine(path) as engine, open_engine(path) as other:
         assert await engine.wait_feed({QUEUE: "", "mails": ""}, 0) == []
         waiting = asyncio.create_task(engine.wait_feed({QUEUE: "", "mails": ""}, 10_000))
         await asyncio.sleep(0)
@@ -319,7 +323,7 @@ async def test_whoever_waits_for_the_feed_is_woken_by_an_entry(path: Path) -> No
 
 
 async def test_an_entry_says_when_somebody_waits_for_it(path: Path) -> None:
-    async with opened(path) as engine:
+    async with open_engine(path) as engine:
         await engine.submit([envelope()])
         await engine.submit([envelope(), envelope(durable=True)])
         assert [entry.urgent for entry in await engine.read_feed(QUEUE, "", 10)] == [False, True]

@@ -19,7 +19,7 @@ from holdfast.core.retry import Retry
 from holdfast.core.states import EXPEDITED_EVENT, FINAL, FORKED_EVENT, RESTORED_EVENT, State
 from holdfast.testing.state_machine import EngineMachine
 from tests.engine.harness import RedisHarness, SqliteHarness
-from tests.engine.test_model import EngineWorld
+from tests.engine.test_model import EngineRig
 
 EXAMPLES: Final = int(os.environ.get("HOLDFAST_TEST_STORY_EXAMPLES", "25"))
 
@@ -83,7 +83,7 @@ def seen(view: JobInfo, now_ms: int) -> dict[str, Any]:
 def explore(harness: SqliteHarness | RedisHarness, examples: int) -> None:
     with asyncio.Runner() as runner:
         aged = isinstance(harness, RedisHarness)
-        machine = type("Machine", (StoryMachine,), {"world": EngineWorld(harness, runner), "aged": aged})
+        machine = type("Machine", (StoryMachine,), {"world": EngineRig(harness, runner), "aged": aged})
         try:
             run_state_machine_as_test(
                 machine,

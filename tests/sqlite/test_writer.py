@@ -1,4 +1,4 @@
-"""The writer thread: group commit, one failure alone, answers after the commit, few steps, no idle writes."""
+"""The writer thread: group commit, isolated failures, replies after the commit, few statements, no idle writes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from holdfast.engine.sqlite.engine import SqliteEngine
 from holdfast.errors import IntakeRefused, TransitionInvalid
 from holdfast.sqlite.transaction import Transaction
 from holdfast.testing.inline import ManualClock
-from tests.engine.sqlite.rig import QUEUE, envelope, look, opened, start_one
+from tests.engine.sqlite.rig import QUEUE, envelope, open_engine, query_file, start_one
 from tests.worker.support import eventually
 
 
@@ -28,14 +28,14 @@ def path(tmp_path: Path) -> Path:
 
 
 async def trace(engine: SqliteEngine, statements: list[str]) -> None:
-    """Note every statement that the writer runs from now on."""
+    """Record every statement that the writer runs from now on."""
     await engine._store.write(
         lambda transaction: transaction._connection.set_trace_callback(statements.append), lazy=True
     )
 
 
 async def hold_writer(engine: SqliteEngine) -> Callable[[], None]:
-    """Keep the writer busy, so that what comes meanwhile shares the next commit."""
+    """Keep the writer busy, so that further operations share the next commit."""
     busy, free = threading.Event(), threading.Event()
 
     def wait(transaction: Transaction) -> None:
@@ -45,105 +45,105 @@ async def hold_writer(engine: SqliteEngine) -> Callable[[], None]:
     task = asyncio.create_task(engine._store.write(wait, lazy=True))
     assert await asyncio.to_thread(busy.wait, 10)
 
-    def let_go() -> None:
+    def release() -> None:
         free.set()
         task.add_done_callback(lambda done: done.result())
 
-    return let_go
+    return release
 
 
-async def until_enqueued(engine: SqliteEngine, count: int) -> None:
-    """Until the writer, which is held, has that many operations before it."""
+async def wait_enqueued(engine: SqliteEngine, count: int) -> None:
+    """Wait until the busy writer has `count` operations in its queue."""
     writer = engine._store._writer
     assert writer is not None
     await eventually(lambda: len(writer._requests) >= count, "operations in the queue")
 
 
-async def test_what_is_asked_for_at_once_shares_one_commit(path: Path) -> None:
-    async with opened(path) as engine:
+async def test_concurrent_operations_share_one_commit(path: Path) -> None:
+    async with open_engine(path) as engine:
         statements: list[str] = []
         await trace(engine, statements)
-        let_go = await hold_writer(engine)
+        release = await hold_writer(engine)
         submits = [asyncio.create_task(engine.submit([envelope()])) for _ in range(50)]
-        await until_enqueued(engine, 50)
-        let_go()
+        await wait_enqueued(engine, 50)
+        release()
         await asyncio.gather(*submits)
         assert statements.count("COMMIT") == 1
         assert len(await engine.claim("w1", [QUEUE], 100, 0)) == 50
 
 
-async def test_an_operation_that_fails_takes_no_other_with_it(path: Path) -> None:
-    async with opened(path) as engine:
+async def test_a_failed_operation_does_not_affect_the_others(path: Path) -> None:
+    async with open_engine(path) as engine:
         claim = await start_one(engine)
         await engine.set_control("closed", QueueControl(intake_paused=True))
-        let_go = await hold_writer(engine)
+        release = await hold_writer(engine)
         work = [
             engine.submit([envelope()]),
             engine.submit([envelope(queue="closed")]),
             engine.move(QUEUE, claim.job_id, State.FAILED, actor="ann", reason=""),
-            engine._store.write(half_done),
+            engine._store.write(write_and_fail),
             engine.settle([Settlement(claim, Succeed(b"1"), 1)]),
         ]
-        tasks = [asyncio.ensure_future(each) for each in work]
-        await until_enqueued(engine, len(tasks))
-        let_go()
+        tasks = [asyncio.ensure_future(operation) for operation in work]
+        await wait_enqueued(engine, len(tasks))
+        release()
         submitted, refused, illegal, broken, settled = await asyncio.gather(*tasks, return_exceptions=True)
         assert isinstance(submitted, list)
         assert isinstance(refused, IntakeRefused)
         assert isinstance(illegal, TransitionInvalid)
         assert isinstance(broken, ZeroDivisionError)
         assert settled == [SettleResult.APPLIED]
-    assert look(path, "SELECT state, count(*) FROM jobs GROUP BY state") == [("queued", 1), ("succeeded", 1)]
-    assert look(path, "SELECT count(*) FROM workers WHERE worker = 'ghost'") == [(0,)]
+    assert query_file(path, "SELECT state, count(*) FROM jobs GROUP BY state") == [("queued", 1), ("succeeded", 1)]
+    assert query_file(path, "SELECT count(*) FROM workers WHERE worker = 'ghost'") == [(0,)]
 
 
-def half_done(transaction: Transaction) -> None:
+def write_and_fail(transaction: Transaction) -> None:
     transaction.run("touch_worker", worker="ghost", queue=QUEUE, now=1)
     raise ZeroDivisionError
 
 
-async def test_an_operation_alone_is_taken_back_whole(path: Path) -> None:
-    async with opened(path) as engine:
+async def test_a_failed_operation_is_rolled_back(path: Path) -> None:
+    async with open_engine(path) as engine:
         with pytest.raises(ZeroDivisionError):
-            await engine._store.write(half_done)
+            await engine._store.write(write_and_fail)
         await engine.submit([envelope()])
-    assert look(path, "SELECT count(*) FROM workers") == [(0,)]
+    assert query_file(path, "SELECT count(*) FROM workers") == [(0,)]
 
 
-async def test_no_answer_comes_before_the_commit(path: Path) -> None:
-    """Seen from another connection, whatever has been answered is there."""
-    async with opened(path) as engine:
+async def test_no_reply_is_sent_before_the_commit(path: Path) -> None:
+    """Another connection sees everything that was answered."""
+    async with open_engine(path) as engine:
         for _ in range(20):
             (receipt,) = await engine.submit([envelope()])
-            assert look(path, "SELECT state FROM jobs WHERE job_id = ?", receipt.job_id) == [("queued",)]
+            assert query_file(path, "SELECT state FROM jobs WHERE job_id = ?", receipt.job_id) == [("queued",)]
 
 
-def steps(statements: list[str]) -> int:
-    """Statements but for the look at other processes' work, which comes whenever it is time."""
+def count_statements(statements: list[str]) -> int:
+    """Count statements without the check for other processes' commits, which runs by the clock."""
     return sum("data_version" not in statement for statement in statements)
 
 
 @pytest.mark.parametrize("size", [1, 7, MAX_BATCH])
-async def test_a_batch_of_any_size_takes_the_same_few_steps(path: Path, size: int) -> None:
+async def test_a_batch_of_any_size_takes_the_same_few_statements(path: Path, size: int) -> None:
     """Row by row, a busy event loop would make a batch of 500 take seconds."""
-    async with opened(path) as engine:
+    async with open_engine(path) as engine:
         await start_one(engine)
         statements: list[str] = []
         await trace(engine, statements)
         await engine.submit([envelope() for _ in range(size)])
-        assert steps(statements) <= 8
+        assert count_statements(statements) <= 8
         statements.clear()
         claims = await engine.claim("w1", [QUEUE], size, 0)
         assert len(claims) == size
-        assert steps(statements) <= 8
+        assert count_statements(statements) <= 8
         statements.clear()
         await engine.settle([Settlement(claim, Succeed(b"1"), 1) for claim in claims])
-        assert steps(statements) <= 8
+        assert count_statements(statements) <= 8
 
 
 async def test_idle_workers_write_nothing(path: Path) -> None:
     clock = ManualClock()
-    async with opened(path, clock) as engine:
+    async with open_engine(path, clock) as engine:
         await engine.submit([envelope(delay_ms=60_000)])
         await engine.claim("w1", [QUEUE], 1, 0)
         statements: list[str] = []
@@ -156,9 +156,9 @@ async def test_idle_workers_write_nothing(path: Path) -> None:
         assert [text for text in statements if not text.startswith(("SELECT", "PRAGMA"))] == []
 
 
-async def test_a_waiting_claim_sees_a_job_fall_due_without_a_promoter(path: Path) -> None:
+async def test_a_waiting_claim_gets_a_due_job_without_a_promoter(path: Path) -> None:
     clock = ManualClock()
-    async with opened(path, clock) as engine:
+    async with open_engine(path, clock) as engine:
         await engine.submit([envelope(delay_ms=60_000)])
         waiting = asyncio.create_task(engine.claim("w1", [QUEUE], 1, 30_000))
         await engine.claim("w2", [QUEUE], 1, 0)
@@ -167,24 +167,24 @@ async def test_a_waiting_claim_sees_a_job_fall_due_without_a_promoter(path: Path
         assert engine.counters.promoted == 1
 
 
-async def test_a_cancelled_claim_leaves_nothing_behind_that_resume_does_not_find(path: Path) -> None:
-    async with opened(path) as engine:
+async def test_a_cancelled_claim_is_dropped_or_can_be_recovered(path: Path) -> None:
+    async with open_engine(path) as engine:
         await engine.submit([envelope()])
-        let_go = await hold_writer(engine)
+        release = await hold_writer(engine)
         waiting = asyncio.create_task(engine.claim("w1", [QUEUE], 1, 0))
-        await until_enqueued(engine, 1)
+        await wait_enqueued(engine, 1)
         waiting.cancel()
-        found = asyncio.create_task(engine.recover_claims("w1", [QUEUE], ()))
+        recovered = asyncio.create_task(engine.recover_claims("w1", [QUEUE], ()))
         await asyncio.sleep(0)
-        let_go()
+        release()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        # Either it was dropped before it began, or it is found.
-        assert len(await found) + len(await engine.claim("w1", [QUEUE], 1, 0)) == 1
+        # Either it was dropped before it began, or its claim is recovered.
+        assert len(await recovered) + len(await engine.claim("w1", [QUEUE], 1, 0)) == 1
 
 
 async def test_engines_of_one_process_share_a_writer(path: Path) -> None:
-    async with opened(path) as one, opened(path) as two:
+    async with open_engine(path) as one, open_engine(path) as two:
         assert one._store._writer is two._store._writer
         names = [thread.name for thread in threading.enumerate() if thread.name.startswith("holdfast-writer")]
         assert len(names) == 1
@@ -198,5 +198,5 @@ async def test_the_file_is_durable(path: Path) -> None:
         (synchronous,) = connection.execute("PRAGMA synchronous").fetchone()
         return journal, synchronous
 
-    async with opened(path) as engine:
+    async with open_engine(path) as engine:
         assert await engine._store.write(pragmas, lazy=True) == ("wal", 2)

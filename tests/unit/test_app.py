@@ -1,4 +1,4 @@
-"""Registering tasks, and the mistakes one can make with it."""
+"""Registering tasks, and invalid registrations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def app() -> Holdfast:
     return Holdfast("sqlite://")
 
 
-def test_where_functions_run(app: Holdfast) -> None:
+def test_the_execution_mode_follows_the_function(app: Holdfast) -> None:
     async def on_loop() -> None: ...
 
     def in_thread() -> None: ...
@@ -29,7 +29,7 @@ def test_where_functions_run(app: Holdfast) -> None:
     assert app.task(name="lambda")(lambda: None).spec.mode is ExecutionMode.THREAD
 
 
-def test_a_policy_is_kept(app: Holdfast) -> None:
+def test_a_task_has_its_policy(app: Holdfast) -> None:
     @app.task(
         retry=Retry(max_retries=9),
         timeout=1.5,
@@ -68,13 +68,13 @@ async def work() -> None: ...
     ],
     ids=str,
 )
-def test_mistakes_are_named(app: Holdfast, options: Any, message: str) -> None:
+def test_invalid_options_are_named(app: Holdfast, options: Any, message: str) -> None:
     with pytest.raises(InvalidOption, match=message):
         app.task(**options)(work)
     assert not app.tasks
 
 
-def test_what_cannot_be_a_task(app: Holdfast) -> None:
+def test_objects_that_cannot_be_a_task_are_refused(app: Holdfast) -> None:
     def generate() -> Any:
         yield 1
 
@@ -92,7 +92,7 @@ def test_what_cannot_be_a_task(app: Holdfast) -> None:
             anything(function)
 
 
-def test_two_tasks_of_one_name(app: Holdfast) -> None:
+def test_two_tasks_of_one_name_are_refused(app: Holdfast) -> None:
     app.task(work)
     with pytest.raises(DuplicateTask, match=r"rename one with @app.task\(name=…\)"):
         app.task(work)
@@ -100,10 +100,10 @@ def test_two_tasks_of_one_name(app: Holdfast) -> None:
     assert set(app.tasks) == {"work", "other"}
 
 
-async def test_one_key_cannot_serve_many_jobs(app: Holdfast) -> None:
+async def test_one_key_for_many_jobs_is_refused(app: Holdfast) -> None:
     with pytest.raises(InvalidOption, match="one idempotency_key cannot serve many jobs"):
         await app.task(work).options(idempotency_key="k").submit_many([()])
-    # Nor one connection of several, nor another task's call.
+    # Nor can one call's own connection, or another task's call.
     task = app.tasks["work"]
     with pytest.raises(InvalidOption, match="one connection"):
         await task.submit_many([task.options(connection=object()).bind()])
@@ -111,7 +111,7 @@ async def test_one_key_cannot_serve_many_jobs(app: Holdfast) -> None:
         await task.submit_many([app.task(name="other")(work).bind()])
 
 
-def test_a_task_without_a_policy_has_the_apps() -> None:
+def test_a_task_without_a_policy_uses_the_apps() -> None:
     app = Holdfast("sqlite://", retry=Retry(max_retries=7))
     assert app.task(name="plain")(lambda: None).spec.policy.retry.max_retries == 7
     assert app.task(name="own", retry=Retry(max_retries=1))(lambda: None).spec.policy.retry.max_retries == 1
@@ -119,14 +119,14 @@ def test_a_task_without_a_policy_has_the_apps() -> None:
         Holdfast("sqlite://", retry=3)  # type: ignore[arg-type]
 
 
-def test_an_engine_waits_only_for_a_ledger_elsewhere() -> None:
+def test_an_engine_waits_only_for_a_separate_ledger() -> None:
     """Embedded, the engine records dead letters itself."""
     url = "sqlite:///jobs.db"
     ledgers = [None, url, "sqlite:///./jobs.db", "sqlite:///ledger.db", "postgresql://localhost/ledger"]
     assert [Holdfast(url, ledger=ledger).engine.options.ledger for ledger in ledgers] == [False] * 3 + [True] * 2
 
 
-def test_settings_come_once(app: Holdfast) -> None:
+def test_settings_are_given_once(app: Holdfast) -> None:
     settings = Settings.load(url="sqlite://", concurrency=7)
     assert Holdfast(settings=settings).settings is settings
     assert Holdfast("sqlite://", concurrency=7).settings.concurrency == 7
@@ -146,5 +146,5 @@ async def test_settings_change_only_while_the_app_is_not_open(app: Holdfast) -> 
     assert app.settings.concurrency == 5
 
 
-def test_an_engine_can_be_had_without_a_loop(app: Holdfast) -> None:
+def test_an_engine_can_be_built_without_a_loop(app: Holdfast) -> None:
     assert app.engine is app.engine

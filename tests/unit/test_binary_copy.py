@@ -1,4 +1,4 @@
-"""Rows in PostgreSQL's binary format say what rows say that a driver would encode."""
+"""Rows in PostgreSQL's binary format have the same values as rows that a driver encodes."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ def moved(job_id: str, from_state: State, to_state: State, **more: object) -> Ev
     return msgspec.structs.replace(event, **more)
 
 
-def read(rows: bytes) -> list[dict[str, object]]:
-    """What the format says, by the types of the columns."""
+def decode_rows(rows: bytes) -> list[dict[str, object]]:
+    """Decode the format by the types of the columns."""
     assert rows[:19] == b"PGCOPY\n\xff\r\n\x00" + bytes(8)
-    at, found = 19, []
-    while (count := int.from_bytes(rows[at : at + 2], signed=True)) != -1:
-        at += 2
+    offset, decoded = 19, []
+    while (count := int.from_bytes(rows[offset : offset + 2], signed=True)) != -1:
+        offset += 2
         assert count == len(JOB_COLUMNS)
         row: dict[str, object] = {}
         for name in JOB_COLUMNS:
-            length = int.from_bytes(rows[at : at + 4], signed=True)
-            at += 4
-            value = None if length == -1 else rows[at : at + length]
-            at += max(0, length)
+            length = int.from_bytes(rows[offset : offset + 4], signed=True)
+            offset += 4
+            value = None if length == -1 else rows[offset : offset + length]
+            offset += max(0, length)
             row[name] = None if value is None else _value(str(jobs.c[name].type), value)
-        found.append(row)
-    assert rows[at:] == b"\xff\xff"
-    return found
+        decoded.append(row)
+    assert rows[offset:] == b"\xff\xff"
+    return decoded
 
 
 def _value(kind: str, value: bytes) -> object:
@@ -56,15 +56,15 @@ def _value(kind: str, value: bytes) -> object:
     return value.decode()
 
 
-def written(drafts: list[JobDraft]) -> list[dict[str, object]]:
-    """What the driver would be given."""
+def driver_rows(drafts: list[JobDraft]) -> list[dict[str, object]]:
+    """The rows as the driver would get them."""
     rows = [job_row(draft, "q", lambda ms: ms or None) for draft in drafts]
     return [dict(zip(JOB_COLUMNS, row, strict=True)) for row in rows]
 
 
-LIVES: dict[str, list[Event]] = {
+HISTORIES: dict[str, list[Event]] = {
     "queued": [created()],
-    "in full": [
+    "all options": [
         created(
             priority=9,
             idempotency_key="order-7",
@@ -92,7 +92,7 @@ LIVES: dict[str, list[Event]] = {
             data={"error_code": "E", "error": "boom", "next_attempt_at_ms": 8_000},
         ),
     ],
-    "all of it": [
+    "all columns": [
         created(run_at_ms=9_000, trace_id="tr-1", context={"user": "ada"}, meta="{}"),
         moved("j1", State.QUEUED, State.RUNNING, attempt=3, retry_count=2, worker="w"),
         moved("j1", State.RUNNING, State.CANCELLED, attempt=3, retry_count=2),
@@ -101,20 +101,20 @@ LIVES: dict[str, list[Event]] = {
 }
 
 
-@pytest.mark.parametrize("life", LIVES)
-def test_a_row_says_what_the_driver_would_say(life: str) -> None:
-    drafts = fold_optimistic(LIVES[life]).drafts
-    if life == "all of it":
-        # Whatever a job may have, and nothing twice: no two columns may change places.
-        for number, name in enumerate(("worker", "error_code", "last_error", "error_message", "result", "dlq_id")):
-            setattr(drafts[0], name, f"{name} {number}")
+@pytest.mark.parametrize("name", HISTORIES)
+def test_a_row_has_the_values_the_driver_would_write(name: str) -> None:
+    drafts = fold_optimistic(HISTORIES[name]).drafts
+    if name == "all columns":
+        # Every column has a distinct value, so that swapped columns are noticed.
+        for number, column in enumerate(("worker", "error_code", "last_error", "error_message", "result", "dlq_id")):
+            setattr(drafts[0], column, f"{column} {number}")
         drafts[0].next_retry_at_ms = 11_000
-    assert read(job_rows(drafts, "q")) == written(drafts)
+    assert decode_rows(job_rows(drafts, "q")) == driver_rows(drafts)
 
 
 @pytest.mark.parametrize("draft", [{"attempt": 2**31}, {"retry_count": -(2**31) - 1}])
-def test_a_count_that_the_column_cannot_hold_is_refused(draft: dict[str, int]) -> None:
-    (bad,) = fold_optimistic(LIVES["queued"]).drafts
+def test_a_count_beyond_the_columns_range_is_refused(draft: dict[str, int]) -> None:
+    (bad,) = fold_optimistic(HISTORIES["queued"]).drafts
     for name, value in draft.items():
         setattr(bad, name, value)
     with pytest.raises(OverflowError):
@@ -122,6 +122,6 @@ def test_a_count_that_the_column_cannot_hold_is_refused(draft: dict[str, int]) -
 
 
 @pytest.mark.parametrize("data", [{"priority": 40_000}, {"payload": "\ud800"}])
-def test_what_cannot_be_encoded_is_refused(data: dict[str, Any]) -> None:
+def test_values_that_cannot_be_encoded_are_refused(data: dict[str, Any]) -> None:
     with pytest.raises((OverflowError, ValueError)):
         job_rows(fold_optimistic([created(**data)]).drafts, "q")

@@ -1,4 +1,4 @@
-"""The child's side of `process=True`, without a process: finding tasks, running orders, answering."""
+"""The child's side of `process=True`, without a process: finding tasks, running commands, replying."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ META = Meta(retry_count=1, retry=Retry(max_retries=2), context={"a": [1]})
 CLAIM = Claim(Lease("q", "j", "1-0", 1, "w"), "pid", b'{"word": "x"}', "default", "", "", 2, 1, 2, META)
 
 
-def test_orders_and_replies_travel_whole() -> None:
-    order = RunCommand(TaskLocation("m", "f", "t"), CLAIM)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(order), type=RunCommand) == order
+def test_commands_and_replies_survive_a_round_trip() -> None:
+    command = RunCommand(TaskLocation("m", "f", "t"), CLAIM)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(command), type=RunCommand) == command
     for outcome in (Returned(b"1"), Raised(FailureKind.FATAL, Failure("CODE", "message"))):
         packed = msgspec.msgpack.encode(RunReply.of(outcome))
         assert msgspec.msgpack.decode(packed, type=RunReply).outcome() == outcome
@@ -35,11 +35,11 @@ def test_orders_and_replies_travel_whole() -> None:
 
 
 def test_a_task_is_found_where_it_is_defined() -> None:
-    place = locate(process_tasks.pid.spec)
-    assert (place.module, place.task) == ("tests.execution.process_tasks", "pid")
-    assert load_task(place) is process_tasks.pid.spec
-    with pytest.raises(InvalidOption, match="no task 'nobody'"):
-        load_task(TaskLocation(place.module, place.file, "nobody"))
+    location = locate(process_tasks.pid.spec)
+    assert (location.module, location.task) == ("tests.execution.process_tasks", "pid")
+    assert load_task(location) is process_tasks.pid.spec
+    with pytest.raises(InvalidOption, match="no task 'unknown'"):
+        load_task(TaskLocation(location.module, location.file, "unknown"))
 
 
 def test_a_task_is_found_through_its_app() -> None:
@@ -51,7 +51,7 @@ def test_a_task_is_found_through_its_app() -> None:
     def hidden() -> None: ...
 
     assert find_task(module, "hidden") is hidden.spec
-    assert find_task(module, "nobody") is None
+    assert find_task(module, "unknown") is None
 
 
 def test_a_script_is_loaded_from_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,15 +66,15 @@ def test_a_script_is_loaded_from_its_file(tmp_path: Path, monkeypatch: pytest.Mo
     )
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     monkeypatch.delitem(sys.modules, "__mp_main__", raising=False)
-    plan = load_task(TaskLocation("", str(script), "work"))
-    assert plan.function() == "__mp_main__"
-    assert load_task(TaskLocation("", str(script), "work")) is plan
+    spec = load_task(TaskLocation("", str(script), "work"))
+    assert spec.function() == "__mp_main__"
+    assert load_task(TaskLocation("", str(script), "work")) is spec
     monkeypatch.delitem(sys.modules, "__mp_main__")
     with pytest.raises(InvalidOption, match="no file"):
         load_task(TaskLocation("", str(tmp_path / "no_suffix"), "work"))
 
 
-def test_orders_are_run(capfd: pytest.CaptureFixture[str]) -> None:
+def test_commands_are_run(capfd: pytest.CaptureFixture[str]) -> None:
     with asyncio.Runner() as runner:
         outcome = processes._run(process_tasks.pid.spec, CLAIM, runner)
         assert isinstance(outcome, Returned)
@@ -83,7 +83,7 @@ def test_orders_are_run(capfd: pytest.CaptureFixture[str]) -> None:
         assert isinstance(processes._run(process_tasks.nap.spec, nap, runner), Returned)
 
 
-def test_a_module_that_cannot_be_imported_is_a_failure_that_retries() -> None:
+def test_a_failed_import_is_retryable() -> None:
     loaded = processes._load(TaskLocation("holdfast.nowhere", "", "work"))
     assert isinstance(loaded, Raised)
     assert (loaded.kind, loaded.failure.type) == (FailureKind.RETRYABLE, "ModuleNotFoundError")

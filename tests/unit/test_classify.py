@@ -1,4 +1,4 @@
-"""What sort of failure an exception is, and what is kept of it."""
+"""Exceptions as failures: their kind, and what is recorded of them."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ NAMED = TaskPolicy(retry_on=(OSError,), fatal_on=(FileNotFoundError,), unavailab
     ],
     ids=repr,
 )
-def test_kinds(error: BaseException, policy: TaskPolicy, kind: FailureKind) -> None:
+def test_exceptions_are_classified(error: BaseException, policy: TaskPolicy, kind: FailureKind) -> None:
     assert failure_outcome(error, policy).kind is kind
 
 
-def test_what_is_kept_is_bounded() -> None:
+def test_a_recorded_failure_is_bounded() -> None:
     def deep(levels: int) -> None:
         if levels:
             deep(levels - 1)
@@ -53,25 +53,25 @@ def test_what_is_kept_is_bounded() -> None:
 
     with pytest.raises(ValueError, match="x") as caught:
         deep(3)
-    kept = describe_failure("CODE", caught.value)
-    assert (kept.code, kept.type, kept.message) == ("CODE", "ValueError", "x" * MESSAGE_LIMIT)
-    assert len(kept.stack) == STACK_LIMIT
-    assert kept.stack.endswith("x\n")
+    failure = describe_failure("CODE", caught.value)
+    assert (failure.code, failure.type, failure.message) == ("CODE", "ValueError", "x" * MESSAGE_LIMIT)
+    assert len(failure.stack) == STACK_LIMIT
+    assert failure.stack.endswith("x\n")
 
 
-class Rude(Exception):
+class UnreadableError(Exception):
     def __str__(self) -> str:
         raise RuntimeError("no")
 
 
-def test_exceptions_that_cannot_be_read_are_kept_all_the_same() -> None:
-    kept = describe_failure("CODE", Rude())
-    assert kept.message == "(its message cannot be read: RuntimeError)"
-    assert kept.type.endswith("test_classify.Rude")
+def test_exceptions_without_a_readable_message_are_recorded() -> None:
+    failure = describe_failure("CODE", UnreadableError())
+    assert failure.message == "(its message cannot be read: RuntimeError)"
+    assert failure.type.endswith("test_classify.UnreadableError")
     describe_failure("CODE", ValueError("lone \ud800 surrogate")).message.encode()
     assert invalid_payload(KeyError("k")).failure.code == "INVALID_PAYLOAD"
 
 
-def test_how_a_process_died() -> None:
+def test_the_exit_of_a_process_is_described() -> None:
     assert "killed by signal 9" in process_died(-9).failure.message
     assert "exited (1)" in process_died(1).failure.message

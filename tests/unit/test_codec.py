@@ -1,4 +1,4 @@
-"""Arguments and results on the wire: what fits, what does not, and what the error says."""
+"""Arguments and results on the wire: valid values, invalid values, and the error messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from holdfast.errors import InvalidOption, InvalidPayload, PayloadTooLarge
 
 
 class Ctx:
-    """Stands for the injected context."""
+    """A stand-in for the injected context."""
 
 
 @dataclass
@@ -54,7 +54,7 @@ def round_trip(function: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     return codec.decode(codec.encode(args, kwargs))
 
 
-def test_plain_types_come_back_as_they_went() -> None:
+def test_plain_types_survive_a_round_trip() -> None:
     def task(a: int, b: str, c: list[float], d: dict[str, bool], e: None, f: datetime) -> None: ...
 
     at = datetime(2026, 1, 2, tzinfo=UTC)
@@ -83,7 +83,7 @@ def test_plain_types_come_back_as_they_went() -> None:
     ],
     ids=str,
 )
-def test_models_come_back_as_models(annotation: Any, value: Any) -> None:
+def test_models_survive_a_round_trip(annotation: Any, value: Any) -> None:
     def task(value: Any) -> None: ...
 
     task.__annotations__["value"] = annotation
@@ -102,19 +102,19 @@ def test_pydantic_models_inside_other_models() -> None:
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(), st.lists, max_leaves=20))
-def test_untyped_arguments_take_any_json(value: Any) -> None:
+def test_untyped_arguments_accept_any_json(value: Any) -> None:
     def task(value) -> None: ...  # type: ignore[no-untyped-def]
 
     assert round_trip(task, value) == {"value": value}
 
 
-def test_object_is_as_good_as_any() -> None:
+def test_object_is_treated_as_any() -> None:
     def task(values: dict[str, object]) -> None: ...
 
     assert round_trip(task, {"a": [1, None]}) == {"values": {"a": [1, None]}}
 
 
-def test_large_integers_and_empty_lists_survive() -> None:
+def test_large_integers_and_empty_lists_survive_a_round_trip() -> None:
     def task(n: int, items: list[int]) -> None: ...
 
     assert round_trip(task, 12345678901234567, []) == {"n": 12345678901234567, "items": []}
@@ -150,7 +150,7 @@ def test_the_context_is_injected_and_not_on_the_wire() -> None:
 
 
 @pytest.mark.parametrize(
-    ("payload", "said"),
+    ("payload", "message"),
     [
         (b'{"a":"one","article":{"id":"x","words":1}}', r"\$\.a"),
         (b'{"a":1}', "article"),
@@ -166,10 +166,10 @@ def test_the_context_is_injected_and_not_on_the_wire() -> None:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_a_payload_that_does_not_fit_says_where(payload: bytes, said: str) -> None:
+def test_an_invalid_payload_is_reported_with_its_path(payload: bytes, message: str) -> None:
     def task(a: int, article: Article) -> None: ...
 
-    with pytest.raises(InvalidPayload, match=said) as caught:
+    with pytest.raises(InvalidPayload, match=message) as caught:
         arguments(task).decode(payload)
     assert "task 't'" in str(caught.value)
 
@@ -182,19 +182,19 @@ def test_a_payload_that_does_not_fit_says_where(payload: bytes, said: str) -> No
         pytest.param((1, 2), {}, id="too many"),
         pytest.param((1,), {"a": 1}, id="twice"),
         pytest.param((), {"b": 1}, id="unknown"),
-        pytest.param((object(),), {}, id="no json"),
+        pytest.param((object(),), {}, id="not json"),
         pytest.param(({1, 2, 3},), {}, id="a set"),
         pytest.param((float("nan"),), {}, id="not a number"),
     ],
 )
-def test_a_wrong_call_fails_at_the_caller_not_in_the_worker(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def test_an_invalid_call_fails_at_the_caller(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     def task(a: int) -> None: ...
 
     with pytest.raises(InvalidPayload):
         arguments(task).encode(args, kwargs)
 
 
-def test_an_endless_value_is_refused() -> None:
+def test_a_recursive_value_is_refused() -> None:
     loop: list[Any] = []
     loop.append(loop)
     with pytest.raises(InvalidPayload, match="cannot be written as JSON"):
@@ -223,14 +223,14 @@ def test_parameters_without_a_name_on_the_wire_are_refused(bad: str) -> None:
         arguments(scope["task"])
 
 
-def test_an_annotation_that_cannot_be_found_is_refused_at_registration() -> None:
+def test_an_unresolvable_annotation_is_refused_at_registration() -> None:
     def task(a: Nowhere) -> None: ...  # type: ignore[name-defined]  # noqa: F821
 
     with pytest.raises(InvalidOption, match="Nowhere"):
         arguments(task)
 
 
-def test_an_annotation_that_no_json_fits_is_refused() -> None:
+def test_an_annotation_that_cannot_be_decoded_from_json_is_refused() -> None:
     def task(a: Any) -> None: ...
 
     task.__annotations__["a"] = Point | Pixel
@@ -238,7 +238,7 @@ def test_an_annotation_that_no_json_fits_is_refused() -> None:
         arguments(task)
 
 
-def test_a_class_of_no_known_kind_says_what_to_use() -> None:
+def test_an_unsupported_class_is_reported_with_alternatives() -> None:
     def task(a: Ctx | None, b: int) -> None: ...
 
     with pytest.raises(InvalidPayload, match="pydantic model"):
@@ -256,7 +256,7 @@ def test_a_class_of_no_known_kind_says_what_to_use() -> None:
     ],
     ids=str,
 )
-def test_results_come_back_as_annotated(returns: Any, value: Any, encoded: bytes) -> None:
+def test_results_are_decoded_by_their_annotation(returns: Any, value: Any, encoded: bytes) -> None:
     def task() -> Any: ...
 
     task.__annotations__["return"] = returns
@@ -273,13 +273,13 @@ def test_a_result_that_no_longer_fits_its_annotation_is_still_readable() -> None
 @pytest.mark.parametrize(
     "result", [object(), {"a": [object()]}, "text".encode, {(1, 2): 3}], ids=["object", "nested", "method", "tuple key"]
 )
-def test_a_result_that_is_no_json_is_named(result: Any) -> None:
+def test_a_result_that_is_not_json_is_named(result: Any) -> None:
     with pytest.raises(InvalidPayload, match="the result of task 't'"):
         encode_json(result, "the result of task 't'")
 
 
 @pytest.mark.parametrize("encoded", [b"", b"{", b'"\xff"', b"nope", b"[" * 100_000], ids=lambda value: str(value)[:20])
-def test_what_is_no_json_is_named(encoded: bytes) -> None:
+def test_text_that_is_not_json_is_named(encoded: bytes) -> None:
     with pytest.raises(InvalidPayload, match="context cannot be read as JSON"):
         decode_json(encoded, "context")
 

@@ -11,7 +11,7 @@ from holdfast import environment
 from holdfast.settings import Settings
 from holdfast.triggers.config_file import load_text
 
-SECRET = "hunter2-in-the-wrong-place"
+SECRET = "hunter2-in-the-wrong-variable"
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,7 @@ def test_a_misspelt_variable_is_reported_once_with_the_nearest_name(
         ("holdfast_group", "workers"),
     ],
 )
-def test_what_others_set_and_what_is_read_is_not_reported(
+def test_variables_of_other_programs_and_known_settings_are_not_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, value: str
 ) -> None:
     monkeypatch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""Errors: one tree, stable codes, ids as attributes, messages that say what to do."""
+"""Errors: one tree, stable codes, ids as attributes, messages with a remedy."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from holdfast.errors import (
 )
 
 
-def tree(of: type[HoldfastError]) -> Iterator[type[HoldfastError]]:
-    yield of
-    for child in of.__subclasses__():
+def tree(root: type[HoldfastError]) -> Iterator[type[HoldfastError]]:
+    yield root
+    for child in root.__subclasses__():
         if child.__module__ == errors.__name__:
             yield from tree(child)
 
@@ -69,13 +69,13 @@ EXAMPLES: list[HoldfastError] = [
 ]
 
 
-def test_every_error_has_a_code_of_its_own() -> None:
-    counted = Counter(kind.code for kind in ALL)
-    assert [code for code, count in counted.items() if count > 1] == []
-    assert all(code == code.upper() for code in counted)
+def test_every_error_has_a_unique_code() -> None:
+    code_counts = Counter(kind.code for kind in ALL)
+    assert [code for code, count in code_counts.items() if count > 1] == []
+    assert all(code == code.upper() for code in code_counts)
 
 
-def test_the_codes_are_these_and_stay_these() -> None:
+def test_the_codes_are_stable() -> None:
     assert {kind.__name__: kind.code for kind in ALL} == {
         "HoldfastError": "HOLDFAST_ERROR",
         "BrokerUnavailable": "BROKER_UNAVAILABLE",
@@ -123,7 +123,7 @@ def test_the_codes_are_these_and_stay_these() -> None:
     }
 
 
-def test_what_can_be_tried_again_and_what_cannot_are_told_apart() -> None:
+def test_retryable_and_usage_errors_are_separate() -> None:
     assert issubclass(EngineUnavailable, Unavailable)
     assert issubclass(InvalidPayload, UsageError)
     assert not issubclass(Unavailable, UsageError)
@@ -131,7 +131,7 @@ def test_what_can_be_tried_again_and_what_cannot_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
-def test_messages_are_sentences_for_people(error: HoldfastError) -> None:
+def test_messages_are_readable(error: HoldfastError) -> None:
     text = str(error)
     assert len(text) > 4
     assert not text.endswith((":", " "))
@@ -148,5 +148,5 @@ def test_ids_are_attributes() -> None:
     assert (refused.queue, refused.reason) == ("default", "paused")
 
 
-def test_known_tasks_are_listed_for_the_one_who_mistyped() -> None:
+def test_known_tasks_are_listed_for_an_unknown_one() -> None:
     assert "mail, sms" in str(UnknownTask("send", ("mail", "sms")))

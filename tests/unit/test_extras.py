@@ -1,4 +1,4 @@
-"""What is installed is found without importing it; what is not is named with the command that installs it."""
+"""Installed modules are found without importing them; missing ones are named with the command that installs them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast.errors import MissingExtra, UsageError
 from holdfast.extras import EXTRAS, loop_factory, missing, require, require_drivers
 
 ALL = [module for modules in EXTRAS.values() for module in modules]
-#: What the extra `test` brings, and so every environment in which this runs.
+#: Modules of the extra `test`, which every test environment has.
 INSTALLED = [module for extra in ("http", "postgres", "redis") for module in EXTRAS[extra]]
 
 
@@ -22,7 +22,7 @@ def hide(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
         monkeypatch.setitem(sys.modules, module, None)
 
 
-def test_what_is_installed_is_not_missing() -> None:
+def test_installed_modules_are_not_missing() -> None:
     assert missing("everything", *INSTALLED) is None
 
 
@@ -44,7 +44,7 @@ def test_a_module_without_its_package_is_missing(module: str, monkeypatch: pytes
     assert missing("this", module) is not None
 
 
-def test_a_module_that_a_test_has_put_there_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_a_test_has_added_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "hiredis", ModuleType("hiredis"))
     assert missing("this", "hiredis") is None
 
@@ -71,13 +71,13 @@ def test_a_url_names_the_driver_that_it_needs(url: str | None, extra: str, monke
     assert str(caught.value).startswith(f"{(url or '').partition('://')[0]}:// needs ")
 
 
-def test_an_app_is_not_made_without_its_drivers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_app_is_not_created_without_its_drivers(monkeypatch: pytest.MonkeyPatch) -> None:
     hide(monkeypatch, "hiredis", "asyncpg")
     with pytest.raises(MissingExtra, match=r"^redis:// and postgresql:// need"):
         Holdfast("redis://127.0.0.1:9", ledger="postgresql://127.0.0.1:9/ledger")
 
 
-def test_without_uvloop_asyncio_s_own_loop_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_uvloop_asyncios_own_loop_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loop_factory() is not None
     hide(monkeypatch, "uvloop")
     assert loop_factory() is None

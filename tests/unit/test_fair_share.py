@@ -1,4 +1,4 @@
-"""Whose turn it is, without a store."""
+"""Fair share of tenants, without a store."""
 
 from __future__ import annotations
 
@@ -11,56 +11,61 @@ from holdfast.engine.port.operators import TenantControl
 from holdfast.engine.sqlite.claims import FairShare, Selection, TenantBacklog, select_tenants
 
 
-def line(**counts: int) -> list[TenantBacklog]:
+def backlog(**counts: int) -> list[TenantBacklog]:
     return [TenantBacklog(0, tenant, count) for tenant, count in counts.items()]
 
 
-def names(picked: Selection) -> list[str]:
-    return [tenant for _, tenant in picked.parts]
+def tenants(selection: Selection) -> list[str]:
+    return [tenant for _, tenant in selection.parts]
 
 
-def test_equals_alternate() -> None:
-    assert names(select_tenants(line(a=3, b=9), 7, FairShare(), {}, {})) == ["a", "b", "a", "b", "a", "b", "b"]
+def test_equal_tenants_alternate() -> None:
+    assert tenants(select_tenants(backlog(a=3, b=9), 7, FairShare(), {}, {})) == ["a", "b", "a", "b", "a", "b", "b"]
 
 
-@pytest.mark.parametrize("at_a_time", [1, 3, 8, 40])
-def test_shares_are_the_same_however_they_are_asked_for(at_a_time: int) -> None:
-    controls, turns, served = {"a": TenantControl(weight=3)}, FairShare(), Counter[str]()
-    while served.total() < 40:
-        picked = select_tenants(line(a=100, b=100), min(at_a_time, 40 - served.total()), turns, controls, {})
-        served.update(names(picked))
-        turns = picked.fair_share
-    assert served == {"a": 30, "b": 10}
+@pytest.mark.parametrize("batch_size", [1, 3, 8, 40])
+def test_shares_do_not_depend_on_the_batch_size(batch_size: int) -> None:
+    controls, fair_share, claims = {"a": TenantControl(weight=3)}, FairShare(), Counter[str]()
+    while claims.total() < 40:
+        selection = select_tenants(
+            backlog(a=100, b=100), min(batch_size, 40 - claims.total()), fair_share, controls, {}
+        )
+        claims.update(tenants(selection))
+        fair_share = selection.fair_share
+    assert claims == {"a": 30, "b": 10}
 
 
-def test_a_rest_saves_up_no_turns() -> None:
-    turns = select_tenants(line(a=1000), 1000, FairShare(), {}, {}).fair_share
-    assert names(select_tenants(line(a=10, b=10), 4, turns, {}, {})) in (["b", "a", "b", "a"], ["b", "a", "a", "b"])
-    # The other way round: whoever had many alone is not held back for them.
-    later = select_tenants(line(a=10, b=10), 20, turns, {}, {})
-    assert Counter(names(later)) == {"a": 10, "b": 10}
-    assert Counter(names(later)[:10])["a"] >= 4
+def test_an_idle_tenant_accumulates_no_share() -> None:
+    fair_share = select_tenants(backlog(a=1000), 1000, FairShare(), {}, {}).fair_share
+    assert tenants(select_tenants(backlog(a=10, b=10), 4, fair_share, {}, {})) in (
+        ["b", "a", "b", "a"],
+        ["b", "a", "a", "b"],
+    )
+    # Conversely, claims made while no other tenant had jobs are not held against a tenant.
+    next_selection = select_tenants(backlog(a=10, b=10), 20, fair_share, {}, {})
+    assert Counter(tenants(next_selection)) == {"a": 10, "b": 10}
+    assert Counter(tenants(next_selection)[:10])["a"] >= 4
 
 
-def test_lines_go_in_the_order_of_reading() -> None:
+def test_priorities_are_claimed_in_reading_order() -> None:
     parts = [TenantBacklog(0, "b", 2), TenantBacklog(1, "a", 5), TenantBacklog(1, "b", 5)]
-    picked = select_tenants(parts, 6, FairShare(), {}, {})
-    assert picked.parts[:2] == [(0, "b"), (0, "b")]
-    # Whoever had the urgent ones is ahead for a while.
-    assert picked.parts[2:4] == [(1, "a"), (1, "a")] or picked.parts[2] == (1, "a")
+    selection = select_tenants(parts, 6, FairShare(), {}, {})
+    assert selection.parts[:2] == [(0, "b"), (0, "b")]
+    # The tenant that had the high-priority claims is ahead for a while.
+    assert selection.parts[2:4] == [(1, "a"), (1, "a")] or selection.parts[2] == (1, "a")
 
 
-def test_a_tenant_gets_no_more_than_its_places() -> None:
+def test_a_tenant_gets_no_more_than_its_concurrency() -> None:
     controls = {"a": TenantControl(concurrency=3)}
-    picked = select_tenants(line(a=10, b=3), 10, FairShare(), controls, {"a": 1})
-    assert Counter(names(picked)) == {"a": 2, "b": 3}
-    assert picked.capped
-    over = select_tenants(line(a=10), 10, FairShare(), controls, {"a": 7})
-    assert (over.parts, over.capped, over.fair_share) == ([], True, FairShare())
-    assert not select_tenants(line(a=2), 10, FairShare(), controls, {}).capped
+    selection = select_tenants(backlog(a=10, b=3), 10, FairShare(), controls, {"a": 1})
+    assert Counter(tenants(selection)) == {"a": 2, "b": 3}
+    assert selection.capped
+    over_limit = select_tenants(backlog(a=10), 10, FairShare(), controls, {"a": 7})
+    assert (over_limit.parts, over_limit.capped, over_limit.fair_share) == ([], True, FairShare())
+    assert not select_tenants(backlog(a=2), 10, FairShare(), controls, {}).capped
 
 
-def test_only_so_many_are_remembered() -> None:
+def test_the_kept_shares_are_bounded() -> None:
     parts = [TenantBacklog(0, f"t{number:04}", 1) for number in range(10 * MAX_TENANTS)]
-    turns = select_tenants(parts, len(parts), FairShare(), {}, {}).fair_share
-    assert len(turns.ahead) <= 4 * MAX_TENANTS
+    fair_share = select_tenants(parts, len(parts), FairShare(), {}, {}).fair_share
+    assert len(fair_share.ahead) <= 4 * MAX_TENANTS

@@ -1,4 +1,4 @@
-"""Folding a batch of events: with and without a look at the ledger, and what becomes of what does not fit."""
+"""Folding a batch of events: with and without reading the ledger, and events that do not fit."""
 
 from __future__ import annotations
 
@@ -43,31 +43,31 @@ def _only(folded: FoldedBatch) -> JobDraft:
     return draft
 
 
-# Without a look-up ---------------------------------------------------------------------------------
+# Without reading -----------------------------------------------------------------------------------
 
 
-def test_a_life_in_one_batch_is_one_new_job_in_its_last_state(feed: Feed) -> None:
+def test_a_whole_history_in_one_batch_is_one_new_job_in_its_last_state(feed: Feed) -> None:
     draft = _only(fold_optimistic(feed.life("j1")))
     assert draft.new
     assert (draft.state, draft.attempt, draft.result, draft.worker) == (_S.SUCCEEDED, 1, "3", None)
     assert [event.type for event in draft.events] == ["task.created", "task.claimed", "task.succeeded"]
 
 
-def test_a_job_from_before_is_expected_where_its_first_move_begins(feed: Feed) -> None:
+def test_an_existing_job_is_expected_in_the_state_of_its_first_move(feed: Feed) -> None:
     draft = _only(fold_optimistic([feed.claimed("j1", 2, 1, was=_S.RETRYING), feed.succeeded("j1", 2, 1)]))
     assert not draft.new
     assert (draft.previous_state, draft.state, len(draft.events)) == (_S.RETRYING, _S.SUCCEEDED, 2)
 
 
-def test_notes_before_the_first_move_do_not_say_where_a_job_was(feed: Feed) -> None:
-    beat = feed.event("j1", None, None, 1, type=HEARTBEAT_EVENT)
-    draft = _only(fold_optimistic([beat]))
+def test_events_without_a_move_do_not_set_the_previous_state(feed: Feed) -> None:
+    heartbeat = feed.event("j1", None, None, 1, type=HEARTBEAT_EVENT)
+    draft = _only(fold_optimistic([heartbeat]))
     assert (draft.previous_state, draft.state) == (None, None)
-    draft = _only(fold_optimistic([beat, feed.succeeded("j1"), beat]))
+    draft = _only(fold_optimistic([heartbeat, feed.succeeded("j1"), heartbeat]))
     assert (draft.previous_state, draft.state, len(draft.events)) == (_S.RUNNING, _S.SUCCEEDED, 3)
 
 
-def test_events_that_contradict_one_another_need_a_look(feed: Feed) -> None:
+def test_contradictory_events_need_a_read_of_the_ledger(feed: Feed) -> None:
     with pytest.raises(BatchMismatch):
         fold_optimistic([feed.created("j1"), feed.succeeded("j1")])
     with pytest.raises(BatchMismatch):
@@ -80,18 +80,18 @@ def test_events_that_contradict_one_another_need_a_look(feed: Feed) -> None:
         fold_optimistic([feed.event("j1", _S.FAILED, _S.QUEUED, 1)])
 
 
-def test_tenants_are_apart(feed: Feed) -> None:
+def test_equal_job_ids_of_two_tenants_are_separate(feed: Feed) -> None:
     folded = fold_optimistic([feed.created("j1", tenant_id="a"), feed.created("j1", tenant_id="b")])
     assert [(draft.tenant_id, draft.job_id) for draft in folded.drafts] == [("a", "j1"), ("b", "j1")]
 
 
-# With what the ledger knows ------------------------------------------------------------------------
+# With recorded jobs --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("state", sorted(State))
 @pytest.mark.parametrize("was", sorted(State))
-def test_an_event_is_written_forked_or_kept_aside(feed: Feed, state: State, was: State) -> None:
-    """Every pair of where the ledger has a job and where an event comes from."""
+def test_an_event_is_recorded_or_forked_or_an_anomaly(feed: Feed, state: State, was: State) -> None:
+    """Every pair of the job's state in the ledger and the event's previous state."""
     for to in [_S.RUNNING, *MOVES[was]]:
         event = feed.event("j1", was, to, 1, 0, type="x")
         folded = fold_known([event], {("default", "j1"): RecordedJob(state, 7)})
@@ -117,7 +117,7 @@ def test_a_creation_of_a_known_job_changes_nothing(feed: Feed, state: State) -> 
     assert [anomaly.reason for anomaly in folded.anomalies] == [CREATED_AGAIN]
 
 
-def test_notes_are_written_on_any_job_that_is_known(feed: Feed) -> None:
+def test_events_without_a_move_are_recorded_for_any_known_job(feed: Feed) -> None:
     note = feed.event("j1", None, None, type="task.duplicate")
     draft = _only(fold_known([note], {("default", "j1"): RecordedJob(_S.SUCCEEDED, 3)}))
     assert (draft.state, draft.previous_state, draft.events) == (None, _S.SUCCEEDED, [note])
@@ -125,7 +125,7 @@ def test_notes_are_written_on_any_job_that_is_known(feed: Feed) -> None:
     assert (folded.drafts, [anomaly.reason for anomaly in folded.anomalies]) == ([], [UNKNOWN_JOB])
 
 
-def test_a_job_nobody_told_of_gets_a_beginning(feed: Feed) -> None:
+def test_an_unknown_job_gets_a_creation_event(feed: Feed) -> None:
     folded = fold_known([feed.succeeded("j1", 3, 1)], {})
     draft = _only(folded)
     assert draft.new
@@ -135,31 +135,31 @@ def test_a_job_nobody_told_of_gets_a_beginning(feed: Feed) -> None:
 
 
 def test_a_restored_job_keeps_its_errors(feed: Feed) -> None:
-    back = feed.event("j1", _S.SUSPENDED, _S.SUSPENDED, 1, 1, type=RESTORED_EVENT)
-    draft = _only(fold_known([back], {("default", "j1"): RecordedJob(_S.SUSPENDED, 3)}))
+    restored = feed.event("j1", _S.SUSPENDED, _S.SUSPENDED, 1, 1, type=RESTORED_EVENT)
+    draft = _only(fold_known([restored], {("default", "j1"): RecordedJob(_S.SUSPENDED, 3)}))
     assert draft.keeps_errors
-    draft = _only(fold_optimistic([back]))
+    draft = _only(fold_optimistic([restored]))
     assert (draft.previous_state, draft.state) == (_S.SUSPENDED, _S.SUSPENDED)
 
 
 def test_an_earlier_attempt_in_the_same_state_is_a_fork(feed: Feed) -> None:
-    told = [feed.created("j1")]
+    recorded = [feed.created("j1")]
     for attempt in (1, 2):
-        told.append(feed.claimed("j1", attempt, attempt - 1, was=told[-1].to_state or _S.QUEUED))
-        told.append(feed.failed("j1", _S.RETRYING, attempt, attempt))
-    # The replica knew it as retrying after the first attempt.
-    again = [feed.claimed("j1", 2, 1, was=_S.RETRYING), feed.succeeded("j1", 2, 1)]
-    folded = fold_known(again, {("default", "j1"): RecordedJob(_S.RETRYING, 5, 2, 2)})
+        recorded.append(feed.claimed("j1", attempt, attempt - 1, was=recorded[-1].to_state or _S.QUEUED))
+        recorded.append(feed.failed("j1", _S.RETRYING, attempt, attempt))
+    # The replica had it as retrying after the first attempt.
+    replayed = [feed.claimed("j1", 2, 1, was=_S.RETRYING), feed.succeeded("j1", 2, 1)]
+    folded = fold_known(replayed, {("default", "j1"): RecordedJob(_S.RETRYING, 5, 2, 2)})
     draft = _only(folded)
     fork = draft.events[0]
     assert (fork.type, fork.from_state, fork.to_state) == (FORKED_EVENT, _S.RETRYING, _S.RETRYING)
-    assert (fork.attempt, draft.events[1:]) == (1, again)
+    assert (fork.attempt, draft.events[1:]) == (1, replayed)
     assert [anomaly.reason for anomaly in folded.anomalies] == [FORKED]
-    assert read_history([*told, *draft.events]).faults == []
+    assert read_history([*recorded, *draft.events]).faults == []
 
 
-def test_retries_that_were_counted_anew_are_not_taken_back_in_silence(feed: Feed) -> None:
-    """The ledger has the job resumed, with no retries; the replica had it queued with two."""
+def test_a_reset_retry_count_that_returns_is_an_anomaly(feed: Feed) -> None:
+    """The ledger has the job resumed without retries; the replica had it queued with two."""
     known = {("default", "j1"): RecordedJob(_S.QUEUED, 9, 3, 0)}
     assert fold_known([feed.claimed("j1", 4, 2)], known).anomalies != []
     assert fold_known([feed.claimed("j1", 4, 0)], known).anomalies == []
@@ -167,29 +167,29 @@ def test_retries_that_were_counted_anew_are_not_taken_back_in_silence(feed: Feed
     assert fold_known([resumed], {("default", "j1"): RecordedJob(_S.SUSPENDED, 8, 3, 2)}).anomalies == []
 
 
-def test_after_a_fork_a_job_that_was_given_back_counts_as_the_engine_does(feed: Feed) -> None:
-    told = [feed.created("j1")]
+def test_after_a_fork_a_released_job_counts_as_in_the_engine(feed: Feed) -> None:
+    recorded = [feed.created("j1")]
     for attempt in (1, 2):
-        told.append(feed.claimed("j1", attempt, attempt - 1, was=told[-1].to_state or _S.QUEUED))
-        told.append(feed.failed("j1", _S.RETRYING, attempt, attempt))
-    told.append(feed.claimed("j1", 3, 2, was=_S.RETRYING))
-    told.append(feed.event("j1", _S.RUNNING, _S.QUEUED, 3, 2, data={"started": True}))
-    again = [
+        recorded.append(feed.claimed("j1", attempt, attempt - 1, was=recorded[-1].to_state or _S.QUEUED))
+        recorded.append(feed.failed("j1", _S.RETRYING, attempt, attempt))
+    recorded.append(feed.claimed("j1", 3, 2, was=_S.RETRYING))
+    recorded.append(feed.event("j1", _S.RUNNING, _S.QUEUED, 3, 2, data={"started": True}))
+    replayed = [
         feed.event("j1", _S.RETRYING, _S.SUSPENDED, 1, 1),
         feed.event("j1", _S.SUSPENDED, _S.QUEUED, 1, 0),
         feed.claimed("j1", 2, 0),
     ]
-    draft = _only(fold_known(again, {("default", "j1"): RecordedJob(_S.QUEUED, 7, 3, 2)}))
-    assert read_history([*told, *draft.events]).faults == []
+    draft = _only(fold_known(replayed, {("default", "j1"): RecordedJob(_S.QUEUED, 7, 3, 2)}))
+    assert read_history([*recorded, *draft.events]).faults == []
 
 
-class _Life:
-    """A job in an engine that can wake up as it was some events ago, and its story in a ledger."""
+class _JobOnReplica:
+    """A job in an engine that can lose its latest events, and its history in a ledger."""
 
     def __init__(self, draw: Callable[[st.SearchStrategy[Any]], Any]) -> None:
         self._draw = draw
         self._feed = Feed()
-        #: State, attempt, retries, and how they all were before.
+        #: State, attempt and retries; and all their previous values.
         self.now: tuple[State, int, int] = (_S.QUEUED, 0, 0)
         self._before: list[tuple[State, int, int]] = []
         self.written = fold_known([self._feed.created("j1")], {}).drafts[0].events
@@ -209,20 +209,20 @@ class _Life:
         event = self._feed.event("j1", state, to, attempt, retries, data=data or None)
         self._before.append(self.now)
         self.now = (to, attempt - (data.get("started") is False), retries)
-        self._tell(event)
+        self._record(event)
 
-    def forget(self) -> None:
-        """Wake up as it was earlier; ends are remembered by the ledger only."""
+    def lose_events(self) -> None:
+        """Go back to an earlier state, as a stale replica does. Only the ledger keeps final states."""
         if self._before:
-            back = self._draw(st.integers(0, len(self._before) - 1))
-            self.now = self._before[back]
-            del self._before[back:]
+            restored = self._draw(st.integers(0, len(self._before) - 1))
+            self.now = self._before[restored]
+            del self._before[restored:]
 
-    def _tell(self, event: Event) -> None:
+    def _record(self, event: Event) -> None:
         folded = fold_known([event], {("default", "j1"): self.known})
         fast = _only(fold_optimistic([event]))
         known = self.known
-        # What the fast path's statement holds against the row.
+        # The condition that the fast path's statement checks against the row.
         fits = (
             (known.state, fast.new) == (fast.previous_state, False)
             and known.attempt <= fast.previous_attempt
@@ -239,19 +239,19 @@ class _Life:
 
 @settings(max_examples=400, deadline=None)
 @given(st.data())
-def test_stale_replicas_make_no_illegal_story(data: st.DataObject) -> None:
-    """Whatever an engine forgets, and however often: the ledger's story is legal, and goes where the engine goes."""
-    life = _Life(data.draw)
+def test_stale_replicas_make_no_illegal_history(data: st.DataObject) -> None:
+    """Whatever an engine loses, and however often: the ledger's history is legal and follows the engine."""
+    job = _JobOnReplica(data.draw)
     for _ in range(data.draw(st.integers(1, 4))):
         for _ in range(data.draw(st.integers(1, 8))):
-            if life.now[0] in FINAL:
+            if job.now[0] in FINAL:
                 break
-            life.move()
-        life.forget()
-    assert read_history(life.written).faults == []
+            job.move()
+        job.lose_events()
+    assert read_history(job.written).faults == []
 
 
-def test_both_ways_agree_on_what_fits(feed: Feed) -> None:
+def test_both_ways_fold_valid_events_alike(feed: Feed) -> None:
     events = [*feed.life("j1"), feed.claimed("j2"), feed.failed("j2", _S.RETRYING), feed.succeeded("j3")]
     known = {("default", "j2"): RecordedJob(_S.QUEUED, 1), ("default", "j3"): RecordedJob(_S.RUNNING, 2, 1)}
     fast, slow = fold_optimistic(events), fold_known(events, known)
@@ -265,34 +265,34 @@ def test_both_ways_agree_on_what_fits(feed: Feed) -> None:
 
 
 def test_an_attempt_that_never_started_is_numbered_again(feed: Feed) -> None:
-    given_back = feed.event("j1", _S.RUNNING, _S.QUEUED, 3, 1, data={"message": "busy", "started": False})
-    assert _only(fold_optimistic([given_back])).attempt == 2
+    released = feed.event("j1", _S.RUNNING, _S.QUEUED, 3, 1, data={"message": "busy", "started": False})
+    assert _only(fold_optimistic([released])).attempt == 2
 
 
-def test_a_cancelled_job_says_who_and_why(feed: Feed) -> None:
+def test_a_cancelled_job_has_actor_and_reason(feed: Feed) -> None:
     event = feed.event("j1", _S.QUEUED, _S.CANCELLED, data={"actor": "ann", "reason": "typo"})
     draft = _only(fold_optimistic([event]))
     assert (draft.error_code, draft.last_error, draft.ended) == ("CANCELLED", "typo (by ann)", True)
 
 
 def test_a_dead_letter_without_an_id_gets_the_same_one_each_time(feed: Feed) -> None:
-    dies = feed.failed("j1", _S.DLQ_PENDING)
-    first, second = _only(fold_optimistic([dies])), _only(fold_optimistic([dies]))
+    dead_lettered = feed.failed("j1", _S.DLQ_PENDING)
+    first, second = _only(fold_optimistic([dead_lettered])), _only(fold_optimistic([dead_lettered]))
     assert first.dlq_id
     assert first.dlq_id == second.dlq_id
-    assert first.dead_letter is dies
+    assert first.dead_letter is dead_lettered
 
 
-def test_what_the_jobs_row_says_is_not_said_again(feed: Feed) -> None:
+def test_data_of_the_jobs_row_is_not_repeated_in_events(feed: Feed) -> None:
     created, _, succeeded = feed.life("j1")
     assert data_of(created) is None
     assert data_of(succeeded) is None
-    later = msgspec.structs.replace(created, data={**(created.data or {}), "run_at_ms": 7})
-    assert decode(data_of(later) or "") == {"run_at_ms": 7}
-    hurried = feed.event("j1", None, None, type=EXPEDITED_EVENT, data={"actor": "ann"})
-    assert decode(data_of(hurried) or "") == {"actor": "ann"}
-    dies = feed.failed("j1", _S.DLQ_PENDING, dlq_id="d", history=[1, 2])
-    assert decode(data_of(dies) or "") == {
+    delayed = msgspec.structs.replace(created, data={**(created.data or {}), "run_at_ms": 7})
+    assert decode(data_of(delayed) or "") == {"run_at_ms": 7}
+    expedited = feed.event("j1", None, None, type=EXPEDITED_EVENT, data={"actor": "ann"})
+    assert decode(data_of(expedited) or "") == {"actor": "ann"}
+    dead_lettered = feed.failed("j1", _S.DLQ_PENDING, dlq_id="d", history=[1, 2])
+    assert decode(data_of(dead_lettered) or "") == {
         "code": "TASK_ERROR",
         "message": "boom 1",
         "type": "ValueError",
@@ -310,8 +310,8 @@ def test_rows_have_the_order_of_their_columns(feed: Feed) -> None:
     assert [row[3] for row in event_rows([draft], "q", lambda ms: ms)] == [5, 6, 7]
 
 
-def test_the_history_has_every_attempt_and_falls_back_on_the_engines(feed: Feed) -> None:
-    story = [
+def test_attempts_are_taken_from_events_or_else_from_the_engine(feed: Feed) -> None:
+    events = [
         feed.created("j1"),
         feed.claimed("j1"),
         feed.event("j1", None, None, 1, type=HEARTBEAT_EVENT),
@@ -319,20 +319,20 @@ def test_the_history_has_every_attempt_and_falls_back_on_the_engines(feed: Feed)
         feed.claimed("j1", 2, 1, was=_S.RETRYING),
         feed.failed("j1", _S.DLQ_PENDING, 2, 1),
     ]
-    told = decode(attempts_of(story))
-    assert [(one["number"], one["outcome"], one["failure"]["message"]) for one in told] == [
+    attempts = decode(attempts_of(events))
+    assert [(attempt["number"], attempt["outcome"], attempt["failure"]["message"]) for attempt in attempts] == [
         (1, "retrying", "boom 1"),
         (2, "dlq_pending", "boom 2"),
     ]
-    assert told[0]["started_at_ms"] == story[1].at_ms
-    assert told[0]["finished_at_ms"] == story[3].at_ms
-    assert decode(attempts_of(story[5:], [{"number": 1}, {"number": 2}])) == [{"number": 1}, {"number": 2}]
+    assert attempts[0]["started_at_ms"] == events[1].at_ms
+    assert attempts[0]["finished_at_ms"] == events[3].at_ms
+    assert decode(attempts_of(events[5:], [{"number": 1}, {"number": 2}])) == [{"number": 1}, {"number": 2}]
 
 
-# Garbage -------------------------------------------------------------------------------------------
+# Bad text ------------------------------------------------------------------------------------------
 
 
-def test_a_clean_event_is_itself_and_a_bad_one_is_cleaned(feed: Feed) -> None:
+def test_a_valid_event_is_unchanged_and_an_invalid_one_is_sanitized(feed: Feed) -> None:
     good = feed.created("j1")
     assert sanitize_event(good) is good
     bad = Event(type="x", job_id="a\x00", at_ms=1, worker="\ud800", message="\x00", data={"payload": "\x00", "n": 1})
@@ -341,7 +341,7 @@ def test_a_clean_event_is_itself_and_a_bad_one_is_cleaned(feed: Feed) -> None:
     )
 
 
-def test_halves_lose_nothing_and_keep_each_jobs_order(feed: Feed) -> None:
+def test_a_split_batch_loses_nothing_and_keeps_each_jobs_order(feed: Feed) -> None:
     events = [*feed.life("j1"), *feed.life("j2"), *feed.life("j3")]
     first, second = split_batch(events)
     assert sorted(event.at_ms for event in first + second) == [event.at_ms for event in events]

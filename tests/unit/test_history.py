@@ -1,4 +1,4 @@
-"""The history checker finds every kind of illegal story, and lets legal ones pass."""
+"""The history checker finds every kind of illegal history, and accepts legal ones."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Step = tuple[State, dict[str, Any]]
 S = State
 
 
-def told(*steps: Step | State, job_id: str = "j") -> list[Event]:
-    """Events of a story; attempts are numbered as they should be unless a step says otherwise."""
+def make_events(*steps: Step | State, job_id: str = "j") -> list[Event]:
+    """Make the events of a history. Attempts are numbered correctly unless a step overrides them."""
     events: list[Event] = []
     state: State | None = None
     attempt = 0
@@ -32,14 +32,14 @@ FORKED = {"type": "ledger.forked"}
 RESTORED = {"type": "task.restored"}
 
 LEGAL: dict[str, list[Event]] = {
-    "success": told(S.QUEUED, S.RUNNING, S.SUCCEEDED),
-    "retry": told(S.QUEUED, S.RUNNING, (S.RETRYING, {"retry_count": 1}), (S.RUNNING, {"retry_count": 1})),
-    "dead letter": told(S.QUEUED, S.RUNNING, S.DLQ_PENDING, S.DLQ_RECORDED, S.FAILED),
-    "taken over": told(S.QUEUED, S.RUNNING, S.RUNNING, S.SUCCEEDED),
-    "given back": told(S.QUEUED, S.RUNNING, S.QUEUED, (S.RUNNING, {"attempt": 1}), (S.SUCCEEDED, {"attempt": 1})),
-    "slept": told(S.QUEUED, S.RUNNING, S.QUEUED, S.RUNNING, S.SUCCEEDED),
-    "given back and cancelled": told(S.QUEUED, S.RUNNING, S.QUEUED, (S.CANCELLED, {"attempt": 0})),
-    "resumed": told(
+    "success": make_events(S.QUEUED, S.RUNNING, S.SUCCEEDED),
+    "retry": make_events(S.QUEUED, S.RUNNING, (S.RETRYING, {"retry_count": 1}), (S.RUNNING, {"retry_count": 1})),
+    "dead letter": make_events(S.QUEUED, S.RUNNING, S.DLQ_PENDING, S.DLQ_RECORDED, S.FAILED),
+    "reclaimed": make_events(S.QUEUED, S.RUNNING, S.RUNNING, S.SUCCEEDED),
+    "released": make_events(S.QUEUED, S.RUNNING, S.QUEUED, (S.RUNNING, {"attempt": 1}), (S.SUCCEEDED, {"attempt": 1})),
+    "released for a sleep": make_events(S.QUEUED, S.RUNNING, S.QUEUED, S.RUNNING, S.SUCCEEDED),
+    "released and cancelled": make_events(S.QUEUED, S.RUNNING, S.QUEUED, (S.CANCELLED, {"attempt": 0})),
+    "resumed": make_events(
         S.QUEUED,
         S.RUNNING,
         (S.RETRYING, {"retry_count": 1}),
@@ -48,62 +48,74 @@ LEGAL: dict[str, list[Event]] = {
         S.RUNNING,
         S.SUCCEEDED,
     ),
-    "approved": told(S.WAITING_APPROVAL, S.QUEUED, S.RUNNING, S.SUCCEEDED),
-    "put back in line": told(S.QUEUED, S.RUNNING, (S.QUEUED, RESTORED), S.RUNNING, S.SUCCEEDED),
-    "put back where it was": told(S.WAITING_APPROVAL, (S.WAITING_APPROVAL, RESTORED), S.QUEUED, S.RUNNING),
-    "forked": told(S.QUEUED, S.RUNNING, S.RETRYING, (S.QUEUED, FORKED), (S.RUNNING, {"attempt": 1})),
-    "with something beside it": [
-        *told(S.QUEUED, S.RUNNING),
+    "approved": make_events(S.WAITING_APPROVAL, S.QUEUED, S.RUNNING, S.SUCCEEDED),
+    "restored as queued": make_events(S.QUEUED, S.RUNNING, (S.QUEUED, RESTORED), S.RUNNING, S.SUCCEEDED),
+    "restored in its state": make_events(S.WAITING_APPROVAL, (S.WAITING_APPROVAL, RESTORED), S.QUEUED, S.RUNNING),
+    "forked": make_events(S.QUEUED, S.RUNNING, S.RETRYING, (S.QUEUED, FORKED), (S.RUNNING, {"attempt": 1})),
+    "with an event that is not a move": [
+        *make_events(S.QUEUED, S.RUNNING),
         Event(type="task.heartbeat", job_id="j", at_ms=0),
-        *told(S.QUEUED, S.RUNNING, S.SUCCEEDED)[2:],
+        *make_events(S.QUEUED, S.RUNNING, S.SUCCEEDED)[2:],
     ],
 }
 
 ILLEGAL: dict[str, tuple[list[Event], str]] = {
-    "begins in the middle": (told(S.QUEUED, S.RUNNING, S.SUCCEEDED)[1:], "comes from queued, but it was None"),
-    "a gap": (told(S.QUEUED, S.RUNNING, S.RETRYING, S.RUNNING)[::3], "but it was queued"),
+    "begins in the middle": (make_events(S.QUEUED, S.RUNNING, S.SUCCEEDED)[1:], "comes from queued, but it was None"),
+    "a gap": (make_events(S.QUEUED, S.RUNNING, S.RETRYING, S.RUNNING)[::3], "but it was queued"),
     "two ends": (
-        [*told(S.QUEUED, S.RUNNING, S.SUCCEEDED), *told(S.QUEUED, S.RUNNING, S.SUCCEEDED)[2:]],
+        [*make_events(S.QUEUED, S.RUNNING, S.SUCCEEDED), *make_events(S.QUEUED, S.RUNNING, S.SUCCEEDED)[2:]],
         "after it ended",
     ),
-    "not in the table": (told(S.QUEUED, S.SUCCEEDED), "not in the table"),
-    "failed without a dead letter": (told(S.QUEUED, S.RUNNING, S.DLQ_PENDING, S.FAILED), "not in the table"),
-    "wrong name": (told(S.QUEUED, (S.RUNNING, {"type": "task.succeeded"})), "is called"),
-    "put back from its end": (
-        told(S.QUEUED, S.CANCELLED, (S.CANCELLED, RESTORED)),
+    "not in the table": (make_events(S.QUEUED, S.SUCCEEDED), "not in the table"),
+    "failed without a dead letter": (make_events(S.QUEUED, S.RUNNING, S.DLQ_PENDING, S.FAILED), "not in the table"),
+    "wrong name": (make_events(S.QUEUED, (S.RUNNING, {"type": "task.succeeded"})), "is called"),
+    "restored from a final state": (
+        make_events(S.QUEUED, S.CANCELLED, (S.CANCELLED, RESTORED)),
         "cancelled → cancelled is not a restore",
     ),
-    "put back into another state": (told(S.QUEUED, (S.SUSPENDED, RESTORED)), "queued → suspended is not a restore"),
-    "put back with its lease": (told(S.QUEUED, S.RUNNING, (S.RUNNING, RESTORED)), "is not a restore"),
-    "put back with an attempt lost": (
-        told(S.QUEUED, S.RUNNING, (S.QUEUED, RESTORED), (S.RUNNING, {"attempt": 1})),
+    "restored into another state": (
+        make_events(S.QUEUED, (S.SUSPENDED, RESTORED)),
+        "queued → suspended is not a restore",
+    ),
+    "restored with its lease": (make_events(S.QUEUED, S.RUNNING, (S.RUNNING, RESTORED)), "is not a restore"),
+    "restored with an attempt lost": (
+        make_events(S.QUEUED, S.RUNNING, (S.QUEUED, RESTORED), (S.RUNNING, {"attempt": 1})),
         "expected [2]",
     ),
-    "forked from its end": (told(S.QUEUED, S.CANCELLED, (S.QUEUED, FORKED)), "cancelled → queued is not a fork"),
-    "forked to an end": (told(S.QUEUED, S.RUNNING, (S.SUCCEEDED, FORKED)), "running → succeeded is not a fork"),
-    "forked out of nothing": (told((S.QUEUED, FORKED)), "None → queued is not a fork"),
-    "a fork by another name": (told(S.QUEUED, S.RUNNING, S.RETRYING, S.QUEUED), "not in the table"),
-    "an attempt twice": (told(S.QUEUED, S.RUNNING, S.RETRYING, (S.RUNNING, {"attempt": 1})), "expected [2]"),
-    "an attempt left out": (told(S.QUEUED, (S.RUNNING, {"attempt": 2})), "expected [1]"),
-    "someone else's attempt": (told(S.QUEUED, S.RUNNING, S.RUNNING, (S.SUCCEEDED, {"attempt": 1})), "expected [2]"),
-    "a retry forgotten": (
-        told(S.QUEUED, S.RUNNING, (S.RETRYING, {"retry_count": 1}), (S.RUNNING, {"retry_count": 0})),
+    "forked from a final state": (
+        make_events(S.QUEUED, S.CANCELLED, (S.QUEUED, FORKED)),
+        "cancelled → queued is not a fork",
+    ),
+    "forked to a final state": (
+        make_events(S.QUEUED, S.RUNNING, (S.SUCCEEDED, FORKED)),
+        "running → succeeded is not a fork",
+    ),
+    "forked out of nothing": (make_events((S.QUEUED, FORKED)), "None → queued is not a fork"),
+    "a fork by another name": (make_events(S.QUEUED, S.RUNNING, S.RETRYING, S.QUEUED), "not in the table"),
+    "an attempt twice": (make_events(S.QUEUED, S.RUNNING, S.RETRYING, (S.RUNNING, {"attempt": 1})), "expected [2]"),
+    "an attempt skipped": (make_events(S.QUEUED, (S.RUNNING, {"attempt": 2})), "expected [1]"),
+    "another worker's attempt": (
+        make_events(S.QUEUED, S.RUNNING, S.RUNNING, (S.SUCCEEDED, {"attempt": 1})),
+        "expected [2]",
+    ),
+    "a retry lost": (
+        make_events(S.QUEUED, S.RUNNING, (S.RETRYING, {"retry_count": 1}), (S.RUNNING, {"retry_count": 0})),
         "loses retries",
     ),
-    "a retry invented": (told(S.QUEUED, S.RUNNING, (S.RETRYING, {"retry_count": 2})), "skips retries"),
+    "a retry invented": (make_events(S.QUEUED, S.RUNNING, (S.RETRYING, {"retry_count": 2})), "skips retries"),
 }
 
 
 @pytest.mark.parametrize("events", LEGAL.values(), ids=LEGAL.keys())
-def test_legal_stories_pass(events: list[Event]) -> None:
+def test_legal_histories_pass(events: list[Event]) -> None:
     assert read_history(events).faults == []
 
 
-@pytest.mark.parametrize(("events", "complaint"), ILLEGAL.values(), ids=ILLEGAL.keys())
-def test_illegal_stories_are_found(events: list[Event], complaint: str) -> None:
+@pytest.mark.parametrize(("events", "fault"), ILLEGAL.values(), ids=ILLEGAL.keys())
+def test_illegal_histories_are_found(events: list[Event], fault: str) -> None:
     with pytest.raises(AssertionError) as error:
         check_history(events)
-    assert complaint in str(error.value)
+    assert fault in str(error.value)
 
 
 def test_every_pair_of_states_is_judged_by_the_table() -> None:
@@ -118,15 +130,15 @@ def test_every_pair_of_states_is_judged_by_the_table() -> None:
             assert found is (after not in MOVES[before] and not reclaimed), (before, after)
 
 
-def test_jobs_are_told_apart() -> None:
-    one, two = told(S.QUEUED, S.RUNNING, S.SUCCEEDED), told(S.QUEUED, S.RUNNING, job_id="k")
+def test_each_job_has_its_own_history() -> None:
+    one, two = make_events(S.QUEUED, S.RUNNING, S.SUCCEEDED), make_events(S.QUEUED, S.RUNNING, job_id="k")
     history = check_history([event for pair in zip(one, [*two, two[0]], strict=True) for event in pair][:5])
-    assert {job_id: story.state for job_id, story in history.histories.items()} == {"j": S.SUCCEEDED, "k": S.RUNNING}
+    assert {job_id: job.state for job_id, job in history.histories.items()} == {"j": S.SUCCEEDED, "k": S.RUNNING}
     assert history.open_jobs == ["k"]
 
 
 def test_an_open_job_is_a_fault_when_all_should_have_ended() -> None:
-    events = told(S.QUEUED, S.RUNNING)
+    events = make_events(S.QUEUED, S.RUNNING)
     assert check_history(events).open_jobs == ["j"]
     with pytest.raises(AssertionError, match="no final event"):
         check_history(events, ended=True)
@@ -134,38 +146,40 @@ def test_an_open_job_is_a_fault_when_all_should_have_ended() -> None:
 
 
 def test_forks_and_restores_are_counted() -> None:
-    story = check_history([*LEGAL["forked"], *told(S.QUEUED, job_id="k")]).histories["j"]
-    assert (story.forks, story.restores, story.state) == (1, 0, S.RUNNING)
-    assert check_history(LEGAL["put back in line"]).histories["j"].restores == 1
+    history = check_history([*LEGAL["forked"], *make_events(S.QUEUED, job_id="k")]).histories["j"]
+    assert (history.forks, history.restores, history.state) == (1, 0, S.RUNNING)
+    assert check_history(LEGAL["restored as queued"]).histories["j"].restores == 1
 
 
-def test_numbers_have_no_gap() -> None:
-    created, claimed, succeeded = told(S.QUEUED, S.RUNNING, S.SUCCEEDED)
-    beside = Event(type="task.heartbeat", job_id="j", at_ms=0)
-    whole = JobHistory("j")
-    assert [whole.add(event, seq + 1) for seq, event in enumerate([created, claimed, beside, succeeded])] == [[]] * 4
-    assert whole.events == 4
-    for numbers, complaint in {
+def test_gaps_in_event_numbers_are_found() -> None:
+    created, claimed, succeeded = make_events(S.QUEUED, S.RUNNING, S.SUCCEEDED)
+    heartbeat = Event(type="task.heartbeat", job_id="j", at_ms=0)
+    history = JobHistory("j")
+    assert [history.add(event, seq + 1) for seq, event in enumerate([created, claimed, heartbeat, succeeded])] == [
+        []
+    ] * 4
+    assert history.events == 4
+    for numbers, fault in {
         (2, 3, 4): "task.created has number 2 after 0",
         (1, 2, 4): "task.succeeded has number 4 after 2",
         (1, 2, 2): "task.succeeded has number 2 after 2",
     }.items():
-        story = JobHistory("j")
+        history = JobHistory("j")
         pairs = zip([created, claimed, succeeded], numbers, strict=True)
-        faults = [fault for event, seq in pairs for fault in story.add(event, seq)]
+        faults = [fault for event, seq in pairs for fault in history.add(event, seq)]
         assert len(faults) == 1
-        assert complaint in faults[0]
+        assert fault in faults[0]
 
 
 def test_in_a_ledger_nothing_comes_before_the_creation() -> None:
-    beside = Event(type="task.heartbeat", job_id="j", at_ms=0)
-    assert "before the creation" in JobHistory("j").add(beside, 1)[0]
-    assert read_history([beside]).histories == {}
+    heartbeat = Event(type="task.heartbeat", job_id="j", at_ms=0)
+    assert "before the creation" in JobHistory("j").add(heartbeat, 1)[0]
+    assert read_history([heartbeat]).histories == {}
 
 
-def test_a_long_story_is_read_in_constant_memory() -> None:
-    story = JobHistory("j")
-    events = told(S.QUEUED, *[S.RUNNING, S.RETRYING] * 500)
-    assert not [fault for seq, event in enumerate(events) for fault in story.add(event, seq + 1)]
-    assert (story.events, len(story.moves)) == (1001, REMEMBERED_MOVES)
-    assert "so far … [" in story.add(events[0], 1002)[0]
+def test_a_long_history_is_read_in_constant_memory() -> None:
+    history = JobHistory("j")
+    events = make_events(S.QUEUED, *[S.RUNNING, S.RETRYING] * 500)
+    assert not [fault for seq, event in enumerate(events) for fault in history.add(event, seq + 1)]
+    assert (history.events, len(history.moves)) == (1001, REMEMBERED_MOVES)
+    assert "so far … [" in history.add(events[0], 1002)[0]

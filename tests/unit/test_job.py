@@ -9,12 +9,21 @@ from uuid import UUID
 import pytest
 
 from holdfast.clock import SystemClock, to_datetime, to_ms
-from holdfast.core.job import HISTORY_FIRST, HISTORY_LATEST, Attempt, Lease, Meta, Priority, new_job_ids, priority_order
-from holdfast.core.job import append_attempt as remembered
+from holdfast.core.job import (
+    HISTORY_FIRST,
+    HISTORY_LATEST,
+    Attempt,
+    Lease,
+    Meta,
+    Priority,
+    append_attempt,
+    new_job_ids,
+    priority_order,
+)
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 1_000])
-def test_ids_are_fresh_and_of_version_seven(count: int) -> None:
+def test_ids_are_unique_and_of_version_seven(count: int) -> None:
     ids = new_job_ids(count)
     assert len(set(ids)) == len(ids) == count
     for job_id in ids:
@@ -36,8 +45,8 @@ def test_ids_of_one_batch_differ_in_all_their_random_parts() -> None:
     assert {job_id[16] for job_id in ids} == set("89ab")
 
 
-def test_every_turn_reads_every_line_and_none_starves() -> None:
-    orders = [priority_order(turn) for turn in range(800)]
+def test_every_round_reads_every_priority_and_none_starves() -> None:
+    orders = [priority_order(round_number) for round_number in range(800)]
     assert all(sorted(order) == sorted(Priority) for order in orders)
     first = Counter(order[0] for order in orders)
     assert first[Priority.HIGH] > first[Priority.NORMAL] > first[Priority.LOW] >= 100
@@ -53,13 +62,13 @@ def test_a_token_names_one_attempt() -> None:
 def test_history_keeps_the_first_and_the_latest_attempts() -> None:
     history: tuple[Attempt, ...] = ()
     for number in range(1, 101):
-        history = remembered(history, Attempt(number, "w", 0, 0, "retrying"))
+        history = append_attempt(history, Attempt(number, "w", 0, 0, "retrying"))
     numbers = [attempt.number for attempt in history]
     assert numbers[:HISTORY_FIRST] == [1, 2, 3, 4, 5]
     assert numbers[HISTORY_FIRST:] == list(range(101 - HISTORY_LATEST, 101))
 
 
-def test_a_fresh_job_carries_nothing() -> None:
+def test_a_new_job_has_default_metadata() -> None:
     meta = Meta()
     assert (meta.retry_count, meta.lost_leases, meta.history, meta.priority) == (0, 0, (), Priority.NORMAL)
 

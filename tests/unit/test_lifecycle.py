@@ -1,4 +1,4 @@
-"""Commands that stay: the garbage collector leaves alone what was loaded before the work began."""
+"""Long-running commands: objects loaded before work starts are frozen for the garbage collector."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import gc
 from holdfast.cli.lifecycle import run_until_signal
 
 
-async def test_what_is_loaded_is_not_looked_at_again() -> None:
+async def test_loaded_objects_are_frozen() -> None:
     gc.unfreeze()
     with run_until_signal(lambda: None):
         assert gc.get_freeze_count() > 1_000

@@ -1,4 +1,4 @@
-"""The clock that tests move by hand."""
+"""The manual clock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from holdfast.errors import InvalidOption
 from holdfast.testing.inline import START_MS, ManualClock
 
 
-def test_it_stands_still_until_it_is_moved() -> None:
+def test_time_is_constant_until_it_is_advanced() -> None:
     clock = ManualClock()
     assert clock.now_ms() == clock.now_ms() == START_MS
     clock.advance(1.5)
@@ -18,7 +18,7 @@ def test_it_stands_still_until_it_is_moved() -> None:
     assert clock.now_ms() == START_MS + 61_500
 
 
-def test_it_does_not_run_backwards_by_mistake() -> None:
+def test_time_goes_back_only_by_jump() -> None:
     clock = ManualClock(start_ms=1_000)
     with pytest.raises(InvalidOption):
         clock.advance(-1)

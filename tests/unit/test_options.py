@@ -1,4 +1,4 @@
-"""What callers may say about a submission, and what they may not."""
+"""Valid and invalid options of a submission."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def make(**given: Any) -> Options:
     return make_options(options, queue="default", priority=Priority.NORMAL, payload_limit=100)
 
 
-def test_nothing_given_is_the_defaults() -> None:
+def test_no_options_are_the_defaults() -> None:
     assert make() == Options()
     assert make().meta is EMPTY_META
     assert make(**dict.fromkeys(SubmitOptions.__annotations__.keys() - {"hold"})) == Options()
 
 
-def test_everything_given_arrives() -> None:
+def test_all_options_reach_the_envelope() -> None:
     options = make(
         idempotency_key="k",
         idempotency_window=timedelta(hours=1),
@@ -55,7 +55,7 @@ def test_everything_given_arrives() -> None:
         (datetime(1950, 1, 1, tzinfo=UTC), 1),
     ],
 )
-def test_instants(at: datetime, ms: int) -> None:
+def test_run_at_is_in_milliseconds(at: datetime, ms: int) -> None:
     assert make(run_at=at).run_at_ms == ms
 
 
@@ -95,7 +95,7 @@ def test_instants(at: datetime, ms: int) -> None:
     ],
     ids=str,
 )
-def test_mistakes_are_named(given: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_named(given: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidOption, match=message):
         make(**given)
 
@@ -108,7 +108,7 @@ def test_the_context_is_json_and_bounded() -> None:
     assert make(context={}).meta is EMPTY_META
 
 
-def test_priorities() -> None:
+def test_priorities_are_parsed() -> None:
     assert [parse_priority(value) for value in ("HIGH", Priority.LOW, 1)] == [
         Priority.HIGH,
         Priority.LOW,
@@ -116,5 +116,5 @@ def test_priorities() -> None:
     ]
 
 
-def test_names_with_colons_and_dots_are_fine() -> None:
+def test_names_with_colons_and_dots_are_valid() -> None:
     assert check_name("orders:eu.west-1_ü", "queue") == "orders:eu.west-1_ü"

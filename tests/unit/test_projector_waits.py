@@ -15,10 +15,8 @@ from holdfast.upkeep.projector import Projector
 
 
 @pytest.mark.parametrize("busy", [True, False])
-async def test_a_feed_that_has_work_does_not_wait_for_one_that_has_none(
-    busy: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Redis looks ten times a second whose wait is over: even the shortest takes up to 100 ms on an idle server.
+async def test_a_busy_feed_does_not_wait_for_an_idle_one(busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Redis checks timeouts ten times a second: even the shortest wait takes up to 100 ms on an idle server.
     engine = AsyncMock(spec=Engine)
     engine.wait_feed.return_value = []
     projector = Projector(engine, Mock(spec=Ledger, projection=Mock()), ["busy", "idle"])

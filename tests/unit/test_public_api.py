@@ -1,4 +1,4 @@
-"""The public names, pinned: adding one is a decision, taking one away breaks somebody."""
+"""The public names, pinned: adding one is a decision, removing one breaks callers."""
 
 from __future__ import annotations
 
@@ -75,19 +75,19 @@ print(*(name for name in sys.modules if name.startswith("holdfast")))
 """
 
 
-def test_the_public_names_are_these() -> None:
+def test_the_public_names_are_pinned() -> None:
     assert set(holdfast.__all__) == NAMES
     assert sorted(holdfast.__all__, key=str) == sorted(NAMES)
     assert all(hasattr(holdfast, name) for name in NAMES)
 
 
 def test_nothing_else_is_public_by_accident() -> None:
-    strays = {
+    unexpected = {
         name
         for name, value in vars(holdfast).items()
         if not name.startswith("_") and name not in NAMES and not inspect.ismodule(value)
     }
-    assert strays == {"annotations"} & strays
+    assert unexpected == {"annotations"} & unexpected
 
 
 def test_the_members_of_an_app_are_these() -> None:
@@ -118,7 +118,7 @@ def test_the_version_is_single_sourced() -> None:
     assert importlib.metadata.version("holdfast") == holdfast.__version__
 
 
-def test_public_classes_explain_themselves() -> None:
+def test_public_classes_have_docstrings() -> None:
     undocumented = [
         name for name in NAMES if inspect.isclass(getattr(holdfast, name)) and not getattr(holdfast, name).__doc__
     ]

@@ -1,4 +1,4 @@
-"""HOLDFAST_URL of a Redis: what it may say, and what is said of mistakes."""
+"""HOLDFAST_URL for Redis: valid URLs, and the errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from holdfast.observe.redact import redact
 from holdfast.settings import Settings
 
 
-def test_one_server() -> None:
+def test_the_url_of_one_server_is_parsed() -> None:
     assert parse_url("redis://") == RedisAddress()
     assert parse_url("redis://cache") == RedisAddress("cache")
     assert parse_url("redis://cache:1/2") == RedisAddress("cache", 1, db=2)
@@ -29,25 +29,25 @@ def test_one_server() -> None:
     assert parse_url("redis://ann:a:b%2F@cache") == RedisAddress("cache", username="ann", password="a:b/")
 
 
-def test_sentinels() -> None:
-    place = parse_url(
+def test_the_url_of_sentinels_is_parsed() -> None:
+    address = parse_url(
         "redis+sentinel://ann:pw@s1:1,[fe80::2]:2,s3/orders/4?sentinel_username=bob&sentinel_password=s%26p"
     )
     sentinel = RedisAddress(username="bob", password="s&p")
-    assert place == SentinelAddresses(
+    assert address == SentinelAddresses(
         tuple(replace(sentinel, host=host, port=port) for host, port in (("s1", 1), ("fe80::2", 2), ("s3", 26379))),
         "orders",
         RedisAddress(db=4, username="ann", password="pw"),
     )
 
 
-def test_sentinels_without_a_password_are_not_given_that_of_the_master() -> None:
-    place = parse_url("redis+sentinel://:pw@s1/orders")
-    assert isinstance(place, SentinelAddresses)
-    assert (place.addresses, place.master) == ((RedisAddress("s1", 26379),), RedisAddress(password="pw"))
+def test_the_masters_password_is_not_sent_to_sentinels() -> None:
+    address = parse_url("redis+sentinel://:pw@s1/orders")
+    assert isinstance(address, SentinelAddresses)
+    assert (address.addresses, address.master) == ((RedisAddress("s1", 26379),), RedisAddress(password="pw"))
 
 
-def test_a_cluster() -> None:
+def test_the_url_of_a_cluster_is_parsed() -> None:
     assert parse_url("redis+cluster://:pw@a:1,[::1]:2,c") == ClusterSeeds(
         (RedisAddress("a", 1, password="pw"), RedisAddress("::1", 2, password="pw"), RedisAddress("c", password="pw"))
     )
@@ -67,16 +67,16 @@ def test_a_cluster() -> None:
         "rediss+cluster://a?ssl_cert_reqs=none",
     ],
 )
-def test_tls(url: str) -> None:
-    place = parse_url(url)
-    addresses = [place] if isinstance(place, RedisAddress) else list(place.addresses)
-    if isinstance(place, SentinelAddresses):
-        addresses.append(place.master)
+def test_tls_applies_to_every_address(url: str) -> None:
+    parsed = parse_url(url)
+    addresses = [parsed] if isinstance(parsed, RedisAddress) else list(parsed.addresses)
+    if isinstance(parsed, SentinelAddresses):
+        addresses.append(parsed.master)
     assert all(address.tls is not None for address in addresses)
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    ("url", "message"),
     [
         ("redis://a:hunter2", "ports must be numbers"),
         ("redis://a:0", "ports must be numbers"),
@@ -100,15 +100,15 @@ def test_tls(url: str) -> None:
         ("rediss://a?ssl_ca_certs=/does/not/exist", "cannot use a file"),
     ],
 )
-def test_mistakes_say_what_to_write_and_repeat_no_password(url: str, said: str) -> None:
+def test_errors_name_the_remedy_and_no_password(url: str, message: str) -> None:
     with pytest.raises(InvalidOption) as caught:
         parse_url(url)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "hunter2" not in str(caught.value)
     assert caught.value.__cause__ is None or isinstance(caught.value.__cause__, OSError)
 
 
-def test_places_as_redis_writes_them() -> None:
+def test_addresses_are_split_as_redis_writes_them() -> None:
     assert split_host_port("10.0.0.1:7000") == ("10.0.0.1", "7000")
     assert split_host_port("fe80::1:7000") == ("fe80::1", "7000")
     assert split_host_port("[fe80::1]:7000") == ("fe80::1", "7000")
@@ -122,10 +122,10 @@ def test_places_as_redis_writes_them() -> None:
         "rediss+cluster://:hunter2@a:1,[::1]:2",
     ],
 )
-def test_passwords_are_blotted_out(url: str) -> None:
-    blotted = redact(f"cannot reach {url} now")
-    assert "hunter2" not in blotted
-    assert "a:1" in blotted
+def test_passwords_are_redacted(url: str) -> None:
+    redacted = redact(f"cannot reach {url} now")
+    assert "hunter2" not in redacted
+    assert "a:1" in redacted
 
 
 async def test_settings_choose_the_layout() -> None:

@@ -1,4 +1,4 @@
-"""When a failed job runs again."""
+"""The delay before a failed job runs again."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def test_the_default_delay_follows_the_formula(retry_count: int, seed: int) -> N
 
 def test_jitter_reaches_both_of_its_ends() -> None:
     random = Random(1)
-    seen = {Retry().delay_ms(1, random) - 1_000 for _ in range(20_000)}
-    assert seen == set(range(301))
+    jitters = {Retry().delay_ms(1, random) - 1_000 for _ in range(20_000)}
+    assert jitters == set(range(301))
 
 
 def test_the_defaults_are_three_retries_from_one_second_to_thirty() -> None:
@@ -66,12 +66,12 @@ def test_the_defaults_are_three_retries_from_one_second_to_thirty() -> None:
         ),
     ],
 )
-def test_every_source_s_policy_can_be_said(policy: Retry, retries: int, expected: list[int]) -> None:
+def test_every_sources_policy_can_be_expressed(policy: Retry, retries: int, expected: list[int]) -> None:
     assert policy.max_retries == retries
     assert delays(policy, retries) == expected
 
 
-def test_the_cap_holds_however_often_a_job_failed() -> None:
+def test_the_cap_holds_for_any_number_of_failures() -> None:
     policy = Retry(max_attempts=10, base=1, cap=600, jitter=None)
     assert policy.delay_ms(11, Random()) == 600_000
     assert policy.delay_ms(100_000, Random()) == 600_000
@@ -85,7 +85,7 @@ def test_a_list_of_delays_has_jitter_too() -> None:
     assert {Retry(delays=[1], jitter=0.01).delay_ms(1, Random(seed)) for seed in range(500)} == set(range(1_000, 1_011))
 
 
-def test_no_backoff_at_all_is_legal() -> None:
+def test_no_backoff_is_valid() -> None:
     assert delays(Retry(max_retries=2, base=0, cap=0, jitter=None), 2) == [0, 0]
 
 
@@ -114,7 +114,7 @@ def test_max_attempts_counts_the_first_run() -> None:
     ],
     ids=str,
 )
-def test_a_policy_that_cannot_be_is_refused_where_it_is_written(wrong: dict[str, Any]) -> None:
+def test_an_invalid_policy_is_refused_at_construction(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidOption) as caught:
         Retry(**wrong)
     assert any(name in str(caught.value) for name in wrong)
@@ -128,6 +128,6 @@ def test_durations_are_timedeltas_or_seconds() -> None:
 
 
 def test_a_long_base_raises_the_default_cap() -> None:
-    patient = Retry(base=60, jitter=None)
-    assert [patient.delay_ms(count, Random(1)) for count in (1, 2)] == [60_000, 60_000]
+    policy = Retry(base=60, jitter=None)
+    assert [policy.delay_ms(count, Random(1)) for count in (1, 2)] == [60_000, 60_000]
     assert Retry(base=60, cap=30, jitter=None).delay_ms(1, Random(1)) == 30_000

@@ -1,4 +1,4 @@
-"""Settings: where they come from, which is stronger, and what is refused."""
+"""Settings: their sources, precedence, and invalid values."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from holdfast.settings import Settings
 
 
 @pytest.fixture(autouse=True)
-def _clean_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No file and no variables but the test's own."""
+def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Only the test's own file and variables."""
     monkeypatch.chdir(tmp_path)
     for name in Settings.model_fields:
         monkeypatch.delenv(f"HOLDFAST_{name.upper()}", raising=False)
@@ -57,12 +57,12 @@ def test_a_retry_mode_can_be_set_per_queue(monkeypatch: pytest.MonkeyPatch) -> N
     assert Settings.load().retry_via == {"ingest": RetryVia.PENDING}
 
 
-def test_the_long_lease_of_the_sources_is_legal() -> None:
+def test_the_long_lease_of_the_sources_is_valid() -> None:
     settings = Settings.load(visibility_timeout_s=300, heartbeat_interval_s=30)
     assert settings.engine_options().visibility_timeout_ms == 300_000
 
 
-def test_zero_is_legal_where_a_reproduction_needs_it() -> None:
+def test_zero_is_valid_where_a_reproduction_needs_it() -> None:
     settings = Settings.load(reclaim_interval_s=0, reclaim_idle_s=0, drain_grace_s=0)
     assert settings.engine_options().pending_idle_ms == 0
 
@@ -74,7 +74,7 @@ def test_known_schemes_pass(url: str) -> None:
     assert Settings.load(url=url).url == url
 
 
-def test_the_error_for_a_scheme_offers_only_what_works() -> None:
+def test_the_error_for_a_scheme_lists_only_supported_ones() -> None:
     with pytest.raises(InvalidOption, match=r"must begin with one of sqlite://, redis://, rediss://, redis\+sent"):
         Settings.load(url="mysql://h")
 
@@ -102,12 +102,12 @@ def test_the_error_for_a_scheme_offers_only_what_works() -> None:
     ],
     ids=str,
 )
-def test_a_mistake_is_named(wrong: dict[str, Any], named: str) -> None:
+def test_an_invalid_setting_is_named(wrong: dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidOption, match=named):
         Settings.load(**wrong)
 
 
-def test_a_mistake_is_said_once_with_its_variable() -> None:
+def test_an_invalid_setting_is_reported_once_with_its_variable() -> None:
     with pytest.raises(InvalidOption) as raised:
         Settings.load(heartbeat_interval_s=20, concurrency=100)
     assert str(raised.value) == (
@@ -127,7 +127,7 @@ def test_an_unknown_key_in_the_file_is_refused(tmp_path: Path) -> None:
         Settings.load()
 
 
-def test_an_empty_dead_letter_stream_turns_it_off() -> None:
+def test_an_empty_dead_letter_stream_name_is_valid() -> None:
     assert Settings.load(stream_dlq="").stream_dlq == ""
 
 
@@ -160,7 +160,9 @@ def test_the_engine_gets_whole_milliseconds_and_the_same_defaults() -> None:
         ("redis://h", "postgresql://h/db", False, True),
     ],
 )
-def test_which_ledger_is_meant(url: str, ledger: str | None, embedded: bool, external: bool) -> None:
+def test_embedded_and_separate_ledgers_are_distinguished(
+    url: str, ledger: str | None, embedded: bool, external: bool
+) -> None:
     settings = Settings.load(url=url, ledger=ledger)
     assert (settings.embedded, settings.engine_options().ledger) == (embedded, external)
 
@@ -175,7 +177,7 @@ def test_an_embedded_ledger_keeps_finished_jobs_for_the_retention() -> None:
 
 # In memory -----------------------------------------------------------------------------------------
 
-OUTSIDE = {
+EXTERNAL = {
     "HOLDFAST_LEDGER": "postgresql://prod/ledger",
     "HOLDFAST_OUTBOX_URL": "postgresql://prod/shop",
     "HOLDFAST_OUTBOX_TARGETS": '{"default": {"type": "kafka", "connection": {"bootstrap.servers": "prod"}}}',
@@ -184,62 +186,62 @@ OUTSIDE = {
 }
 
 
-def leads_outside(settings: Settings) -> list[str]:
-    """Names of the settings that do."""
-    found = {
+def external_settings(settings: Settings) -> list[str]:
+    """Names of the settings that refer to other systems."""
+    values = {
         "ledger": settings.ledger,
         "outbox_url": settings.outbox_url,
         "outbox_targets": settings.outbox_targets,
         "publish_events": settings.publish_events,
         "webhooks": settings.webhooks_enabled,
     }
-    return [name for name, value in found.items() if value]
+    return [name for name, value in values.items() if value]
 
 
 @pytest.mark.parametrize("url", ["sqlite://", "sqlite:///", "sqlite:///:memory:", "sqlite:///%3Amemory:"])
-@pytest.mark.parametrize("named", ["argument", "variable", "file"])
-def test_in_memory_what_is_configured_outside_the_code_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, url: str, named: str
+@pytest.mark.parametrize("source", ["argument", "variable", "file"])
+def test_in_memory_settings_from_outside_the_code_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, url: str, source: str
 ) -> None:
-    for name, value in OUTSIDE.items():
+    for name, value in EXTERNAL.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("HOLDFAST_CONCURRENCY", "7")
     (tmp_path / "holdfast.toml").write_text(
-        'ledger = "postgresql://prod/ledger"\ngroup = "file"\n' + (f'url = "{url}"\n' if named == "file" else "")
+        'ledger = "postgresql://prod/ledger"\ngroup = "file"\n' + (f'url = "{url}"\n' if source == "file" else "")
     )
-    if named == "variable":
+    if source == "variable":
         monkeypatch.setenv("HOLDFAST_URL", url)
-    settings = Settings.load(url=url if named == "argument" else None)
+    settings = Settings.load(url=url if source == "argument" else None)
     assert settings.in_memory
     assert settings.embedded
-    assert leads_outside(settings) == []
+    assert external_settings(settings) == []
     # The rest is as configured.
     assert (settings.concurrency, settings.group) == (7, "file")
 
 
 def test_in_memory_events_are_not_published_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOLDFAST_OUTBOX_TARGETS", OUTSIDE["HOLDFAST_OUTBOX_TARGETS"])
+    monkeypatch.setenv("HOLDFAST_OUTBOX_TARGETS", EXTERNAL["HOLDFAST_OUTBOX_TARGETS"])
     monkeypatch.setenv("HOLDFAST_PUBLISH_EVENTS", "default")
     assert Settings.load(url="sqlite://").publishing is None
     assert Settings.load(url="sqlite:///jobs.db").publishing is not None
 
 
-def test_in_memory_what_code_names_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_memory_explicit_arguments_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_LEDGER", "postgresql://prod/ledger")
     settings = Settings.load(
-        url="sqlite://", ledger="sqlite:///mine.db", webhook_secret=OUTSIDE["HOLDFAST_WEBHOOK_SECRET"]
+        url="sqlite://", ledger="sqlite:///mine.db", webhook_secret=EXTERNAL["HOLDFAST_WEBHOOK_SECRET"]
     )
     assert (settings.ledger, settings.webhooks_enabled, settings.embedded) == ("sqlite:///mine.db", True, False)
 
 
 @pytest.mark.parametrize("url", ["sqlite:///jobs.db", "sqlite:////var/jobs.db", "redis://h"])
-def test_other_engines_use_what_is_configured(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+def test_other_engines_use_the_configured_settings(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     monkeypatch.setenv("HOLDFAST_URL", "sqlite://")
-    for name, value in OUTSIDE.items():
+    for name, value in EXTERNAL.items():
         monkeypatch.setenv(name, value)
     settings = Settings.load(url=url)
     assert not settings.in_memory
-    assert leads_outside(settings) == ["ledger", "outbox_url", "outbox_targets", "webhooks"]
+    assert external_settings(settings) == ["ledger", "outbox_url", "outbox_targets", "webhooks"]
 
 
 # Retries -------------------------------------------------------------------------------------------
@@ -273,7 +275,7 @@ def test_retries_are_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     ("name", "value"),
     [("MAX_RETRIES", "-1"), ("RETRY_BASE_S", "inf"), ("RETRY_MULTIPLIER", "0.5"), ("RETRY_CAP_S", "soon")],
 )
-def test_retries_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+def test_invalid_retries_are_refused(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv(f"HOLDFAST_{name}", value)
     with pytest.raises(InvalidOption, match=f"HOLDFAST_{name}"):
         Settings.load()

@@ -1,4 +1,4 @@
-"""The state table, move by move: the legal ones are typed here a second time, from the requirement."""
+"""The state table, move by move. The legal moves are listed here a second time, from the requirement."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from holdfast.core.states import (
     State,
     check_move,
     event_for,
+    is_legal,
     mermaid_diagram,
 )
-from holdfast.core.states import is_legal as known
 from holdfast.errors import TransitionInvalid
 
 LEGAL = """
@@ -41,7 +41,7 @@ EVERY_PAIR = list(itertools.product([None, *State], State))
 
 @pytest.mark.parametrize(("source", "target"), EVERY_PAIR)
 def test_every_pair_of_states_is_legal_or_refused_as_required(source: State | None, target: State) -> None:
-    assert known(source, target) == ((source, target) in PAIRS)
+    assert is_legal(source, target) == ((source, target) in PAIRS)
 
 
 @pytest.mark.parametrize(("source", "target"), [pair for pair in EVERY_PAIR if pair not in PAIRS])
@@ -58,13 +58,13 @@ def test_a_legal_move_passes_and_has_an_event(source: State | None, target: Stat
     assert event_for(source, target).partition(".")[0] in {"task", "approval"}
 
 
-def test_the_table_knows_every_state() -> None:
+def test_the_table_has_every_state() -> None:
     assert set(MOVES) == {None, *State}
     assert set(EVENTS) == set(State)
     assert len(State) == 10
 
 
-def test_final_states_are_the_three_that_lead_nowhere() -> None:
+def test_final_states_have_no_moves() -> None:
     assert {State.SUCCEEDED, State.FAILED, State.CANCELLED} == FINAL
     assert not PARKED & FINAL
 
@@ -75,16 +75,16 @@ def test_failed_is_only_ever_reached_through_a_recorded_dead_letter() -> None:
 
 
 @pytest.mark.parametrize("state", [state for state in State if state not in FINAL])
-def test_every_open_state_can_still_reach_an_end(state: State) -> None:
-    seen: set[State] = set()
-    ahead = {state}
-    while ahead:
-        seen |= ahead
-        ahead = {target for source in ahead for target in MOVES[source]} - seen
-    assert seen & FINAL
+def test_every_open_state_can_reach_a_final_state(state: State) -> None:
+    reached: set[State] = set()
+    frontier = {state}
+    while frontier:
+        reached |= frontier
+        frontier = {target for source in frontier for target in MOVES[source]} - reached
+    assert reached & FINAL
 
 
-def test_moves_that_mean_something_else_than_their_target_have_events_of_their_own() -> None:
+def test_moves_with_a_special_meaning_have_their_own_events() -> None:
     assert event_for(None, State.QUEUED) == "task.created"
     assert event_for(State.RUNNING, State.QUEUED) == "task.released"
     assert event_for(State.SUSPENDED, State.QUEUED) == "task.resumed"

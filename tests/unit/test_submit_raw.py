@@ -1,4 +1,4 @@
-"""`submit_raw` takes JSON as it goes on the wire, and says so when it gets something else."""
+"""`submit_raw` accepts JSON as bytes, and refuses anything else."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast.testing import inline
 
 @pytest.mark.parametrize("payload", [{"a": 1}, '{"a": 1}', ["a"], None, bytearray(b"{}")])
 @pytest.mark.parametrize("tasks", [True, False])
-async def test_what_is_not_bytes_is_refused_with_advice(payload: Any, tasks: bool) -> None:
+async def test_a_payload_that_is_not_bytes_is_refused_with_a_remedy(payload: Any, tasks: bool) -> None:
     app = Holdfast("sqlite://")
     if tasks:
         app.task(name="add")(_add)
@@ -27,7 +27,7 @@ def _add(a: int) -> int:
     return a + 1
 
 
-async def test_bytes_are_taken() -> None:
+async def test_bytes_are_accepted() -> None:
     app = Holdfast("sqlite://")
     app.task(name="add")(_add)
     with inline(app):

@@ -1,43 +1,43 @@
-"""What users and processes do, step by step. Together the stories use nearly every verb of engine and
+"""What callers, operators and processes do, step by step. Together the scenarios use nearly every verb of engine and
 ledger; docs/explanation/crash-points.md names the others.
 
-A step may be taken twice: whoever is told that a store does not answer asks again, and whoever was in the middle of a
-step when the process died takes it once more in the next one. What the world outside has seen is in `World`, which
-outlives every process.
+A step may run twice: a caller repeats a call that a store does not answer, and the next process repeats the step in
+which the previous one crashed. What callers and other programs have observed is in `RunRecord`, which outlives every
+process.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from tests.crash_points.scenarios.bulk import Many
-from tests.crash_points.scenarios.incoming import Foreign, Triggered
-from tests.crash_points.scenarios.jobs import Acting, Life, Pending, Poison
-from tests.crash_points.scenarios.operators import Deciding, Letters
-from tests.crash_points.scenarios.outgoing import Publishing, Telling
-from tests.crash_points.scenarios.recovery import Durable
-from tests.crash_points.scenarios.scenario import QUEUE, Story, World
-from tests.crash_points.scenarios.upkeep import Minding
+from tests.crash_points.scenarios.bulk import Bulk
+from tests.crash_points.scenarios.incoming import Foreign, Triggers
+from tests.crash_points.scenarios.jobs import Effects, Life, Pending, Poison
+from tests.crash_points.scenarios.operators import Approvals, DeadLetters
+from tests.crash_points.scenarios.outgoing import Outbox, Webhooks
+from tests.crash_points.scenarios.recovery import EngineWipe
+from tests.crash_points.scenarios.scenario import QUEUE, RunRecord, Scenario
+from tests.crash_points.scenarios.upkeep import OperationsAndUpkeep
 from tests.crash_points.scenarios.verbs import Verbs
 
-__all__ = ["QUEUE", "STORIES", "Story", "World"]
+__all__ = ["QUEUE", "SCENARIOS", "RunRecord", "Scenario"]
 
-STORIES: Final[dict[str, Story]] = {
-    story.name: story
-    for story in (
+SCENARIOS: Final[dict[str, Scenario]] = {
+    scenario.name: scenario
+    for scenario in (
         Life(),
         Pending(),
         Poison(),
-        Acting(),
-        Letters(),
-        Deciding(),
-        Minding(),
-        Many(),
+        Effects(),
+        DeadLetters(),
+        Approvals(),
+        OperationsAndUpkeep(),
+        Bulk(),
         Verbs(),
-        Durable(),
-        Publishing(),
-        Telling(),
-        Triggered(),
+        EngineWipe(),
+        Outbox(),
+        Webhooks(),
+        Triggers(),
         Foreign(),
     )
 }

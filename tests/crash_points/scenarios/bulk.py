@@ -1,4 +1,4 @@
-"""What people do to many at once, and what they are refused."""
+"""Bulk operations on dead letters and suspended jobs, and a refused replay."""
 
 from __future__ import annotations
 
@@ -13,157 +13,157 @@ from holdfast.errors import Conflict, IntakeRefused, TransitionInvalid, Unavaila
 from holdfast.ledger.port.operators import DeadLetterStatus
 from holdfast.ledger.queries.job_list import JobFilter
 from holdfast.ledger.queries.operator_filters import AuditFilter, DeadLetterFilter
-from tests.crash_points.process import Process, again
-from tests.crash_points.scenarios.operators import ANN, BOB, letter_of
+from tests.crash_points.process import Process, retry_call
+from tests.crash_points.scenarios.operators import ANN, BOB, wait_dead_letter
 from tests.crash_points.scenarios.scenario import (
     QUEUE,
+    RunRecord,
+    Scenario,
     Step,
-    Story,
-    World,
     check_alerts,
-    hand_in,
-    keep,
-    later,
-    state_of,
-    watch,
+    check_backlog,
+    expire_leases,
+    get_state,
+    run_upkeep,
+    submit_until_accepted,
     work,
 )
 
-_MENDED = DeadLetterFilter(job_type="mended")
-_USELESS = DeadLetterFilter(job_type="useless")
+_FIXED = DeadLetterFilter(job_type="fixed")
+_OBSOLETE = DeadLetterFilter(job_type="obsolete")
 
 
-class Many(Story):
-    """A replay is refused by a queue that takes nothing; then letters are replayed and thrown away by a filter,
-    suspended jobs resumed and given up, one is run ahead of its time, and an alert ends."""
+class Bulk(Scenario):
+    """A replay is refused by a queue whose intake is paused. Then dead letters are replayed and discarded by a filter,
+    suspended jobs are resumed and discarded, one job is expedited, and an alert is cleared."""
 
-    name = "many"
+    name = "bulk"
     settings: ClassVar[dict[str, Any]] = {"backlog_alert": 2}
-    letters = ("mended-1", "mended-2", "useless")
-    aside = ("back-1", "back-2", "away")
+    failing = ("fixed-1", "fixed-2", "obsolete")
+    to_suspend = ("resumed-1", "resumed-2", "discarded")
 
-    def tasks(self, app: Holdfast, world: World) -> None:
-        async def die(ctx: Context) -> str:
-            if ctx.job_id in world.accepted.values():
-                raise Fatal("dies")
+    def tasks(self, app: Holdfast, record: RunRecord) -> None:
+        async def fail(ctx: Context) -> str:
+            if ctx.job_id in record.accepted.values():
+                raise Fatal("boom")
             return "replayed"
 
-        app.task(name="mended")(die)
-        app.task(name="useless")(die)
+        app.task(name="fixed")(fail)
+        app.task(name="obsolete")(fail)
 
         @app.task(name="plain")
         async def plain() -> str:
             return "done"
 
-    async def submit(self, process: Process, world: World) -> None:
-        for key in self.letters:
-            await hand_in(process, world, key.partition("-")[0], key)
-        for key in (*self.aside, "early"):
-            await hand_in(process, world, "plain", key, delay=90)
+    async def submit(self, process: Process, record: RunRecord) -> None:
+        for key in self.failing:
+            await submit_until_accepted(process, record, key.partition("-")[0], key)
+        for key in (*self.to_suspend, "early"):
+            await submit_until_accepted(process, record, "plain", key, delay=90)
 
-    async def shut(self, process: Process, world: World) -> None:
+    async def pause_intake(self, process: Process, record: RunRecord) -> None:
         await self._control(process, intake_paused=True)
 
-    async def refused(self, process: Process, world: World) -> None:
-        """Nobody is to hand it in later."""
-        letter = await letter_of(process, world, "mended-1")
+    async def replay_refused(self, process: Process, record: RunRecord) -> None:
+        """A refused replay must not be submitted later."""
+        dead_letter = await wait_dead_letter(process, record, "fixed-1")
         while True:
             try:
-                await process.offices.dead_letters.replay(ANN, letter.dlq_id, reason="mended", expected=0)
+                await process.operations.dead_letters.replay(ANN, dead_letter.dlq_id, reason="fixed", expected=0)
             except (IntakeRefused, Conflict):
-                # Or it was refused before, and the answer was lost.
+                # Conflict: it was refused before, and the reply was lost.
                 return
             except Unavailable:
-                # Whether it is marked, nobody knows. Upkeep knows.
+                # It may be marked already. Upkeep settles that.
                 continue
 
-    async def reopen(self, process: Process, world: World) -> None:
+    async def resume_intake(self, process: Process, record: RunRecord) -> None:
         await self._control(process, intake_paused=False)
 
     async def _control(self, process: Process, **changes: Any) -> None:
-        change = partial(process.offices.queues.update_control, ANN, QUEUE, reason="flood", verb="intake")
-        await again(partial(change, **changes))
+        change = partial(process.operations.queues.update_control, ANN, QUEUE, reason="flood", verb="intake")
+        await retry_call(partial(change, **changes))
 
-    async def replay(self, process: Process, world: World) -> None:
-        await self._all(partial(process.offices.dead_letters.replay_many, ANN, _MENDED, reason="mended"))
+    async def replay(self, process: Process, record: RunRecord) -> None:
+        await self._all(partial(process.operations.dead_letters.replay_many, ANN, _FIXED, reason="fixed"))
 
-    async def discard(self, process: Process, world: World) -> None:
-        await self._all(partial(process.offices.dead_letters.discard_many, ANN, _USELESS, reason="of no use"))
+    async def discard(self, process: Process, record: RunRecord) -> None:
+        await self._all(partial(process.operations.dead_letters.discard_many, ANN, _OBSOLETE, reason="of no use"))
 
-    async def confirm(self, process: Process, world: World) -> None:
-        await self._all(partial(process.offices.dead_letters.confirm_many, BOB, _USELESS))
+    async def confirm(self, process: Process, record: RunRecord) -> None:
+        await self._all(partial(process.operations.dead_letters.confirm_many, BOB, _OBSOLETE))
 
-    async def _all(self, act: Any) -> None:
-        """As a person does who is told that some could not be done: once more, until there is nothing left to do."""
-        while (await again(act)).matched:
+    async def _all(self, operation: Any) -> None:
+        """Repeat until nothing matches, as an operator does when some could not be done."""
+        while (await retry_call(operation)).matched:
             pass
 
-    async def suspend(self, process: Process, world: World) -> None:
-        for key in self.aside:
+    async def suspend(self, process: Process, record: RunRecord) -> None:
+        for key in self.to_suspend:
             with suppress(TransitionInvalid):
-                suspend = partial(process.offices.jobs.suspend, ANN, world.accepted[key], reason="wait")
-                await again(suspend)
+                suspend = partial(process.operations.jobs.suspend, ANN, record.accepted[key], reason="wait")
+                await retry_call(suspend)
 
-    async def resume(self, process: Process, world: World) -> None:
-        await self._move(process, world, process.offices.suspended.resume, "back")
+    async def resume(self, process: Process, record: RunRecord) -> None:
+        await self._move(process, record, process.operations.suspended.resume, "resumed")
 
-    async def give_up(self, process: Process, world: World) -> None:
-        await self._move(process, world, process.offices.suspended.discard, "away")
+    async def discard_suspended(self, process: Process, record: RunRecord) -> None:
+        await self._move(process, record, process.operations.suspended.discard, "discarded")
 
-    async def _move(self, process: Process, world: World, act: Any, which: str) -> None:
-        keys = [key for key in self.aside if key.startswith(which)]
-        while left := [key for key in keys if await state_of(process, world, key) is State.SUSPENDED]:
+    async def _move(self, process: Process, record: RunRecord, operation: Any, prefix: str) -> None:
+        keys = [key for key in self.to_suspend if key.startswith(prefix)]
+        while remaining := [key for key in keys if await get_state(process, record, key) is State.SUSPENDED]:
             with suppress(Unavailable):
-                await act(ANN, [world.accepted[key] for key in left], reason="decided")
+                await operation(ANN, [record.accepted[key] for key in remaining], reason="decided")
 
-    async def hurry(self, process: Process, world: World) -> None:
+    async def expedite(self, process: Process, record: RunRecord) -> None:
         with suppress(TransitionInvalid):
-            await again(lambda: process.offices.jobs.expedite(ANN, world.accepted["early"], reason="now"))
+            await retry_call(lambda: process.operations.jobs.expedite(ANN, record.accepted["early"], reason="now"))
 
     def steps(self) -> Sequence[Step]:
         return (
             self.submit,
-            watch,
+            check_backlog,
             work,
             work,
             work,
             work,
-            keep,
-            keep,
-            self.shut,
-            self.refused,
-            self.reopen,
+            run_upkeep,
+            run_upkeep,
+            self.pause_intake,
+            self.replay_refused,
+            self.resume_intake,
             self.replay,
             self.discard,
             self.confirm,
             self.suspend,
             self.resume,
-            self.give_up,
-            self.hurry,
+            self.discard_suspended,
+            self.expedite,
             work,
             work,
-            keep,
-            later,
+            run_upkeep,
+            expire_leases,
             work,
             work,
             work,
-            keep,
-            watch,
+            run_upkeep,
+            check_backlog,
         )
 
-    async def check(self, process: Process, world: World) -> None:
-        for key in self.letters:
-            assert await state_of(process, world, key) is State.FAILED
-            letter = await letter_of(process, world, key)
-            if key.startswith("mended"):
-                assert letter.replay_count >= 1, letter
+    async def check(self, process: Process, record: RunRecord) -> None:
+        for key in self.failing:
+            assert await get_state(process, record, key) is State.FAILED
+            dead_letter = await wait_dead_letter(process, record, key)
+            if key.startswith("fixed"):
+                assert dead_letter.replay_count >= 1, dead_letter
             else:
-                assert letter.status is DeadLetterStatus.DISCARDED, letter
-        ends = {key: await state_of(process, world, key) for key in (*self.aside, "early")}
-        done, gone = State.SUCCEEDED, State.CANCELLED
-        assert ends == {"back-1": done, "back-2": done, "away": gone, "early": done}
-        jobs = await process.ledger.queries.jobs(JobFilter(job_type="mended"), 50, None)
+                assert dead_letter.status is DeadLetterStatus.DISCARDED, dead_letter
+        states = {key: await get_state(process, record, key) for key in (*self.to_suspend, "early")}
+        done, cancelled = State.SUCCEEDED, State.CANCELLED
+        assert states == {"resumed-1": done, "resumed-2": done, "discarded": cancelled, "early": done}
+        jobs = await process.ledger.queries.jobs(JobFilter(job_type="fixed"), 50, None)
         assert sorted(job.state for job in jobs.jobs) == [State.FAILED, State.FAILED, State.SUCCEEDED, State.SUCCEEDED]
         refused = AuditFilter(types=frozenset({"operator.dlq_replay_refused"}))
-        assert len((await process.offices.audit.list(ANN, refused)).entries) == 1, "a refusal is told once"
-        await check_alerts(process, world)
+        assert len((await process.operations.audit.list(ANN, refused)).entries) == 1, "a refusal is logged once"
+        await check_alerts(process, record)

@@ -1,4 +1,4 @@
-"""What people do."""
+"""Operators handle dead letters, approvals, suspended and cancelled jobs."""
 
 from __future__ import annotations
 
@@ -14,154 +14,177 @@ from holdfast.errors import Conflict, TransitionInvalid, Unavailable
 from holdfast.ledger.port.operators import ApprovalStatus, DeadLetterStatus
 from holdfast.ledger.queries.job_list import JobFilter
 from holdfast.ledger.queries.operator_filters import DeadLetterFilter
-from tests.crash_points.process import Process, again
-from tests.crash_points.scenarios.scenario import Step, Story, World, hand_in, keep, later, state_of, work
+from tests.crash_points.process import Process, retry_call
+from tests.crash_points.scenarios.scenario import (
+    RunRecord,
+    Scenario,
+    Step,
+    expire_leases,
+    get_state,
+    run_upkeep,
+    submit_until_accepted,
+    work,
+)
 
 _EVERYTHING: Final = frozenset({ALL_TENANTS})
 ANN: Final = Principal(name="ann", role=Role.ADMIN, tenants=_EVERYTHING)
 BOB: Final = Principal(name="bob", role=Role.ADMIN, tenants=_EVERYTHING)
 
 
-async def letter_of(process: Process, world: World, key: str) -> Any:
-    """The dead letter, once the ledger has it."""
+async def wait_dead_letter(process: Process, record: RunRecord, key: str) -> Any:
+    """Wait until the ledger has the dead letter."""
     for _ in range(20):
-        rows = (await again(lambda: process.offices.dead_letters.list(ANN, DeadLetterFilter()))).dead_letters
+        rows = (await retry_call(lambda: process.operations.dead_letters.list(ANN, DeadLetterFilter()))).dead_letters
         for row in rows:
-            if row.job_id == world.accepted[key]:
+            if row.job_id == record.accepted[key]:
                 return row
         await process.work()
         await process.project()
     raise AssertionError(f"the dead letter of {key} is not there")
 
 
-class Letters(Story):
-    """Two jobs die. One letter is replayed, the other thrown away by two people."""
+class DeadLetters(Scenario):
+    """Two dead letters: one is replayed, one is discarded by two operators."""
 
-    name = "letters"
+    name = "dead_letters"
 
-    def tasks(self, app: Holdfast, world: World) -> None:
-        @app.task(name="die")
-        async def die(ctx: Context, which: str) -> str:
-            if which in world.accepted and world.accepted[which] == ctx.job_id:
-                raise Fatal("dies")
+    def tasks(self, app: Holdfast, record: RunRecord) -> None:
+        @app.task(name="fail")
+        async def fail(ctx: Context, key: str) -> str:
+            if key in record.accepted and record.accepted[key] == ctx.job_id:
+                raise Fatal("boom")
             return "replayed"
 
-    async def submit(self, process: Process, world: World) -> None:
-        for which in ("replayed", "discarded"):
-            submit = process.app.tasks["die"].options(idempotency_key=which).submit
-            job = await again(partial(submit, which))
-            world.accept(which, job.id)
+    async def submit(self, process: Process, record: RunRecord) -> None:
+        for key in ("replayed", "discarded"):
+            submit = process.app.tasks["fail"].options(idempotency_key=key).submit
+            job = await retry_call(partial(submit, key))
+            record.accept(key, job.id)
 
-    async def replay(self, process: Process, world: World) -> None:
-        """Until it is seen to be replayed: a mark is enough, whoever is told that the engine is away has left one."""
-        while not (letter := await letter_of(process, world, "replayed")).replay_count:
+    async def replay(self, process: Process, record: RunRecord) -> None:
+        """Repeat until it is marked as replayed. A call that found the engine unreachable has left the mark."""
+        while not (dead_letter := await wait_dead_letter(process, record, "replayed")).replay_count:
             with suppress(Conflict, Unavailable):
-                await process.offices.dead_letters.replay(ANN, letter.dlq_id, reason="mended", expected=0)
+                await process.operations.dead_letters.replay(ANN, dead_letter.dlq_id, reason="fixed", expected=0)
 
-    async def discard(self, process: Process, world: World) -> None:
-        letter = await letter_of(process, world, "discarded")
-        if letter.status is DeadLetterStatus.OPEN:
+    async def discard(self, process: Process, record: RunRecord) -> None:
+        dead_letter = await wait_dead_letter(process, record, "discarded")
+        if dead_letter.status is DeadLetterStatus.OPEN:
             with suppress(Conflict):
-                await again(lambda: process.offices.dead_letters.discard(ANN, letter.dlq_id, "of no use"))
+                await retry_call(lambda: process.operations.dead_letters.discard(ANN, dead_letter.dlq_id, "of no use"))
 
-    async def confirm(self, process: Process, world: World) -> None:
-        letter = await letter_of(process, world, "discarded")
-        if letter.status is not DeadLetterStatus.DISCARDED:
+    async def confirm(self, process: Process, record: RunRecord) -> None:
+        dead_letter = await wait_dead_letter(process, record, "discarded")
+        if dead_letter.status is not DeadLetterStatus.DISCARDED:
             with suppress(Conflict):
-                await again(lambda: process.offices.dead_letters.confirm(BOB, letter.dlq_id))
+                await retry_call(lambda: process.operations.dead_letters.confirm(BOB, dead_letter.dlq_id))
 
     def steps(self) -> Sequence[Step]:
-        return (self.submit, work, work, keep, keep, self.replay, self.discard, self.confirm, work, keep)
+        return (
+            self.submit,
+            work,
+            work,
+            run_upkeep,
+            run_upkeep,
+            self.replay,
+            self.discard,
+            self.confirm,
+            work,
+            run_upkeep,
+        )
 
-    async def check(self, process: Process, world: World) -> None:
-        for which in ("replayed", "discarded"):
-            assert await state_of(process, world, which) is State.FAILED
-        replayed = await letter_of(process, world, "replayed")
+    async def check(self, process: Process, record: RunRecord) -> None:
+        for key in ("replayed", "discarded"):
+            assert await get_state(process, record, key) is State.FAILED
+        replayed = await wait_dead_letter(process, record, "replayed")
         assert replayed.replay_count == 1, replayed
-        assert (await letter_of(process, world, "discarded")).status is DeadLetterStatus.DISCARDED
+        assert (await wait_dead_letter(process, record, "discarded")).status is DeadLetterStatus.DISCARDED
         jobs = await process.ledger.queries.jobs(JobFilter(), 50, None)
         assert sorted(job.state for job in jobs.jobs) == [State.FAILED, State.FAILED, State.SUCCEEDED]
 
 
-class Deciding(Story):
-    """One job needs a yes, one gets a no, one asks while it runs, one is suspended and resumed, one is cancelled."""
+class Approvals(Scenario):
+    """One job is approved, one is rejected, one requests approval while it runs, one is suspended and resumed, and one
+    is cancelled."""
 
-    name = "people"
+    name = "approvals"
     repeated = frozenset({"risky"})
 
-    def tasks(self, app: Holdfast, world: World) -> None:
+    def tasks(self, app: Holdfast, record: RunRecord) -> None:
         app.guard.rule("risky", task="risky", then=RequireApproval("it is risky"))
 
         @app.task(name="risky")
         async def risky() -> str:
-            return world.act("risky")
+            return record.perform("risky")
 
-        @app.task(name="asking")
-        async def asking(ctx: Context) -> None:
-            await ctx.approval("go on")
+        @app.task(name="requesting")
+        async def requesting(ctx: Context) -> None:
+            await ctx.approval("continue")
 
         @app.task(name="plain")
         async def plain() -> str:
             return "done"
 
-    async def submit(self, process: Process, world: World) -> None:
-        await hand_in(process, world, "asking", "asking")
-        await hand_in(process, world, "risky", "yes")
-        await hand_in(process, world, "risky", "no")
-        for key in ("aside", "away"):
-            await hand_in(process, world, "plain", key, delay=3)
+    async def submit(self, process: Process, record: RunRecord) -> None:
+        await submit_until_accepted(process, record, "requesting", "requesting")
+        await submit_until_accepted(process, record, "risky", "approved")
+        await submit_until_accepted(process, record, "risky", "rejected")
+        for key in ("suspended", "cancelled"):
+            await submit_until_accepted(process, record, "plain", key, delay=3)
 
-    async def vote(self, process: Process, world: World) -> None:
-        rows = (await again(lambda: process.offices.approvals.list(BOB))).approvals
+    async def vote(self, process: Process, record: RunRecord) -> None:
+        rows = (await retry_call(lambda: process.operations.approvals.list(BOB))).approvals
         for row in rows:
             if row.status is ApprovalStatus.REQUESTED:
-                approve = row.job_id != world.accepted["no"]
+                approve = row.job_id != record.accepted["rejected"]
                 with suppress(Conflict):
-                    vote = partial(process.offices.approvals.vote, BOB, row.approval_id)
-                    await again(partial(vote, approve=approve, reason="seen"))
+                    vote = partial(process.operations.approvals.vote, BOB, row.approval_id)
+                    await retry_call(partial(vote, approve=approve, reason="seen"))
 
-    async def attend(self, process: Process, world: World) -> None:
-        # Who has not seen the question yet answers when it is there.
-        await self.vote(process, world)
+    async def act_as_operator(self, process: Process, record: RunRecord) -> None:
+        # A request that was not listed before is answered once it is.
+        await self.vote(process, record)
 
-    async def suspend(self, process: Process, world: World) -> None:
+    async def suspend(self, process: Process, record: RunRecord) -> None:
         with suppress(TransitionInvalid):
-            await again(lambda: process.offices.jobs.suspend(ANN, world.accepted["aside"], reason="wait"))
-        assert await state_of(process, world, "aside") is State.SUSPENDED
+            await retry_call(lambda: process.operations.jobs.suspend(ANN, record.accepted["suspended"], reason="wait"))
+        assert await get_state(process, record, "suspended") is State.SUSPENDED
 
-    async def cancel(self, process: Process, world: World) -> None:
+    async def cancel(self, process: Process, record: RunRecord) -> None:
         with suppress(TransitionInvalid):
-            await again(lambda: process.offices.jobs.cancel(ANN, world.accepted["away"], reason="no"))
-        assert await state_of(process, world, "away") is State.CANCELLED
+            await retry_call(lambda: process.operations.jobs.cancel(ANN, record.accepted["cancelled"], reason="no"))
+        assert await get_state(process, record, "cancelled") is State.CANCELLED
 
-    async def resume(self, process: Process, world: World) -> None:
+    async def resume(self, process: Process, record: RunRecord) -> None:
         with suppress(TransitionInvalid):
-            await again(lambda: process.offices.jobs.resume(ANN, world.accepted["aside"], reason="go on"))
-        assert await state_of(process, world, "aside") is not State.SUSPENDED
+            await retry_call(
+                lambda: process.operations.jobs.resume(ANN, record.accepted["suspended"], reason="continue")
+            )
+        assert await get_state(process, record, "suspended") is not State.SUSPENDED
 
     def steps(self) -> Sequence[Step]:
         return (
             self.submit,
-            keep,
+            run_upkeep,
             self.vote,
             self.suspend,
             self.cancel,
-            keep,
+            run_upkeep,
             work,
             self.resume,
-            later,
-            keep,
+            expire_leases,
+            run_upkeep,
             work,
-            keep,
+            run_upkeep,
         )
 
-    async def check(self, process: Process, world: World) -> None:
-        ends = {key: await state_of(process, world, key) for key in world.accepted}
-        assert ends == {
-            "asking": State.SUCCEEDED,
-            "yes": State.SUCCEEDED,
-            "no": State.CANCELLED,
-            "aside": State.SUCCEEDED,
-            "away": State.CANCELLED,
+    async def check(self, process: Process, record: RunRecord) -> None:
+        states = {key: await get_state(process, record, key) for key in record.accepted}
+        assert states == {
+            "requesting": State.SUCCEEDED,
+            "approved": State.SUCCEEDED,
+            "rejected": State.CANCELLED,
+            "suspended": State.SUCCEEDED,
+            "cancelled": State.CANCELLED,
         }
-        assert world.acted["risky"] >= 1
+        assert record.effects["risky"] >= 1

@@ -1,4 +1,4 @@
-"""An engine that has lost everything."""
+"""An engine that has lost all data."""
 
 from __future__ import annotations
 
@@ -9,53 +9,73 @@ from datetime import timedelta
 from holdfast import Context, Holdfast, Retry
 from holdfast.core.states import State
 from tests.crash_points.process import Process
-from tests.crash_points.scenarios.scenario import Step, Story, World, hand_in, keep, later, state_of, work
-from tests.crash_points.stores import Place
+from tests.crash_points.scenarios.scenario import (
+    RunRecord,
+    Scenario,
+    Step,
+    expire_leases,
+    get_state,
+    run_upkeep,
+    submit_until_accepted,
+    work,
+)
+from tests.crash_points.stores import Stores
 
 
-class Durable(Story):
-    """Submitted durably; then the engine loses everything, and is given it back by the ledger."""
+class EngineWipe(Scenario):
+    """Durable submissions; then the engine loses all data, and the reconciler restores the jobs from the ledger."""
 
     name = "wipe"
     forks = True
     waits = True
 
-    def suits(self, place: Place) -> bool:
-        return place.apart
+    def supports(self, stores: Stores) -> bool:
+        return stores.separate_ledger
 
-    def tasks(self, app: Holdfast, world: World) -> None:
+    def tasks(self, app: Holdfast, record: RunRecord) -> None:
         @app.task(name="plain", retry=Retry(max_retries=20, base=1.0))
         async def plain(ctx: Context) -> str:
             return "done"
 
-    async def submit(self, process: Process, world: World) -> None:
-        for key, delay in (("line", 0), ("delayed", 3)):
-            desk_call = asyncio.create_task(
-                hand_in(process, world, "plain", key, durable=True, delay=timedelta(seconds=delay))
+    async def submit(self, process: Process, record: RunRecord) -> None:
+        for key, delay in (("ready", 0), ("delayed", 3)):
+            submission = asyncio.create_task(
+                submit_until_accepted(process, record, "plain", key, durable=True, delay=timedelta(seconds=delay))
             )
-            while not desk_call.done():
+            while not submission.done():
                 await process.project()
                 await asyncio.sleep(0)
-            await desk_call
+            await submission
 
-    async def wipe(self, process: Process, world: World) -> None:
-        if not world.notes.get("wiped"):
-            await process.place.wipe()
-            world.notes["wiped"] = True
+    async def wipe(self, process: Process, record: RunRecord) -> None:
+        if not record.notes.get("wiped"):
+            await process.stores.wipe()
+            record.notes["wiped"] = True
 
-    async def reconcile(self, process: Process, world: World) -> None:
+    async def reconcile(self, process: Process, record: RunRecord) -> None:
         await process.project()
         await process.reconcile()
 
-    async def repeat(self, process: Process, world: World) -> None:
-        await hand_in(process, world, "plain", "line")
+    async def repeat(self, process: Process, record: RunRecord) -> None:
+        await submit_until_accepted(process, record, "plain", "ready")
 
     def steps(self) -> Sequence[Step]:
-        return (self.submit, self.wipe, self.repeat, self.reconcile, work, keep, later, keep, work, keep)
+        return (
+            self.submit,
+            self.wipe,
+            self.repeat,
+            self.reconcile,
+            work,
+            run_upkeep,
+            expire_leases,
+            run_upkeep,
+            work,
+            run_upkeep,
+        )
 
-    async def attend(self, process: Process, world: World) -> None:
+    async def act_as_operator(self, process: Process, record: RunRecord) -> None:
         await process.reconcile()
 
-    async def check(self, process: Process, world: World) -> None:
-        for key in world.accepted:
-            assert await state_of(process, world, key) is State.SUCCEEDED
+    async def check(self, process: Process, record: RunRecord) -> None:
+        for key in record.accepted:
+            assert await get_state(process, record, key) is State.SUCCEEDED

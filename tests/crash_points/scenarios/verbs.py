@@ -1,4 +1,4 @@
-"""Every verb of the engine's port by hand."""
+"""Every method of the engine's port, called directly."""
 
 from __future__ import annotations
 
@@ -13,114 +13,116 @@ from holdfast.core.verdict import Release, RetryLater, Settlement, SettleResult,
 from holdfast.engine.port.operators import QueueControl
 from holdfast.errors import ControlChanged, TransitionInvalid, Unavailable
 from holdfast.execution.backend import backend_of
-from tests.crash_points.process import Process, again
-from tests.crash_points.scenarios.scenario import QUEUE, Step, Story, World, keep, later, work
-from tests.crash_points.stores import Place
+from tests.crash_points.process import Process, retry_call
+from tests.crash_points.scenarios.scenario import QUEUE, RunRecord, Scenario, Step, expire_leases, run_upkeep, work
+from tests.crash_points.stores import Stores
 
 
-class Verbs(Story):
-    """Every verb of the engine's port by hand, asked again with the same arguments when it does not answer."""
+class Verbs(Scenario):
+    """Every method of the engine's port, called directly, and repeated with the same arguments until it answers."""
 
     name = "verbs"
     loses_leases = True
-    keys = ("now", "delayed", "taken", "urgent", "lost")
+    keys = ("now", "delayed", "claimed", "urgent", "lost")
 
-    def suits(self, place: Place) -> bool:
+    def supports(self, stores: Stores) -> bool:
         return True
 
-    def tasks(self, app: Holdfast, world: World) -> None:
+    def tasks(self, app: Holdfast, record: RunRecord) -> None:
         @app.task(name="plain")
         async def plain() -> str:
             return "done"
 
-    async def submit(self, process: Process, world: World) -> None:
-        ids = world.notes.setdefault("ids", new_job_ids(len(self.keys)))
-        now_ms = await again(process.engine.now_ms)
-        due = world.notes.setdefault("due", now_ms + 20_000)
+    async def submit(self, process: Process, record: RunRecord) -> None:
+        ids = record.notes.setdefault("ids", new_job_ids(len(self.keys)))
+        now_ms = await retry_call(process.engine.now_ms)
+        due = record.notes.setdefault("due", now_ms + 20_000)
         envelopes = [
             Envelope(
                 job_id=job_id,
                 task="plain",
                 payload=b"{}",
                 idempotency_key=key,
-                run_at_ms=due if key in ("delayed", "taken", "urgent") else 0,
+                run_at_ms=due if key in ("delayed", "claimed", "urgent") else 0,
             )
             for key, job_id in zip(self.keys, ids, strict=True)
         ]
-        desk = await again(backend_of(process.app).submitter)
-        for key, receipt in zip(self.keys, await again(lambda: desk.submit_many(envelopes)), strict=True):
-            world.accept(key, receipt.job_id)
+        submitter = await retry_call(backend_of(process.app).submitter)
+        for key, receipt in zip(self.keys, await retry_call(lambda: submitter.submit_many(envelopes)), strict=True):
+            record.accept(key, receipt.job_id)
 
-    async def take(self, process: Process, world: World) -> None:
-        job_id = world.accepted["taken"]
+    async def claim_job(self, process: Process, record: RunRecord) -> None:
+        job_id = record.accepted["claimed"]
         try:
             claims = [await process.engine.claim_job(process.name, QUEUE, job_id)]
         except TransitionInvalid:
             claims = []
         except Unavailable:
-            claims = await again(lambda: process.engine.recover_claims(process.name, [QUEUE], ()))
+            claims = await retry_call(lambda: process.engine.recover_claims(process.name, [QUEUE], ()))
         await self._renew_and_settle(process, claims)
 
-    async def hold(self, process: Process, world: World) -> None:
-        """Claim one job, and die of old age with it, as far as the engine knows."""
+    async def lose_lease(self, process: Process, record: RunRecord) -> None:
+        """Claim one job with a worker that never settles it."""
         with suppress(Unavailable):
-            world.notes["late"] = await process.engine.claim("lost-worker", [QUEUE], 1, 0)
+            record.notes["late"] = await process.engine.claim("lost-worker", [QUEUE], 1, 0)
 
-    async def reclaim(self, process: Process, world: World) -> None:
+    async def reclaim(self, process: Process, record: RunRecord) -> None:
         claims = await self._claims(process, lambda: process.engine.reclaim(process.name, [QUEUE], 10))
-        release = [Settlement(claim, Release("given back"), claim.claimed_at_ms) for claim in claims]
+        release = [Settlement(claim, Release("released"), claim.claimed_at_ms) for claim in claims]
         if release:
-            await again(lambda: process.engine.settle(release))
+            await retry_call(lambda: process.engine.settle(release))
 
-    async def late(self, process: Process, world: World) -> None:
-        """The lost worker wakes up, and has an end for a job that is not its own any more."""
-        late = [Settlement(claim, Succeed(b"late"), claim.claimed_at_ms) for claim in world.notes.get("late", ())]
+    async def settle_late(self, process: Process, record: RunRecord) -> None:
+        """The lost worker settles a job whose lease it has lost."""
+        late = [Settlement(claim, Succeed(b"late"), claim.claimed_at_ms) for claim in record.notes.get("late", ())]
         if late:
-            answers = await again(lambda: process.engine.settle(late))
+            answers = await retry_call(lambda: process.engine.settle(late))
             assert set(answers) == {SettleResult.STALE}, f"a lost lease has settled: {answers}"
 
-    async def relapse(self, process: Process, world: World) -> None:
-        """A worker that slept for longer than its lease gets its own job again: only the second lease counts."""
+    async def reclaim_own_job(self, process: Process, record: RunRecord) -> None:
+        """A worker that missed its deadline reclaims its own job: only the second lease counts."""
         engine, slow = process.engine, "slow-worker"
         old = await self._claims(process, lambda: engine.claim(slow, [QUEUE], 1, 0), slow)
         if old:
-            await process.place.advance(31_000)
+            await process.stores.advance(31_000)
             new = await self._claims(process, lambda: engine.reclaim(slow, [QUEUE], 10), slow, old)
             late = [Settlement(claim, Succeed(b"late"), claim.claimed_at_ms) for claim in old]
-            assert await again(lambda: engine.settle(late)) == [SettleResult.STALE], "a lost lease has settled"
-            release = [Settlement(claim, Release("given back"), claim.claimed_at_ms) for claim in new]
-            assert SettleResult.STALE not in await again(lambda: engine.settle(release))
+            assert await retry_call(lambda: engine.settle(late)) == [SettleResult.STALE], "a lost lease has settled"
+            release = [Settlement(claim, Release("released"), claim.claimed_at_ms) for claim in new]
+            assert SettleResult.STALE not in await retry_call(lambda: engine.settle(release))
 
-    async def expedite(self, process: Process, world: World) -> None:
+    async def expedite(self, process: Process, record: RunRecord) -> None:
         with suppress(TransitionInvalid):
-            await again(lambda: process.engine.expedite(QUEUE, world.accepted["urgent"], actor="ann", reason="now"))
+            await retry_call(
+                lambda: process.engine.expedite(QUEUE, record.accepted["urgent"], actor="ann", reason="now")
+            )
 
-    async def claim(self, process: Process, world: World) -> None:
+    async def claim(self, process: Process, record: RunRecord) -> None:
         claims = await self._claims(process, lambda: process.engine.claim(process.name, [QUEUE], 1, 0))
         failure = Failure("TASK_ERROR", "boom", "ValueError", "")
         settlements = [Settlement(claim, RetryLater(1_000, failure), claim.claimed_at_ms) for claim in claims]
         if settlements:
-            answers = await again(lambda: process.engine.settle(settlements))
+            answers = await retry_call(lambda: process.engine.settle(settlements))
             assert SettleResult.STALE not in answers, answers
 
-    async def control(self, process: Process, world: World) -> None:
+    async def control(self, process: Process, record: RunRecord) -> None:
         paused = QueueControl(paused=True)
         for before, after in ((None, paused), (paused, QueueControl())):
             with suppress(ControlChanged):
-                await again(partial(process.engine.set_control, QUEUE, after, expected=before))
-        assert (await again(lambda: process.engine.get_control(QUEUE))) == QueueControl()
+                await retry_call(partial(process.engine.set_control, QUEUE, after, expected=before))
+        assert (await retry_call(lambda: process.engine.get_control(QUEUE))) == QueueControl()
 
-    async def look(self, process: Process, world: World) -> None:
+    async def read(self, process: Process, record: RunRecord) -> None:
         engine = process.engine
-        await again(lambda: engine.stats(QUEUE))
-        await again(lambda: engine.workers([QUEUE]))
-        await again(lambda: engine.find(QUEUE, [State.QUEUED, State.RETRYING], 10))
-        await again(lambda: engine.wait_final(QUEUE, world.accepted["now"], 0))
-        await again(lambda: engine.snapshot(QUEUE, list(world.accepted.values())))
-        await again(lambda: engine.read_feed(QUEUE, "", 10))
+        await retry_call(lambda: engine.stats(QUEUE))
+        await retry_call(lambda: engine.workers([QUEUE]))
+        await retry_call(lambda: engine.find(QUEUE, [State.QUEUED, State.RETRYING], 10))
+        await retry_call(lambda: engine.wait_final(QUEUE, record.accepted["now"], 0))
+        await retry_call(lambda: engine.snapshot(QUEUE, list(record.accepted.values())))
+        await retry_call(lambda: engine.read_feed(QUEUE, "", 10))
 
-    async def leave(self, process: Process, world: World) -> None:
-        await again(lambda: process.engine.deregister_worker("lost-worker", [QUEUE]))
+    async def deregister(self, process: Process, record: RunRecord) -> None:
+        await retry_call(lambda: process.engine.deregister_worker("lost-worker", [QUEUE]))
 
     async def _claims(
         self,
@@ -129,42 +131,42 @@ class Verbs(Story):
         worker: str = "",
         known: Sequence[Claim] = (),
     ) -> list[Claim]:
-        """As a worker gets them: after a lost reply, first by asking for what it holds."""
-        had = {claim.lease for claim in known}
-        resume = partial(process.engine.recover_claims, worker or process.name, [QUEUE], had)
+        """Claim as a worker does: after a lost reply, recover the claims in flight first."""
+        known_leases = {claim.lease for claim in known}
+        recover = partial(process.engine.recover_claims, worker or process.name, [QUEUE], known_leases)
         while True:
             try:
                 return await call()
             except Unavailable:
-                held: list[Claim] = await again(resume)
-                if held:
-                    return held
+                recovered: list[Claim] = await retry_call(recover)
+                if recovered:
+                    return recovered
 
     async def _renew_and_settle(self, process: Process, claims: list[Claim]) -> None:
         if not claims:
             return
         leases = [claim.lease for claim in claims]
-        lost = await again(lambda: process.engine.renew(leases, leases))
+        lost = await retry_call(lambda: process.engine.renew(leases, leases))
         assert not lost
         settlements = [Settlement(claim, Succeed(b"1"), claim.claimed_at_ms) for claim in claims]
-        answers = await again(lambda: process.engine.settle(settlements))
+        answers = await retry_call(lambda: process.engine.settle(settlements))
         assert SettleResult.STALE not in answers, answers
 
     def steps(self) -> Sequence[Step]:
         return (
             self.submit,
-            self.take,
+            self.claim_job,
             self.expedite,
-            keep,
-            self.hold,
-            self.look,
+            run_upkeep,
+            self.lose_lease,
+            self.read,
             self.claim,
-            later,
+            expire_leases,
             self.reclaim,
-            self.late,
-            self.relapse,
+            self.settle_late,
+            self.reclaim_own_job,
             self.control,
-            keep,
-            self.leave,
+            run_upkeep,
+            self.deregister,
             work,
         )

@@ -1,13 +1,13 @@
-"""Where calls leave for a store, and how one of them fails.
+"""The injection points of calls to the stores, and how one of the calls fails.
 
-A `Seam` stands at the last place in this process that every call to a store passes:
+A `Seam` is the last point in this process that every call to a store passes:
 
 - Redis: `Connection.call`, one command or script on one socket;
-- PostgreSQL: the driver's protocol object, one statement, COPY or COMMIT (SQLAlchemy's reads pass it, too);
-- SQLite: the writer's transaction, a reader's question, a query of SQLAlchemy.
+- PostgreSQL: the driver's protocol object, one statement, COPY or COMMIT (including SQLAlchemy's reads);
+- SQLite: the writer's transaction, a reader's query, a query of SQLAlchemy.
 
-Each call has a name (`submit`, `COMMIT after INSERT dlq_items`, …), and is told from others of its name by counting. At
-one of them something happens, by `Way`. Everything else goes through untouched.
+Each call has a name (`submit`, `COMMIT after INSERT dlq_items`, …) and a number among the calls of that name. One of
+them fails, by its `Way`. All others pass through unchanged.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from holdfast.engine.redis.net.connection import PipelinedConnection
 from holdfast.sqlite.connection import ReaderThread
 from holdfast.sqlite.writer import Writer
 from tests.crash_points.seams import postgres, redis, sqlite
-from tests.crash_points.seams.open_handles import Opened
-from tests.crash_points.seams.postgres import outside
+from tests.crash_points.seams.open_handles import OpenHandles
+from tests.crash_points.seams.postgres import bypass_seam
 from tests.crash_points.seams.redis import scripts
-from tests.crash_points.seams.seam import Call, Point, Seam, Way, points_of
+from tests.crash_points.seams.seam import Call, Point, Seam, Way, select_points
 
-__all__ = ["Call", "Point", "Seam", "Way", "installed", "outside", "points_of", "scripts"]
+__all__ = ["Call", "Point", "Seam", "Way", "bypass_seam", "install_seam", "scripts", "select_points"]
 
 
 @contextmanager
-def installed(seam: Seam) -> Iterator[None]:
-    """Every store of this process behind the seam, and nobody waits before trying again."""
-    opened = Opened()
+def install_seam(seam: Seam) -> Iterator[None]:
+    """Put the seam before every store of this process, and remove the pauses before retries."""
+    handles = OpenHandles()
     with (
-        patch.object(PipelinedConnection, "call", redis.call_through(seam, opened)),
-        patch.object(asyncpg.Connection, "__init__", postgres.connecting_through(seam, opened)),
+        patch.object(PipelinedConnection, "call", redis.call_through(seam, handles)),
+        patch.object(asyncpg.Connection, "__init__", postgres.connecting_through(seam, handles)),
         patch.object(Writer, "perform", sqlite.writing_through(seam)),
         patch.object(ReaderThread, "run", sqlite.reading_through(seam)),
         patch("holdfast.core.retry.Backoff.next_s", _at_once),
         sqlite.queries_through(seam),
     ):
-        seam.abandon = opened.abandon
+        seam.abandon = handles.abandon
         yield
 
 

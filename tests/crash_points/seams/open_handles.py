@@ -1,4 +1,4 @@
-"""What a dead process leaves behind."""
+"""Handles that a crashed process leaves open."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from holdfast.engine.redis.net.connection import PipelinedConnection
 from holdfast.sqlite import writer as writers
 
 
-class Opened:
-    """What a dead process leaves behind for its operating system to close."""
+class OpenHandles:
+    """Connections and files that the operating system closes after a crash."""
 
     def __init__(self) -> None:
         self._redis: set[PipelinedConnection] = set()
         self._postgres: set[asyncpg.Connection] = set()
 
-    def redis(self, connection: PipelinedConnection) -> None:
+    def add_redis(self, connection: PipelinedConnection) -> None:
         self._redis.add(connection)
 
-    def postgres(self, connection: asyncpg.Connection) -> None:
+    def add_postgres(self, connection: asyncpg.Connection) -> None:
         self._postgres.add(connection)
 
     def abandon(self) -> None:
-        """On the loop that opened them."""
+        """Close them. Must run on the loop that opened them."""
         for connection in self._redis:
             connection.close()
         for database in self._postgres:

@@ -1,6 +1,6 @@
-"""The last place that a call to PostgreSQL passes: the driver's protocol, one statement, COPY or COMMIT.
+"""The injection point for PostgreSQL: the driver's protocol, one statement, COPY or COMMIT.
 
-SQLAlchemy's reads pass it, too.
+SQLAlchemy's reads pass it too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import asyncpg
 
-from tests.crash_points.seams.open_handles import Opened
+from tests.crash_points.seams.open_handles import OpenHandles
 from tests.crash_points.seams.seam import Seam
 
 #: Whether connections that are made now are the user's own.
@@ -21,8 +21,8 @@ _outside: Final[ContextVar[bool]] = ContextVar("outside", default=False)
 
 
 @contextmanager
-def outside() -> Iterator[None]:
-    """Connections that are made inside are the user's, and none of the story's."""
+def bypass_seam() -> Iterator[None]:
+    """Make connections inside the block the user's own, without the seam."""
     token = _outside.set(True)
     try:
         yield
@@ -32,12 +32,12 @@ def outside() -> Iterator[None]:
 
 _TABLE: Final = re.compile(r"\b(?:INTO|UPDATE|FROM|COPY|TABLE)\s+(?:ONLY\s+)?\"?(?:\w+\"?\.\"?)?(\w+)", re.IGNORECASE)
 _LOCKS: Final = re.compile(r"FOR (?:NO KEY )?(?:UPDATE|SHARE)(?: OF \w+)?(?: SKIP LOCKED| NOWAIT)?", re.IGNORECASE)
-_LEAVING_NOTHING: Final = frozenset({"BEGIN", "ROLLBACK", "SELECT", "SET", "SHOW", "LISTEN", "UNLISTEN", "ping"})
+_WITHOUT_CHANGE: Final = frozenset({"BEGIN", "ROLLBACK", "SELECT", "SET", "SHOW", "LISTEN", "UNLISTEN", "ping"})
 _VERB: Final = re.compile(r"\b(INSERT|UPDATE|DELETE|COPY|SELECT)\b", re.IGNORECASE)
 
 
 def statement_name(query: str) -> str:
-    """`UPDATE jobs`: enough to tell one from another, and the same in every run."""
+    """Name a statement by verb and table, for example `UPDATE jobs`. The same in every run."""
     query = _LOCKS.sub("", query)
     words = query.replace(";", " ").split()
     if not words:
@@ -51,22 +51,22 @@ def statement_name(query: str) -> str:
     return first
 
 
-def connecting_through(seam: Seam, opened: Opened) -> Callable[..., None]:
+def connecting_through(seam: Seam, handles: OpenHandles) -> Callable[..., None]:
     original = asyncpg.Connection.__init__
 
     def init(self: asyncpg.Connection, protocol: Any, *arguments: Any, **options: Any) -> None:
-        ours = not _outside.get()
-        if ours:
+        intercepted = not _outside.get()
+        if intercepted:
             protocol = _Protocol(seam, protocol, self)
         original(self, protocol, *arguments, **options)
-        if ours:
-            opened.postgres(self)
+        if intercepted:
+            handles.add_postgres(self)
 
     return init
 
 
 class _Protocol:
-    """The driver's own, with the seam before each round trip that does something."""
+    """The driver's protocol, with the seam before each round trip."""
 
     def __init__(self, seam: Seam, real: Any, connection: asyncpg.Connection) -> None:
         self._seam = seam
@@ -100,12 +100,12 @@ class _Protocol:
         self._last = name
         if name == "BEGIN":
             self._wrote = False
-        writes = name.split()[0] not in _LEAVING_NOTHING
-        # What is not committed is gone with the connection.
-        leaves = self._wrote if name.startswith("COMMIT") else writes and not self._real.is_in_transaction()
+        writes = name.split()[0] not in _WITHOUT_CHANGE
+        # Uncommitted changes are lost with the connection.
+        changes = self._wrote if name.startswith("COMMIT") else writes and not self._real.is_in_transaction()
         self._wrote |= writes
-        return await self._seam.through(name, call, _gone, self._connection.terminate, leaves=leaves)
+        return await self._seam.through(name, call, _connection_lost, self._connection.terminate, changes=changes)
 
 
-def _gone() -> BaseException:
+def _connection_lost() -> BaseException:
     return asyncpg.ConnectionDoesNotExistError("connection was closed in the middle of operation")

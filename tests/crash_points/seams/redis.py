@@ -1,4 +1,4 @@
-"""The last place that a call to Redis passes: `Connection.call`, one command or script on one socket."""
+"""The injection point for Redis: `Connection.call`, one command or script on one socket."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any, Final
 
 from holdfast.engine.redis.net import client as redis_client
 from holdfast.engine.redis.net.connection import PipelinedConnection
-from tests.crash_points.seams.open_handles import Opened
+from tests.crash_points.seams.open_handles import OpenHandles
 from tests.crash_points.seams.seam import Seam
 
 
 @cache
 def scripts() -> list[Any]:
-    """All of the engine's, as it would send them."""
+    """All scripts of the engine, as it sends them."""
     folder = files("holdfast.engine.redis") / "lua"
     names = sorted(file.name.removesuffix(".lua") for file in folder.iterdir() if file.name.endswith(".lua"))
     return [redis_client.Script(name) for name in names if not name.startswith("_")]
 
 
-#: Commands and scripts that only read. `XREADGROUP` changes who has what.
+#: Commands and scripts that only read. `XREADGROUP` is not one of them: it changes the pending list.
 _READS: Final = frozenset(
     [
         "EXISTS",
@@ -54,18 +54,18 @@ _READS: Final = frozenset(
         "workers",
     ]
 )
-#: Of connecting, not of work.
-_GREETINGS: Final = frozenset({"AUTH", "SELECT", "HELLO", "SCRIPT"})
+#: Commands that only set up a connection.
+_HANDSHAKE: Final = frozenset({"AUTH", "SELECT", "HELLO", "SCRIPT"})
 
 
-def call_through(seam: Seam, opened: Opened) -> Callable[..., Any]:
+def call_through(seam: Seam, handles: OpenHandles) -> Callable[..., Any]:
     original = PipelinedConnection.call
     names = {script.sha: script.name for script in scripts()}
 
     def call(self: PipelinedConnection, *command: Any, blocks_s: float = 0.0) -> Any:
-        opened.redis(self)
+        handles.add_redis(self)
         word = _text(command[0]).upper()
-        if word in _GREETINGS or seam.off:
+        if word in _HANDSHAKE or seam.disabled:
             return original(self, *command, blocks_s=blocks_s)
         name = names.get(command[1], word) if word == "EVALSHA" else word
         return asyncio.ensure_future(
@@ -74,7 +74,7 @@ def call_through(seam: Seam, opened: Opened) -> Callable[..., Any]:
                 lambda: original(self, *command, blocks_s=blocks_s),
                 lambda: ConnectionResetError("the connection was cut"),
                 self.close,
-                leaves=name not in _READS,
+                changes=name not in _READS,
             )
         )
 

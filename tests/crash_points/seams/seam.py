@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 class Way(StrEnum):
     """How a call fails."""
 
-    #: The connection breaks before the store has heard of it.
+    #: The connection breaks before the store receives the call.
     BEFORE = "before"
-    #: The store has applied it, and the process is dead before it hears so: nothing of its memory is left.
+    #: The store has applied the call, and the process crashes before it reads the reply.
     AFTER = "after"
-    #: The store has applied it, the connection breaks, and the process has to cope.
+    #: The store has applied the call, and the connection breaks before the process reads the reply.
     LOST = "lost"
 
 
@@ -33,56 +33,56 @@ class Point(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Point:
-        place, _, way = text.rpartition(":")
-        call, _, number = place.rpartition("#")
+        numbered_call, _, way = text.rpartition(":")
+        call, _, number = numbered_call.rpartition("#")
         return cls(call, int(number), Way(way))
 
 
 class Call(NamedTuple):
-    """A call that was made. One that `leaves` nothing has changed no store: it has only read, or is not committed."""
+    """A call that was made. Without `changes` it only read, or what it wrote is not committed yet."""
 
     name: str
     number: int
-    leaves: bool
+    changes: bool
 
 
 class Seam:
-    """Counts calls, and fails one. Used by one process at a time; `reborn` when the next one begins."""
+    """Counts calls, and fails one. Used by one process at a time; call `restart` for the next one."""
 
     def __init__(self, point: Point | None = None) -> None:
         self.point = point
-        #: Every call in order, for who wants to fail them all.
+        #: Every call in order.
         self.calls: list[Call] = []
         self.fired = False
-        self.dead = False
-        #: Calls of whoever looks from outside are none of the story's.
-        self.off = False
+        self.crashed = False
+        #: Set while calls are made that are not part of the scenario.
+        self.disabled = False
         self._counts: Counter[str] = Counter()
-        self._died: Callable[[], object] = lambda: None
-        #: Gives back what a dead process had open; on the loop that opened it.
+        self._on_crash: Callable[[], object] = lambda: None
+        #: Closes what a crashed process had open. Must run on the loop that opened it.
         self.abandon: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
 
-    def reborn(self, died: Callable[[], object]) -> None:
-        """A new process; `died` is called when it dies."""
-        self.dead, self._died = False, died
+    def restart(self, on_crash: Callable[[], object]) -> None:
+        """Begin a new process; `on_crash` is called when it crashes."""
+        self.crashed, self._on_crash = False, on_crash
 
-    def way_of(self, name: str, *, leaves: bool) -> Way | None:
-        """What is to happen to this call: most go through."""
-        if self.off:
+    def way_of(self, name: str, *, changes: bool) -> Way | None:
+        """Count a call and return how it fails, or None if it passes through."""
+        if self.disabled:
             return None
         with self._lock:
             self._counts[name] += 1
-            call = Call(name, self._counts[name], leaves)
+            call = Call(name, self._counts[name], changes)
             self.calls.append(call)
             if self.point is not None and call[:2] == self.point[:2] and not self.fired:
                 self.fired = True
                 return self.point.way
         return None
 
-    def die(self) -> None:
-        self.dead = True
-        self._died()
+    def crash(self) -> None:
+        self.crashed = True
+        self._on_crash()
 
     async def through(
         self,
@@ -91,13 +91,13 @@ class Seam:
         fail: Callable[[], BaseException],
         cut: Callable[[], None],
         *,
-        leaves: bool,
+        changes: bool,
     ) -> Any:
-        """Make the call, or what becomes of it. `fail` makes the error of a connection that `cut` has broken."""
-        if self.dead:
-            # Nobody is there who could call.
+        """Make the call, or fail it. `fail` makes the error of a connection that `cut` has broken."""
+        if self.crashed:
+            # A crashed process makes no calls.
             raise asyncio.CancelledError
-        match self.way_of(name, leaves=leaves):
+        match self.way_of(name, changes=changes):
             case None:
                 return await call()
             case Way.BEFORE:
@@ -109,22 +109,22 @@ class Seam:
                 raise fail()
             case Way.AFTER:
                 await call()
-                self.die()
+                self.crash()
                 raise asyncio.CancelledError
 
 
-def points_of(calls: Sequence[Call]) -> list[Point]:
-    """What is to be tried, in order, without what would be the same again.
+def select_points(calls: Sequence[Call]) -> list[Point]:
+    """Select the points to test, in order, without equivalent ones.
 
-    A lost reply of a call that leaves nothing is the same as a connection that breaks before it. And a process that
-    dies between two changes of the stores dies at one of two places: right after the first, or right before the
-    second, when all that it did outside of the stores is done.
+    A lost reply of a call that changes nothing is equivalent to a connection that breaks before it. A process that
+    crashes between two changes of the stores crashes right after the first or right before the second, when everything
+    that it does outside of the stores is done.
     """
-    found = []
-    for call, following in zip(calls, [*calls[1:], None], strict=True):
-        found.append(Point(call.name, call.number, Way.BEFORE))
-        if call.leaves or following is None or following.leaves:
-            found.append(Point(call.name, call.number, Way.AFTER))
-        if call.leaves:
-            found.append(Point(call.name, call.number, Way.LOST))
-    return found
+    points = []
+    for call, next_call in zip(calls, [*calls[1:], None], strict=True):
+        points.append(Point(call.name, call.number, Way.BEFORE))
+        if call.changes or next_call is None or next_call.changes:
+            points.append(Point(call.name, call.number, Way.AFTER))
+        if call.changes:
+            points.append(Point(call.name, call.number, Way.LOST))
+    return points

@@ -1,4 +1,4 @@
-"""The last place that a call to SQLite passes: the writer's transaction, a reader's question, a query of SQLAlchemy."""
+"""The injection points for SQLite: the writer's transaction, a reader's query, a query of SQLAlchemy."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def writing_through(seam: Seam) -> Callable[..., Any]:
         **more: Any,
     ) -> Any:
         return await seam.through(
-            _named(work, *arguments),
+            _step_name(work, *arguments),
             lambda: original(self, work, *arguments, unavailable=unavailable, **more),
             lambda: unavailable("the disk does not answer"),
-            _nothing,
-            leaves=True,
+            _keep_connection,
+            changes=True,
         )
 
     return perform
@@ -41,29 +41,29 @@ def writing_through(seam: Seam) -> Callable[..., Any]:
 def reading_through(seam: Seam) -> Callable[..., Any]:
     original = ReaderThread.run
 
-    async def ask(self: ReaderThread, question: Callable[..., Any]) -> Any:
+    async def run(self: ReaderThread, query: Callable[..., Any]) -> Any:
         return await seam.through(
-            f"read {_named(question)}",
-            lambda: original(self, question),
+            f"read {_step_name(query)}",
+            lambda: original(self, query),
             lambda: EngineUnavailable("the disk does not answer"),
-            _nothing,
-            leaves=False,
+            _keep_connection,
+            changes=False,
         )
 
-    return ask
+    return run
 
 
 @contextmanager
 def queries_through(seam: Seam) -> Iterator[None]:
-    """SQLAlchemy's, on a thread of its driver: they only read, so that before and after are one."""
+    """Put the seam before SQLAlchemy's queries, on its driver's thread. They only read."""
 
     def before(connection: Any, cursor: Any, statement: str, *_: Any) -> None:
-        if connection.dialect.name != "sqlite" or seam.off:
+        if connection.dialect.name != "sqlite" or seam.disabled:
             return
-        way = None if seam.dead else seam.way_of(f"query {statement_name(statement)}", leaves=False)
+        way = None if seam.crashed else seam.way_of(f"query {statement_name(statement)}", changes=False)
         if way is Way.AFTER:
-            seam.die()
-        elif seam.dead or way is not None:
+            seam.crash()
+        elif seam.crashed or way is not None:
             raise LedgerUnavailable("the disk does not answer")
 
     event.listen(SqlEngine, "before_cursor_execute", before)
@@ -73,17 +73,17 @@ def queries_through(seam: Seam) -> Iterator[None]:
         event.remove(SqlEngine, "before_cursor_execute", before)
 
 
-def _named(work: Callable[..., Any], *arguments: Any) -> str:
-    """What a step is called: its function, the act that it runs, or the statement that a lambda closes over."""
+def _step_name(work: Callable[..., Any], *arguments: Any) -> str:
+    """Name a transaction: its function, the generator that it runs, or the `name` that a lambda closes over."""
     if arguments and inspect.isgenerator(arguments[0]):
         return arguments[0].__name__
     name = getattr(work, "__qualname__", type(work).__qualname__)
     if "<lambda>" in name:
-        given = inspect.getclosurevars(work).nonlocals.get("name")
-        if isinstance(given, str):
-            return given
+        closure_name = inspect.getclosurevars(work).nonlocals.get("name")
+        if isinstance(closure_name, str):
+            return closure_name
     return name.replace("<locals>.", "")
 
 
-def _nothing() -> None:
-    """A file has no connection that could be cut."""
+def _keep_connection() -> None:
+    """Do nothing: a file has no connection to cut."""

@@ -1,4 +1,4 @@
-"""A Cluster of which one node goes away."""
+"""A Cluster of which one node becomes unreachable."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from tests.engine.harness import RedisHarness, closing
 from tests.servers import find_server
 from tools.servers import REDIS
 
-#: How long a hung node is waited for, here.
+#: Reply timeout for a hung node in these tests.
 REPLY_S: Final = 1.0
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterRedis]:
-    """Three masters that nobody replaces: what is killed stays away until it is healed, and has its data then."""
+    """Three masters without replicas: a killed node is unreachable until `heal`, and keeps its data."""
     topology = ClusterRedis(
         tmp_path_factory.mktemp("outage"),
         binary=find_server(REDIS),
         replicas=0,
         node_timeout_ms=60_000,
         aof=True,
-        # With `everysec` a write may wait for an fsync that is under way, and die with the server.
+        # With `everysec` a write may wait for an fsync that is under way, and be lost with the server.
         options={"cluster-require-full-coverage": "no", "appendfsync": "always"},
     )
     try:
@@ -39,8 +39,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterRedis]:
         topology.stop()
 
 
-class Scene:
-    """One queue on each node. `hit` is the one whose node goes away; the list of queues is with it."""
+class OutageRig:
+    """One queue on each node. The node of `down_queue` is killed; it also has the list of queues."""
 
     def __init__(self, cluster: ClusterRedis, harness: RedisHarness, engine: RedisEngine) -> None:
         self.cluster, self.harness, self.engine = cluster, harness, engine
@@ -48,32 +48,32 @@ class Scene:
         for number in range(100):
             queue = f"q{number}"
             by_node.setdefault(cluster.owner(harness.keys(queue).control.decode()), queue)
-        self.down = cluster.owner(harness.names.queues)
-        self.hit = by_node.pop(self.down)
-        self.well = list(by_node.values())
-        self.queues = [self.well[0], self.hit, self.well[1]]
-        self.held: set[Lease] = set()
+        self.down_node = cluster.owner(harness.names.queues)
+        self.down_queue = by_node.pop(self.down_node)
+        self.up_queues = list(by_node.values())
+        self.queues = [self.up_queues[0], self.down_queue, self.up_queues[1]]
+        self.in_flight: set[Lease] = set()
 
     def rig(self, queue: str) -> Rig:
         return Rig(self.harness, self.engine, queue)
 
     def kill(self) -> None:
-        self.cluster.node(self.down).kill()
+        self.cluster.node(self.down_node).kill()
 
-    async def raw(self, queue: str, *words: Any) -> Any:
-        """A command to the node of a queue, past everybody."""
+    async def send_command(self, queue: str, *command: Any) -> Any:
+        """Send a command directly to the node of a queue."""
         node = self.cluster.node(self.cluster.owner(self.harness.keys(queue).control.decode()))
-        return await asyncio.to_thread(node.ask, *words)
+        return await asyncio.to_thread(node.ask, *command)
 
     async def heal(self) -> None:
         await asyncio.to_thread(self.cluster.heal)
 
     async def claim(self, limit: int = 10, wait_ms: int = 0) -> list[Any]:
-        """As a worker does."""
-        claims = await self.engine.claim("w1", self.queues, limit, wait_ms, self.held.copy)
+        """Claim as a worker does."""
+        claims = await self.engine.claim("w1", self.queues, limit, wait_ms, self.in_flight.copy)
         leases = {claim.lease for claim in claims}
-        assert not self.held & leases, "claimed twice"
-        self.held |= leases
+        assert not self.in_flight & leases, "claimed twice"
+        self.in_flight |= leases
         return claims
 
     async def claim_all(self, number: int) -> list[Any]:
@@ -85,13 +85,13 @@ class Scene:
 
 
 @pytest.fixture
-async def scene(cluster: ClusterRedis, namespace: str) -> AsyncIterator[Scene]:
+async def outage(cluster: ClusterRedis, namespace: str) -> AsyncIterator[OutageRig]:
     async with closing(RedisHarness(cluster.url, namespace)) as harness:
         engine = RedisEngine(cluster.url, harness.names, reply_timeout_s=REPLY_S, connect_timeout_s=REPLY_S)
         await engine.open()
-        scene = Scene(cluster, harness, engine)
+        outage = OutageRig(cluster, harness, engine)
         try:
-            yield scene
+            yield outage
         finally:
-            await scene.heal()
+            await outage.heal()
             await engine.close()

@@ -1,4 +1,4 @@
-"""What the Redis-only tests share: a rig in a namespace of a real server of each supported version, or of a Cluster."""
+"""Shared by the Redis-only tests: a harness on a real server of each supported version, and on a Cluster."""
 
 from __future__ import annotations
 

@@ -28,13 +28,13 @@ _QUEUE: Final = "moving"
 
 
 class Slot:
-    """One slot of a shared Cluster, and how it goes to another node."""
+    """One slot of a shared Cluster, and its migration to another node."""
 
     def __init__(self, url: str, key: bytes) -> None:
-        place = parse_url(url)
-        assert isinstance(place, ClusterSeeds)
+        seeds = parse_url(url)
+        assert isinstance(seeds, ClusterSeeds)
         self.number = slot_of(key)
-        self.ports = [address.port for address in place.addresses]
+        self.ports = [address.port for address in seeds.addresses]
         self.source = next(
             row[2][1] for row in ask(self.ports[0], "CLUSTER", "SLOTS") if row[0] <= self.number <= row[1]
         )
@@ -45,8 +45,8 @@ class Slot:
         ask(self.target, "CLUSTER", "SETSLOT", self.number, "IMPORTING", source_id)
         ask(self.source, "CLUSTER", "SETSLOT", self.number, "MIGRATING", target_id)
 
-    def carry(self) -> int:
-        """All keys; how many."""
+    def migrate(self) -> int:
+        """Migrate all keys and return how many there were."""
         keys = ask(self.source, "CLUSTER", "GETKEYSINSLOT", self.number, 10_000)
         if keys:
             ask(self.source, "MIGRATE", "127.0.0.1", self.target, "", 0, 5_000, "KEYS", *keys)
@@ -59,7 +59,7 @@ class Slot:
 
     def move(self) -> int:
         self.begin()
-        count = self.carry()
+        count = self.migrate()
         self.end()
         return count
 
@@ -80,11 +80,11 @@ def slot(harness: RedisHarness) -> Slot:
     return Slot(harness.url, harness.keys(_QUEUE).control)
 
 
-def test_slots_are_the_servers(harness: RedisHarness) -> None:
+def test_slots_match_the_server(harness: RedisHarness) -> None:
     port = parse_url(harness.url).addresses[0].port  # type: ignore[union-attr]
-    chosen = random.Random(7)
+    random_source = random.Random(7)
     keys = ["", "a", "{a}", "{}a", "{a}{b}", "a{", "a}{b", "x{a:b}:stream:task", "{{a}}b", "ü{ß}"]
-    keys += ["".join(chosen.choices("ab{}:-", k=chosen.randint(1, 12))) for _ in range(200)]
+    keys += ["".join(random_source.choices("ab{}:-", k=random_source.randint(1, 12))) for _ in range(200)]
     for key in keys:
         assert slot_of(key.encode()) == ask(port, "CLUSTER", "KEYSLOT", key), key
 
@@ -105,7 +105,7 @@ async def test_all_keys_of_a_queue_are_in_one_slot(harness: RedisHarness, rig: R
     }
 
 
-async def test_a_slot_that_has_moved_takes_its_jobs_along(rig: Rig, slot: Slot) -> None:
+async def test_a_migrated_slot_keeps_its_jobs(rig: Rig, slot: Slot) -> None:
     accepted = set(await rig.submit(20))
     running = await rig.claim(limit=5)
     assert slot.move() > 20
@@ -117,9 +117,7 @@ async def test_a_slot_that_has_moved_takes_its_jobs_along(rig: Rig, slot: Slot) 
     assert await rig.open_jobs() == 0
 
 
-async def test_whoever_waits_for_work_is_woken_where_the_slot_has_gone(
-    harness: RedisHarness, rig: Rig, slot: Slot
-) -> None:
+async def test_a_waiting_claim_is_woken_on_the_slots_new_node(harness: RedisHarness, rig: Rig, slot: Slot) -> None:
     await rig.succeed(await rig.start_one())
     waiting = asyncio.create_task(rig.engine.claim("w1", [_QUEUE], 10, 5_000))
     other = Rig(harness, await harness.make(), _QUEUE)
@@ -130,13 +128,11 @@ async def test_whoever_waits_for_work_is_woken_where_the_slot_has_gone(
     assert [claim.job_id for claim in claims] == [job_id]
 
 
-async def test_in_the_middle_of_a_migration_nothing_is_applied_by_half(
-    harness: RedisHarness, rig: Rig, slot: Slot
-) -> None:
+async def test_during_a_migration_nothing_is_applied_partially(harness: RedisHarness, rig: Rig, slot: Slot) -> None:
     accepted = set(await rig.submit(20))
     (running,) = await rig.claim(limit=1)
     slot.begin()
-    # The records have gone, the rest has not.
+    # Half of the records have moved, the other keys have not.
     records = [key for key in ask(slot.source, "CLUSTER", "GETKEYSINSLOT", slot.number, 1_000) if ":job:" in key]
     assert len(records) == 20
     ask(slot.source, "MIGRATE", "127.0.0.1", slot.target, "", 0, 5_000, "KEYS", *records[:10])
@@ -144,13 +140,13 @@ async def test_in_the_middle_of_a_migration_nothing_is_applied_by_half(
         await rig.succeed(running)
     with pytest.raises(EngineUnavailable, match="moving the queue's slot"):
         await rig.submit(1)
-    # Other queues of the same node are not taken for away.
+    # Other queues of the same node are not reported as unreachable.
     names = (f"q{number}" for number in range(100))
     neighbour = next(name for name in names if Slot(harness.url, harness.keys(name).control).source == slot.source)
     other = await harness.make()
-    found, away = await other.for_each_queue([_QUEUE, neighbour], other.stats)
-    assert (list(found), list(away)) == ([neighbour], [_QUEUE])
-    slot.carry()
+    feed, unreachable = await other.for_each_queue([_QUEUE, neighbour], other.stats)
+    assert (list(feed), list(unreachable)) == ([neighbour], [_QUEUE])
+    slot.migrate()
     slot.end()
     assert await rig.succeed(running) == [SettleResult.APPLIED]
     rest = await rig.claim(limit=100)
@@ -158,8 +154,8 @@ async def test_in_the_middle_of_a_migration_nothing_is_applied_by_half(
     assert await rig.succeed(*rest) == [SettleResult.APPLIED] * 19
 
 
-async def test_a_key_that_has_gone_ahead_is_asked_for_at_the_new_node(rig: Rig, slot: Slot) -> None:
-    """One key a script, so that the node which gives the slot away sends on (`ASK`) instead of asking for patience."""
+async def test_an_already_migrated_key_is_read_from_the_new_node(rig: Rig, slot: Slot) -> None:
+    """The script has one key, so the source node redirects with `ASK` instead of `TRYAGAIN`."""
     slot.begin()
     try:
         await rig.engine.attach_reader(_QUEUE)
@@ -168,21 +164,21 @@ async def test_a_key_that_has_gone_ahead_is_asked_for_at_the_new_node(rig: Rig, 
         assert ask(slot.source, "CLUSTER", "COUNTKEYSINSLOT", slot.number) == 0
         assert ask(slot.target, "CLUSTER", "COUNTKEYSINSLOT", slot.number) == 1
     finally:
-        slot.carry()
+        slot.migrate()
         slot.end()
     await rig.submit_one()
     assert len(await rig.engine.read_feed(_QUEUE, "", 10)) == 1
 
 
-async def test_a_wait_spans_nodes_and_leaves_nothing_behind(harness: RedisHarness) -> None:
+async def test_a_wait_spans_nodes_and_leaks_no_connection(harness: RedisHarness) -> None:
     queues = [f"q{number}" for number in range(5)]
     ports = [Slot(harness.url, harness.keys(queue).control).source for queue in queues]
     waiter, submitter = await harness.make(), await harness.make()
     connections: list[int] = []
-    for turn in range(20):
+    for round_number in range(20):
         waiting = asyncio.create_task(waiter.claim("w1", queues, 10, 5_000))
         await _until_blocked(*ports)
-        rig = Rig(harness, submitter, queues[turn % 5])
+        rig = Rig(harness, submitter, queues[round_number % 5])
         job_id = await rig.submit_one()
         async with asyncio.timeout(3):
             claims = await waiting
@@ -198,12 +194,12 @@ async def test_listeners_and_readers_of_the_feed_span_nodes(harness: RedisHarnes
     engine, other = await harness.make(), await harness.make()
     assert await engine.listen(queues, 1) == []
     for queue in queues:
-        hearing = asyncio.create_task(engine.listen(queues, 5_000))
+        listening = asyncio.create_task(engine.listen(queues, 5_000))
         rig = Rig(harness, other, queue)
         await other.set_control(queue, (await other.get_control(queue)))
-        notices = await hearing
+        notices = await listening
         assert {notice.queue for notice in notices} == {queue}
-        reading = asyncio.create_task(engine.wait_feed(await _ends(engine, queues), 5_000))
+        reading = asyncio.create_task(engine.wait_feed(await _feed_ends(engine, queues), 5_000))
         await rig.submit_one()
         assert await reading == [queue]
     assert sorted(await engine.wait_feed(dict.fromkeys(queues, ""), 0)) == queues
@@ -216,77 +212,77 @@ async def test_every_master_is_diagnosed(harness: RedisHarness, rig: Rig) -> Non
     assert "16384 of 16384 slots" in states[0].message
 
 
-async def test_a_plain_url_of_a_node_is_told_what_to_write(harness: RedisHarness, namespace: str) -> None:
+async def test_a_plain_url_of_a_node_is_refused_with_the_right_scheme(harness: RedisHarness, namespace: str) -> None:
     ports = parse_url(harness.url).addresses  # type: ignore[union-attr]
-    said = []
+    messages = []
     for address in ports:
         engine = RedisEngine(f"redis://127.0.0.1:{address.port}", KeyNames(namespace))
         try:
             await engine.queues()
         except EngineUnavailable as exc:
-            said.append(str(exc))
+            messages.append(str(exc))
         finally:
             await engine.close()
-    assert len(said) == 2
-    assert all("redis+cluster://" in text for text in said)
+    assert len(messages) == 2
+    assert all("redis+cluster://" in text for text in messages)
 
 
-async def test_seeds_that_are_dead_or_no_cluster_are_passed_over(
+async def test_unusable_seeds_are_skipped(
     cluster_url: str, redis_url: str, namespace: str, unused_tcp_port: int
 ) -> None:
-    alone = redis_url.removeprefix("redis://").partition("/")[0]
-    alive = cluster_url.removeprefix("redis+cluster://").rpartition(",")[2]
-    async with closing(RedisHarness(f"redis+cluster://{alive}", namespace)) as harness:
-        engine = RedisEngine(f"redis+cluster://127.0.0.1:{unused_tcp_port},{alone},{alive}", harness.names)
+    standalone = redis_url.removeprefix("redis://").partition("/")[0]
+    reachable = cluster_url.removeprefix("redis+cluster://").rpartition(",")[2]
+    async with closing(RedisHarness(f"redis+cluster://{reachable}", namespace)) as harness:
+        engine = RedisEngine(f"redis+cluster://127.0.0.1:{unused_tcp_port},{standalone},{reachable}", harness.names)
         await engine.open()
         assert await Rig(harness, engine).submit_one()
         await engine.close()
-    engine = RedisEngine(f"redis+cluster://127.0.0.1:{unused_tcp_port},{alone}")
+    engine = RedisEngine(f"redis+cluster://127.0.0.1:{unused_tcp_port},{standalone}")
     with pytest.raises(EngineUnavailable, match=f"{unused_tcp_port}.*cluster support disabled"):
         await engine.open()
     await engine.close()
 
 
-async def test_nodes_that_send_a_command_in_circles_are_left(monkeypatch: pytest.MonkeyPatch, cluster_url: str) -> None:
-    place = parse_url(cluster_url)
-    assert isinstance(place, ClusterSeeds)
-    one, two = place.addresses[:2]
+async def test_circular_redirections_end_in_an_error(monkeypatch: pytest.MonkeyPatch, cluster_url: str) -> None:
+    seeds = parse_url(cluster_url)
+    assert isinstance(seeds, ClusterSeeds)
+    one, two = seeds.addresses[:2]
     sent: list[RedisAddress] = []
 
-    async def circle(node: RedisClient, purpose: Purpose, *command: Any, blocks_s: float = 0.0) -> Any:
+    async def redirect_back(node: RedisClient, purpose: Purpose, *command: Any, blocks_s: float = 0.0) -> Any:
         if command[0] == b"CLUSTER":
-            return await plain(node, purpose, *command)
+            return await original(node, purpose, *command)
         sent.append(node.address)
-        where = one if node.address.port == two.port else two
-        raise translate(hiredis.ReplyError(f"MOVED {slot_of(b'k')} {where.host}:{where.port}"))
+        target = one if node.address.port == two.port else two
+        raise translate(hiredis.ReplyError(f"MOVED {slot_of(b'k')} {target.host}:{target.port}"))
 
-    plain = RedisClient.call
-    monkeypatch.setattr(RedisClient, "call", circle)
-    client = ClusterClient(place, 1.0, 1.0)
+    original = RedisClient.call
+    monkeypatch.setattr(RedisClient, "call", redirect_back)
+    client = ClusterClient(seeds, 1.0, 1.0)
     with pytest.raises(EngineUnavailable, match="disagree"):
         await client.call(Purpose.OTHER, b"GET", b"k")
     assert 2 <= len(sent) < 10
     client.close()
 
 
-async def test_a_node_that_only_a_redirection_knows_of_is_closed_too(
+async def test_a_node_known_only_from_a_redirection_is_closed_too(
     monkeypatch: pytest.MonkeyPatch, cluster_url: str
 ) -> None:
-    """In a fail-over, the node that is asked may not have heard yet who has the slots now."""
-    place = parse_url(cluster_url)
-    assert isinstance(place, ClusterSeeds)
-    client = ClusterClient(place, 1.0, 1.0)
-    learn = client._routes_from
-    truth: list[RedisClient | None] = []
+    """During a fail-over, the queried node may still have the old slot owners."""
+    seeds = parse_url(cluster_url)
+    assert isinstance(seeds, ClusterSeeds)
+    client = ClusterClient(seeds, 1.0, 1.0)
+    original = client._routes_from
+    routes: list[RedisClient | None] = []
 
-    def all_are_of_the_first(rows: Any, asked: str) -> list[RedisClient | None]:
-        truth[:] = learn(rows, asked)
-        return [truth[0]] * len(truth)
+    def route_all_to_first(rows: Any, queried: str) -> list[RedisClient | None]:
+        routes[:] = original(rows, queried)
+        return [routes[0]] * len(routes)
 
-    monkeypatch.setattr(client, "_routes_from", all_are_of_the_first)
-    opened = _remembered(monkeypatch)
+    monkeypatch.setattr(client, "_routes_from", route_all_to_first)
+    opened = _record_connections(monkeypatch)
     await client.masters()
-    key = next(key for key in (b"%d" % number for number in range(1_000)) if truth[slot_of(key)] is not truth[0])
+    key = next(key for key in (b"%d" % number for number in range(1_000)) if routes[slot_of(key)] is not routes[0])
     for _ in range(2):
         assert await client.call(Purpose.OTHER, b"GET", key) is None
     assert len(opened) >= 2
@@ -295,46 +291,46 @@ async def test_a_node_that_only_a_redirection_knows_of_is_closed_too(
 
 
 @pytest.mark.parametrize("url", ["redis_url", "sentinel_url", "cluster_url"])
-async def test_what_is_being_opened_is_closed_too(
+async def test_close_also_closes_connections_being_opened(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, url: str
 ) -> None:
     engine = RedisEngine(request.getfixturevalue(url))
-    opened = _remembered(monkeypatch)
-    asking = asyncio.create_task(engine.epoch("default"))
-    learning, told = asyncio.Event(), asyncio.Event()
-    learn = PipelinedConnection.read_epoch
+    opened = _record_connections(monkeypatch)
+    epoch_task = asyncio.create_task(engine.epoch("default"))
+    reading, may_read = asyncio.Event(), asyncio.Event()
+    original = PipelinedConnection.read_epoch
 
-    async def slowly(connection: PipelinedConnection) -> None:
-        learning.set()
-        await told.wait()
-        await learn(connection)
+    async def read_slowly(connection: PipelinedConnection) -> None:
+        reading.set()
+        await may_read.wait()
+        await original(connection)
 
-    monkeypatch.setattr(PipelinedConnection, "read_epoch", slowly)
-    await learning.wait()
+    monkeypatch.setattr(PipelinedConnection, "read_epoch", read_slowly)
+    await reading.wait()
     await engine.close()
-    told.set()
+    may_read.set()
     with pytest.raises(EngineUnavailable):
-        await asking
+        await epoch_task
     assert opened
     assert not [connection for connection in opened if connection.usable]
 
 
-def _remembered(monkeypatch: pytest.MonkeyPatch) -> list[PipelinedConnection]:
-    """All connections that are opened from now on."""
+def _record_connections(monkeypatch: pytest.MonkeyPatch) -> list[PipelinedConnection]:
+    """Record all connections that are opened from now on."""
     opened: list[PipelinedConnection] = []
 
     def connection_made(connection: PipelinedConnection, transport: asyncio.BaseTransport) -> None:
         opened.append(connection)
-        made(connection, transport)
+        original(connection, transport)
 
-    made = PipelinedConnection.connection_made
+    original = PipelinedConnection.connection_made
     monkeypatch.setattr(PipelinedConnection, "connection_made", connection_made)
     return opened
 
 
-async def _ends(engine: Engine, queues: list[str]) -> dict[str, str]:
+async def _feed_ends(engine: Engine, queues: list[str]) -> dict[str, str]:
     entries = {queue: await engine.read_feed(queue, "", 1_000) for queue in queues}
-    return {queue: found[-1].position if found else "" for queue, found in entries.items()}
+    return {queue: feed[-1].position if feed else "" for queue, feed in entries.items()}
 
 
 def _connections(port: int) -> int:
@@ -347,12 +343,12 @@ def _blocked(port: int) -> int:
     )
 
 
-async def _until(look: Any) -> None:
+async def _until(is_true: Any) -> None:
     async with asyncio.timeout(5):
-        while not look():  # noqa: ASYNC110 - the server knows
+        while not is_true():  # noqa: ASYNC110 - only the server knows
             await asyncio.sleep(0.01)
 
 
 async def _until_blocked(*ports: int) -> None:
-    """So many clients block on each of these servers."""
+    """Wait until each port has as many blocked clients as it is named."""
     await _until(lambda: all(_blocked(port) >= ports.count(port) for port in set(ports)))

@@ -1,4 +1,4 @@
-"""A node of a Cluster is away: what people see of it, and what the ledger's side does meanwhile."""
+"""A Cluster node is unreachable: what operators see of it, and what projector, reconciler and replays do meanwhile."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from holdfast.operations.jobs import find_in_queues
 from holdfast.upkeep.dispatch import ReplaySubmission
 from holdfast.upkeep.projector import Projector
 from holdfast.upkeep.reconciler import Reconciler
-from tests.engine.redis.cluster_outage import REPLY_S, Scene
+from tests.engine.redis.cluster_outage import REPLY_S, OutageRig
 from tests.engine.redis.cluster_outage import cluster as cluster
-from tests.engine.redis.cluster_outage import scene as scene
+from tests.engine.redis.cluster_outage import outage as outage
 from tests.http.deployment import serving
 from tests.ledger.projection_rig import open_ledger
 from tests.worker.support import eventually
@@ -40,104 +40,109 @@ from tests.worker.support import eventually
 pytestmark = [pytest.mark.faults, pytest.mark.redis]
 
 
-async def _holdfast(scene: Scene, code: int, *words: str) -> Result:
-    """A command, which knows of no queue but those that it is told of."""
-    at = ("--url", scene.cluster.url, "--namespace", scene.harness.names.namespace)
-    answer = await asyncio.to_thread(CliRunner().invoke, program(), [*words, *at])
-    assert answer.exit_code == code, f"exit code {answer.exit_code}\n{answer.output}\n{answer.exception!r}"
-    return answer
+async def _holdfast(outage: OutageRig, code: int, *words: str) -> Result:
+    """Run a command."""
+    connection_options = ("--url", outage.cluster.url, "--namespace", outage.harness.names.namespace)
+    result = await asyncio.to_thread(CliRunner().invoke, program(), [*words, *connection_options])
+    assert result.exit_code == code, f"exit code {result.exit_code}\n{result.output}\n{result.exception!r}"
+    return result
 
 
-async def test_people_see_the_queues_that_answer_and_are_told_of_the_others(scene: Scene) -> None:
-    jobs = {queue: await scene.rig(queue).submit(1) for queue in scene.queues}
-    named = [word for queue in scene.queues for word in ("--queue", queue)]
-    scene.kill()
-    told = await _holdfast(scene, 3, "queues", "list", "--json", *named)
-    assert [(each["queue"], each["states"]["queued"]) for each in json.loads(told.stdout)] == [
-        (queue, 1) for queue in scene.well
+async def test_commands_show_reachable_queues_and_name_the_others(outage: OutageRig) -> None:
+    jobs = {queue: await outage.rig(queue).submit(1) for queue in outage.queues}
+    named = [word for queue in outage.queues for word in ("--queue", queue)]
+    outage.kill()
+    result = await _holdfast(outage, 3, "queues", "list", "--json", *named)
+    assert [(item["queue"], item["states"]["queued"]) for item in json.loads(result.stdout)] == [
+        (queue, 1) for queue in outage.up_queues
     ]
-    assert f"no answer for {scene.hit}" in told.stderr
-    told = await _holdfast(scene, 3, "jobs", "list", "--json", *named)
-    assert {each["job_id"] for each in json.loads(told.stdout)} == {jobs[queue][0] for queue in scene.well}
-    assert f"no answer for {scene.hit}" in told.stderr
-    told = await _holdfast(scene, 1, "doctor", "--json", *named)
-    findings = {each["check"]: each for each in json.loads(told.stdout)["findings"]}
-    assert "cannot reach Redis" in findings[f"queue {scene.hit}"]["message"]
-    assert not findings[f"server of 127.0.0.1:{scene.cluster.node(scene.down).port}"]["ok"]
-    for queue in scene.well:
+    assert f"no answer for {outage.down_queue}" in result.stderr
+    result = await _holdfast(outage, 3, "jobs", "list", "--json", *named)
+    assert {item["job_id"] for item in json.loads(result.stdout)} == {jobs[queue][0] for queue in outage.up_queues}
+    assert f"no answer for {outage.down_queue}" in result.stderr
+    result = await _holdfast(outage, 1, "doctor", "--json", *named)
+    findings = {item["check"]: item for item in json.loads(result.stdout)["findings"]}
+    assert "cannot reach Redis" in findings[f"queue {outage.down_queue}"]["message"]
+    assert not findings[f"server of 127.0.0.1:{outage.cluster.node(outage.down_node).port}"]["ok"]
+    for queue in outage.up_queues:
         assert "1 job waiting" in findings[f"queue {queue}"]["message"]
         assert findings[f"feed of {queue}"]["ok"]
-    told = await _holdfast(scene, 3, "queues", "list")
-    assert "the list of queues is on a node" in told.stderr
-    assert "name the queues" in told.stderr
+    result = await _holdfast(outage, 3, "queues", "list")
+    assert "the list of queues is on a node" in result.stderr
+    assert "name the queues" in result.stderr
 
 
-async def test_over_http_too(scene: Scene, tmp_path: Path) -> None:
-    for queue in scene.queues:
-        await scene.rig(queue).submit(1)
-    namespace, ledger = scene.harness.names.namespace, f"sqlite:///{tmp_path}/ledger.db"
-    app = Holdfast(scene.cluster.url, namespace=namespace, ledger=ledger, reply_timeout_s=REPLY_S)
+async def test_http_lists_reachable_queues_and_names_the_others(outage: OutageRig, tmp_path: Path) -> None:
+    for queue in outage.queues:
+        await outage.rig(queue).submit(1)
+    namespace, ledger = outage.harness.names.namespace, f"sqlite:///{tmp_path}/ledger.db"
+    app = Holdfast(outage.cluster.url, namespace=namespace, ledger=ledger, reply_timeout_s=REPLY_S)
 
-    def look() -> None:
-        with serving(app, upkeep=False) as world:
-            client = world.client()
-            whole = client.get("/api/v1/queues", params={"queue": scene.queues}).json()
-            assert ([each["queue"] for each in whole["queues"]], whole["unreachable"]) == (scene.queues, None)
-            scene.kill()
-            answer = client.get("/api/v1/queues", params={"queue": scene.queues})
-            assert answer.status_code == 200, answer.text
-            assert [each["queue"] for each in answer.json()["queues"]] == scene.well
-            assert f"no answer for {scene.hit}" in answer.json()["unreachable"]
+    def request_over_http() -> None:
+        with serving(app, upkeep=False) as server:
+            client = server.client()
+            all_queues = client.get("/api/v1/queues", params={"queue": outage.queues}).json()
+            assert ([item["queue"] for item in all_queues["queues"]], all_queues["unreachable"]) == (
+                outage.queues,
+                None,
+            )
+            outage.kill()
+            result = client.get("/api/v1/queues", params={"queue": outage.queues})
+            assert result.status_code == 200, result.text
+            assert [item["queue"] for item in result.json()["queues"]] == outage.up_queues
+            assert f"no answer for {outage.down_queue}" in result.json()["unreachable"]
 
-    await asyncio.to_thread(look)
+    await asyncio.to_thread(request_over_http)
 
 
-async def test_who_looks_for_long_goes_on_around_a_dead_node(scene: Scene) -> None:
-    sampler = Sampler(scene.engine, scene.queues)
-    await scene.rig(scene.well[0]).submit(1)
-    assert [sample.stats.queue for sample in (await sampler.sample()).samples] == scene.queues
-    await scene.rig(scene.well[0]).succeed(*await scene.rig(scene.well[0]).claim())
-    await scene.rig(scene.hit).submit(1)
-    hub, listener = EventHub(scene.engine), StreamSubscriber(StreamFilter(None), lambda: None)
+async def test_live_views_and_event_streams_continue_while_a_node_is_down(outage: OutageRig) -> None:
+    sampler = Sampler(outage.engine, outage.queues)
+    await outage.rig(outage.up_queues[0]).submit(1)
+    assert [sample.stats.queue for sample in (await sampler.sample()).samples] == outage.queues
+    await outage.rig(outage.up_queues[0]).succeed(*await outage.rig(outage.up_queues[0]).claim())
+    await outage.rig(outage.down_queue).submit(1)
+    hub, listener = EventHub(outage.engine), StreamSubscriber(StreamFilter(None), lambda: None)
     await hub.subscribe(listener, None)
-    scene.kill()
-    look = await sampler.sample()
-    assert {sample.stats.queue: sample.rates["succeeded"] > 0 for sample in look.samples} == {
-        scene.well[0]: True,
-        scene.well[1]: False,
+    outage.kill()
+    request_over_http = await sampler.sample()
+    assert {sample.stats.queue: sample.rates["succeeded"] > 0 for sample in request_over_http.samples} == {
+        outage.up_queues[0]: True,
+        outage.up_queues[1]: False,
     }
-    assert (look.unreachable, look.is_empty) == ([scene.hit], False), "who knows what is in it?"
-    (job_id,) = await scene.rig(scene.well[0]).submit(1)
-    heard = b""
+    assert (request_over_http.unreachable, request_over_http.is_empty) == ([outage.down_queue], False), (
+        "the unreachable queue may have jobs"
+    )
+    (job_id,) = await outage.rig(outage.up_queues[0]).submit(1)
+    chunks = b""
     async with asyncio.timeout(10):
-        while job_id.encode() not in heard:
-            heard += await listener.next_chunk(1)
+        while job_id.encode() not in chunks:
+            chunks += await listener.next_chunk(1)
     await hub.unsubscribe(listener)
-    found = await find_in_queues(scene.engine, scene.queues, job_id, local_principal())
+    found = await find_in_queues(outage.engine, outage.queues, job_id, local_principal())
     assert found is not None
-    assert found.queue == scene.well[0]
-    with pytest.raises(EngineUnavailable, match=f"no answer for {scene.hit}"):
-        await find_in_queues(scene.engine, scene.queues, "unknown, or there", local_principal())
+    assert found.queue == outage.up_queues[0]
+    with pytest.raises(EngineUnavailable, match=f"no answer for {outage.down_queue}"):
+        await find_in_queues(outage.engine, outage.queues, "unknown", local_principal())
 
 
-class Books:
+class LedgerRig:
     """An engine with a ledger, and a projector of all queues."""
 
-    def __init__(self, scene: Scene, folder: Path) -> None:
-        self.scene = scene
+    def __init__(self, outage: OutageRig, folder: Path) -> None:
+        self.scene = outage
         options = EngineOptions(ledger=True)
-        names = scene.harness.names
-        self.engine = RedisEngine(scene.cluster.url, names, options, reply_timeout_s=REPLY_S)
+        names = outage.harness.names
+        self.engine = RedisEngine(outage.cluster.url, names, options, reply_timeout_s=REPLY_S)
         self._url = f"sqlite:///{folder}/ledger.db"
         self.ledger = open_ledger(self._url)
 
     async def __aenter__(self) -> Self:
         await self.engine.open()
         await self.ledger.open()
-        own, self._ledger = self.engine.clone(), open_ledger(self._url)
-        await own.open()
-        self._projector = own
-        run = Projector(own, self._ledger, self.scene.queues, linger_s=0.001, round_s=0.1).run()
+        projector_engine, self._ledger = self.engine.clone(), open_ledger(self._url)
+        await projector_engine.open()
+        self._projector = projector_engine
+        run = Projector(projector_engine, self._ledger, self.scene.queues, linger_s=0.001, round_s=0.1).run()
         self._task = asyncio.create_task(run)
         for queue in self.scene.queues:
             await reopen_intake(self.engine, self.ledger, queue)
@@ -146,75 +151,75 @@ class Books:
     async def __aexit__(self, *_: object) -> None:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        for opened in (self._projector, self._ledger, self.engine, self.ledger):
-            await opened.close()
+        for part in (self._projector, self._ledger, self.engine, self.ledger):
+            await part.close()
 
     async def submit(self, queue: str) -> str:
         envelope = Envelope(job_id=new_job_ids(1)[0], task="add", payload=b"{}", queue=queue)
         await self.engine.submit([envelope])
         return envelope.job_id
 
-    async def replays_to_hand_in(self) -> dict[str, ReplayReservation]:
-        """One of each queue, of a dead letter, left half-way."""
+    async def reserve_replays(self) -> dict[str, ReplayReservation]:
+        """Reserve a replay of one dead letter of each queue, without submitting it."""
         for queue in self.scene.queues:
             await self.submit(queue)
             (claim,) = await self.engine.claim("w1", [queue], 1, 0)
-            died = DeadLetter(Failure("TASK_ERROR", "boom"))
-            await self.engine.settle([Settlement(claim, died, claim.claimed_at_ms)])
-        await self.all_caught_up()
+            dead_letter = DeadLetter(Failure("TASK_ERROR", "boom"))
+            await self.engine.settle([Settlement(claim, dead_letter, claim.claimed_at_ms)])
+        await self.wait_all_caught_up()
         page = await self.ledger.queries.dead_letters(DeadLetterFilter(), 10)
-        begin = partial(self.ledger.operators.reserve_replay, actor="ann", reason="again", payload=None)
-        return {letter.queue: await begin(None, letter.dlq_id) for letter in page.dead_letters}
+        reserve = partial(self.ledger.operators.reserve_replay, actor="ann", reason="fixed", payload=None)
+        return {row.queue: await reserve(None, row.dlq_id) for row in page.dead_letters}
 
-    async def caught_up(self, queue: str) -> bool:
+    async def has_caught_up(self, queue: str) -> bool:
         assert self.ledger.projection is not None
         end = await self.engine.snapshot(queue, [])
         return await self.ledger.projection.position(queue) == FeedPosition(end.position, end.nonce)
 
-    async def all_caught_up(self) -> None:
+    async def wait_all_caught_up(self) -> None:
         for queue in self.scene.queues:
-            await eventually(partial(self.caught_up, queue), f"the ledger has all of {queue}")
+            await eventually(partial(self.has_caught_up, queue), f"the ledger has all of {queue}")
 
 
-async def test_the_ledgers_side_goes_on_around_a_dead_node(scene: Scene, tmp_path: Path) -> None:
-    """The projector reads on, the reconciler puts jobs back, replays of dead letters are handed in."""
-    async with Books(scene, tmp_path) as books:
-        wanted = await books.replays_to_hand_in()
-        lost = {queue: await books.submit(queue) for queue in scene.queues}
-        await books.all_caught_up()
-        scene.kill()
-        forgotten = scene.well[1]
-        keys = scene.harness.keys(forgotten)
-        await scene.raw(forgotten, "DEL", keys.job(lost[forgotten]))
-        reconciler = Reconciler(books.engine, books.ledger, scene.queues)
+async def test_projection_and_reconciliation_continue_while_a_node_is_down(outage: OutageRig, tmp_path: Path) -> None:
+    """The projector continues, the reconciler restores jobs, replays of dead letters are submitted."""
+    async with LedgerRig(outage, tmp_path) as ledger_rig:
+        reservations = await ledger_rig.reserve_replays()
+        lost = {queue: await ledger_rig.submit(queue) for queue in outage.queues}
+        await ledger_rig.wait_all_caught_up()
+        outage.kill()
+        lost_queue = outage.up_queues[1]
+        keys = outage.harness.keys(lost_queue)
+        await outage.send_command(lost_queue, "DEL", keys.job(lost[lost_queue]))
+        reconciler = Reconciler(ledger_rig.engine, ledger_rig.ledger, outage.queues)
         report = await reconciler.reconcile()
-        assert [job.key.job_id for job in report.jobs] == [lost[forgotten]]
-        assert (report.checked, report.restored, list(report.unreachable)) == (2, 1, [scene.hit])
-        # Who has named no queues, and has never seen the list, which is on the dead node.
-        fresh = books.engine.clone()
+        assert [job.key.job_id for job in report.jobs] == [lost[lost_queue]]
+        assert (report.checked, report.restored, list(report.unreachable)) == (2, 1, [outage.down_queue])
+        # Without named queues and without a cached list, which is on the dead node.
+        fresh = ledger_rig.engine.clone()
         await fresh.open()
-        report = await Reconciler(fresh, books.ledger).reconcile()
-        assert (report.checked, list(report.unreachable)) == (2, [scene.hit])
+        report = await Reconciler(fresh, ledger_rig.ledger).reconcile()
+        assert (report.checked, list(report.unreachable)) == (2, [outage.down_queue])
         await fresh.close()
-        # The projector is in no trouble with the others, either.
-        later = await books.submit(scene.well[0])
-        assert books.ledger.projection is not None
-        key = JobKey("default", scene.well[0], later)
-        assert await books.ledger.projection.wait_recorded([key], 10_000) == {key}
-        replays = ReplaySubmission(books.engine, books.ledger)
+        # The projector continues with the other queues too.
+        job_id = await ledger_rig.submit(outage.up_queues[0])
+        assert ledger_rig.ledger.projection is not None
+        key = JobKey("default", outage.up_queues[0], job_id)
+        assert await ledger_rig.ledger.projection.wait_recorded([key], 10_000) == {key}
+        replays = ReplaySubmission(ledger_rig.engine, ledger_rig.ledger)
         with pytest.raises(EngineUnavailable):
             await replays.run_once()
-        for queue in scene.well:
-            assert await books.engine.get(queue, [wanted[queue].new_job_id]) != [None]
-        unsubmitted = books.ledger.operators.unsubmitted_replays
-        assert [row.queue for row in await unsubmitted(10)] == [scene.hit]
-        await scene.heal()
-        await eventually(partial(_finished, replays), "the node is back")
+        for queue in outage.up_queues:
+            assert await ledger_rig.engine.get(queue, [reservations[queue].new_job_id]) != [None]
+        unsubmitted = ledger_rig.ledger.operators.unsubmitted_replays
+        assert [row.queue for row in await unsubmitted(10)] == [outage.down_queue]
+        await outage.heal()
+        await eventually(partial(_submit_replays, replays), "the node has recovered")
         assert await unsubmitted(10) == []
-        assert await books.engine.get(scene.hit, [wanted[scene.hit].new_job_id]) != [None]
+        assert await ledger_rig.engine.get(outage.down_queue, [reservations[outage.down_queue].new_job_id]) != [None]
 
 
-async def _finished(replays: ReplaySubmission) -> bool:
+async def _submit_replays(replays: ReplaySubmission) -> bool:
     try:
         return await replays.run_once() > 0
     except EngineUnavailable:

@@ -1,4 +1,4 @@
-"""Corners of the Redis engine where a step could lose, strand or leak something."""
+"""Edge cases of the Redis engine in which a step could lose, strand or leak something."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ async def rig(redis_harness: RedisHarness) -> Rig:
     return await Rig.on(redis_harness)
 
 
-async def test_a_key_of_another_type_costs_nobody_a_job(redis_harness: RedisHarness, rig: Rig) -> None:
-    """Somebody else's list under the name of our dead letters: refused before the first write."""
+async def test_a_key_of_another_type_loses_no_job(redis_harness: RedisHarness, rig: Rig) -> None:
+    """A foreign list under the name of the DLQ stream is refused before the first write."""
     dlq = redis_harness.keys(QUEUE).dlq
     await redis_harness.redis.rpush(dlq, "theirs")
     await rig.submit(2)
@@ -61,9 +61,9 @@ async def test_retries_parked_before_a_change_of_settings_run(redis_harness: Red
     await before.settle(claim, RetryLater(1_000, FAILURE))
     after = await Rig.on(redis_harness)
     await redis_harness.advance(1_001)
-    (again,) = await after.engine.reclaim("w2", [QUEUE], 10)
-    assert (again.job_id, again.attempt, again.meta.retry_count) == (claim.job_id, 2, 1)
-    assert await after.succeed(again) == [SettleResult.APPLIED]
+    (retried,) = await after.engine.reclaim("w2", [QUEUE], 10)
+    assert (retried.job_id, retried.attempt, retried.meta.retry_count) == (claim.job_id, 2, 1)
+    assert await after.succeed(retried) == [SettleResult.APPLIED]
     check_history(await after.events(), ended=True)
 
 
@@ -76,9 +76,9 @@ async def test_a_parked_retry_whose_message_was_deleted_runs_from_its_record(red
     assert await rig.state(claim.job_id) is State.RETRYING
     await redis_harness.advance(1_001)
     assert await rig.engine.reclaim("w2", [QUEUE], 10) == []
-    (again,) = await rig.claim("w2")
-    assert (again.job_id, again.payload, again.attempt) == (claim.job_id, claim.payload, 2)
-    assert await rig.succeed(again) == [SettleResult.APPLIED]
+    (retried,) = await rig.claim("w2")
+    assert (retried.job_id, retried.payload, retried.attempt) == (claim.job_id, claim.payload, 2)
+    assert await rig.succeed(retried) == [SettleResult.APPLIED]
     assert await rig.open_jobs() == 0
 
 
@@ -92,7 +92,7 @@ async def test_waiting_retries_do_not_hide_a_lost_lease(redis_harness: RedisHarn
     assert ids(await rig.engine.reclaim("w2", [QUEUE], 1)) == [lost.job_id]
 
 
-async def test_ids_chosen_by_hand_settle_beside_our_own(redis_harness: RedisHarness, rig: Rig) -> None:
+async def test_explicit_entry_ids_settle_besides_generated_ones(redis_harness: RedisHarness, rig: Rig) -> None:
     fields = {"task_id": "theirs", "type": "print", "payload": "{}"}
     await redis_harness.redis.xadd(redis_harness.keys(QUEUE).streams[1], fields, id="5-1")
     await rig.submit_one()
@@ -101,19 +101,21 @@ async def test_ids_chosen_by_hand_settle_beside_our_own(redis_harness: RedisHarn
     assert await rig.succeed(*claims) == [SettleResult.APPLIED] * 2
 
 
-async def test_nobody_stays_on_the_list_of_awaited_jobs(redis_harness: RedisHarness, rig: Rig) -> None:
+async def test_waiters_are_removed_when_their_job_ends(redis_harness: RedisHarness, rig: Rig) -> None:
     for _ in range(50):
         claim = await rig.start_one()
-        view, _ = await asyncio.gather(rig.engine.wait_final(QUEUE, claim.job_id, 10_000), rig.succeed(claim))
-        assert view is not None
-        assert view.state is State.SUCCEEDED
+        info, _ = await asyncio.gather(rig.engine.wait_final(QUEUE, claim.job_id, 10_000), rig.succeed(claim))
+        assert info is not None
+        assert info.state is State.SUCCEEDED
     assert await redis_harness.redis.hlen(redis_harness.keys(QUEUE).waiters) == 0
 
 
-async def test_a_damaged_queue_is_told_and_keeps_nobody_from_the_others(redis_harness: RedisHarness, rig: Rig) -> None:
+async def test_a_damaged_queue_is_reported_and_does_not_affect_the_others(
+    redis_harness: RedisHarness, rig: Rig
+) -> None:
     await rig.submit_one()
     await redis_harness.redis.set(redis_harness.keys("damaged").control, "a string")
-    seen, away = await rig.engine.for_each_queue(["damaged", QUEUE], rig.engine.stats)
-    assert (list(seen), list(away)) == ([QUEUE], ["damaged"])
+    reachable, unreachable = await rig.engine.for_each_queue(["damaged", QUEUE], rig.engine.stats)
+    assert (list(reachable), list(unreachable)) == ([QUEUE], ["damaged"])
     with pytest.raises(EngineRefused, match="WRONGTYPE"):
         await rig.engine.for_each_queue(["damaged"], rig.engine.stats)

@@ -1,4 +1,4 @@
-"""What any Redis client sees: names, backlog, results, dead letters; and that nothing piles up (Q1, Q2, Q9, Q13)."""
+"""What any Redis client sees: names, backlog, results, dead letters; and that nothing accumulates (Q1, Q2, Q9, Q13)."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ async def test_every_name_can_be_set(redis_harness: RedisHarness, namespace: str
     engine = RedisEngine(redis_harness.url, names, EngineOptions())
     await engine.open()
     redis, rig = redis_harness.redis, Rig(redis_harness, engine, "default")
-    before = redis_harness.names.prefix("default")
+    prefix = redis_harness.names.prefix("default")
     try:
         claims = [await rig.start_one() for _ in range(4)]
-        (group,) = [g for g in await redis.xinfo_groups(f"{before}queue:tasks") if g["name"] == b"ingest-workers"]
+        (group,) = [g for g in await redis.xinfo_groups(f"{prefix}queue:tasks") if g["name"] == b"ingest-workers"]
         assert group["pending"] == 4
         verdicts: list[Verdict] = [DeadLetter(FAILURE), RetryLater(60_000, FAILURE), Suspend(FAILURE)]
         for claim, verdict in zip(claims, verdicts, strict=False):
             await rig.settle(claim, verdict)
-        assert await redis.xlen(f"{before}queue:tasks") == 1
-        assert await redis.xlen(f"{before}out") == await redis.xlen(f"{before}dead") == 1
-        assert await redis.zcard(f"{before}later") == await redis.zcard(f"{before}parked") == 1
+        assert await redis.xlen(f"{prefix}queue:tasks") == 1
+        assert await redis.xlen(f"{prefix}out") == await redis.xlen(f"{prefix}dead") == 1
+        assert await redis.zcard(f"{prefix}later") == await redis.zcard(f"{prefix}parked") == 1
     finally:
         await engine.close()
 
 
-async def test_an_empty_dlq_name_turns_the_stream_off_and_keeps_the_state(
+async def test_an_empty_dlq_name_disables_the_stream_and_keeps_the_state(
     redis_harness: RedisHarness, namespace: str
 ) -> None:
     engine = RedisEngine(redis_harness.url, KeyNames(namespace=namespace, stream_dlq=""), EngineOptions())
@@ -74,8 +74,8 @@ async def test_all_keys_of_a_queue_share_a_hash_tag(redis_harness: RedisHarness,
     await rig.submit(delay_ms=1_000)
     found = [key.decode() async for key in redis_harness.redis.scan_iter(match=f"*{namespace}*")]
     assert found
-    outside = [key for key in found if not key.startswith(f"{{{namespace}:{QUEUE}}}:")]
-    assert outside == [f"{namespace}:queues"]
+    untagged = [key for key in found if not key.startswith(f"{{{namespace}:{QUEUE}}}:")]
+    assert untagged == [f"{namespace}:queues"]
 
 
 async def test_the_length_of_a_stream_is_its_backlog(redis_harness: RedisHarness, rig: Rig) -> None:
@@ -105,17 +105,17 @@ async def test_a_message_is_readable_by_other_programs(redis_harness: RedisHarne
 
 
 async def test_one_plain_result_per_finished_job(redis_harness: RedisHarness, rig: Rig) -> None:
-    good, bad, gone, back = [await rig.start_one() for _ in range(4)]
+    good, bad, cancelled, retrying = [await rig.start_one() for _ in range(4)]
     await rig.succeed(good)
     await rig.settle(bad, DeadLetter(FAILURE))
-    await rig.move(gone.job_id, State.CANCELLED, reason="typo")
-    await rig.settle(back, RetryLater(60_000, FAILURE))
+    await rig.move(cancelled.job_id, State.CANCELLED, reason="typo")
+    await rig.settle(retrying, RetryLater(60_000, FAILURE))
     await rig.succeed(good)
     entries = await redis_harness.redis.xrange(redis_harness.keys(QUEUE).result)
     results = {fields[b"task_id"].decode(): fields for _, fields in entries}
     assert len(entries) == len(results) == 3
     assert (results[good.job_id][b"status"], results[good.job_id][b"result"]) == (b"succeeded", b"7")
-    assert (results[bad.job_id][b"status"], results[gone.job_id][b"status"]) == (b"failed", b"cancelled")
+    assert (results[bad.job_id][b"status"], results[cancelled.job_id][b"status"]) == (b"failed", b"cancelled")
     assert json.loads(results[bad.job_id][b"error"])["message"] == FAILURE.message
     assert all(int(fields[b"finished_at"]) > 0 and int(fields[b"retry_count"]) == 0 for fields in results.values())
 
@@ -139,9 +139,7 @@ async def test_results_are_kept_by_age(redis_harness: RedisHarness) -> None:
 
 
 @pytest.mark.parametrize("ledger", [True, False])
-async def test_entries_of_dead_letters_age_only_where_a_ledger_has_them(
-    redis_harness: RedisHarness, ledger: bool
-) -> None:
+async def test_dlq_entries_are_pruned_by_age_only_with_a_ledger(redis_harness: RedisHarness, ledger: bool) -> None:
     rig = await Rig.on(redis_harness, dlq_ttl_ms=60_000, ledger=ledger)
     dlq = redis_harness.keys(QUEUE).dlq
     await redis_harness.redis.xadd(dlq, {"task_id": "old"}, id="1000-0")
@@ -151,7 +149,7 @@ async def test_entries_of_dead_letters_age_only_where_a_ledger_has_them(
     assert kept == ([b"new"] if ledger else [b"old", b"new"])
 
 
-async def test_the_feed_ages_only_while_nobody_reads_it(redis_harness: RedisHarness) -> None:
+async def test_the_feed_is_pruned_by_age_only_without_a_reader(redis_harness: RedisHarness) -> None:
     rig = await Rig.on(redis_harness, finished_ttl_ms=60_000)
     feed = redis_harness.keys(QUEUE).feed
     old = {"kind": "created_plain", "at": "1000", "worker": "", "nonce": "n", "moves": b"\x90", "skipped": ""}
@@ -167,28 +165,30 @@ async def test_the_feed_ages_only_while_nobody_reads_it(redis_harness: RedisHarn
     assert await redis_harness.redis.xlen(feed) == 1
 
 
-async def test_a_dead_letter_says_everything(redis_harness: RedisHarness, rig: Rig) -> None:
+async def test_a_dead_letter_has_all_fields(redis_harness: RedisHarness, rig: Rig) -> None:
     claim = await rig.start_one("w1", payload=b'{"n":4}', tenant_id="acme", trace_id="t-1")
     await rig.settle(claim, RetryLater(0, FAILURE))
     await redis_harness.advance(1)
     (claim,) = await rig.claim_due("w2")
     await rig.settle(claim, DeadLetter(FAILURE))
     ((_, fields),) = await redis_harness.redis.xrange(redis_harness.keys(QUEUE).dlq)
-    dead = {name.decode(): value.decode() for name, value in fields.items()}
-    assert (dead["task_id"], dead["type"], dead["payload"]) == (claim.job_id, "print", '{"n":4}')
-    assert (dead["tenant_id"], dead["trace_id"], dead["retry_count"]) == ("acme", "t-1", "1")
-    assert dead["error_code"] == FAILURE.code
-    assert FAILURE.message in dead["error"]
-    assert dead["stack"] == FAILURE.stack
-    assert [attempt["worker"] for attempt in json.loads(dead["history"])] == ["w1", "w2"]
-    assert int(dead["failed_at"]) > 0
-    assert dead["dlq_id"]
+    dead_letter = {name.decode(): value.decode() for name, value in fields.items()}
+    assert (dead_letter["task_id"], dead_letter["type"], dead_letter["payload"]) == (claim.job_id, "print", '{"n":4}')
+    assert (dead_letter["tenant_id"], dead_letter["trace_id"], dead_letter["retry_count"]) == ("acme", "t-1", "1")
+    assert dead_letter["error_code"] == FAILURE.code
+    assert FAILURE.message in dead_letter["error"]
+    assert dead_letter["stack"] == FAILURE.stack
+    assert [attempt["worker"] for attempt in json.loads(dead_letter["history"])] == ["w1", "w2"]
+    assert int(dead_letter["failed_at"]) > 0
+    assert dead_letter["dlq_id"]
 
 
 # Housekeeping ----------------------------------------------------------------------------------------
 
 
-async def test_an_entry_deleted_under_the_pending_list_is_cleared_away(redis_harness: RedisHarness, rig: Rig) -> None:
+async def test_an_entry_deleted_from_the_stream_is_removed_from_the_pending_list(
+    redis_harness: RedisHarness, rig: Rig
+) -> None:
     redis, stream = redis_harness.redis, redis_harness.keys(QUEUE).streams[Priority.NORMAL]
     deleted, kept = await rig.start_one("w1"), await rig.start_one("w1")
     await rig.lose_leases()
@@ -199,8 +199,8 @@ async def test_an_entry_deleted_under_the_pending_list_is_cleared_away(redis_har
     assert await rig.engine.recover_claims("w1", [QUEUE], ()) == []
 
 
-async def test_dead_consumers_are_removed_once_they_hold_nothing(redis_harness: RedisHarness) -> None:
-    # How long a consumer was idle cannot be set from outside, so everyone counts as dead after a few milliseconds.
+async def test_dead_consumers_are_removed_once_they_have_no_leases(redis_harness: RedisHarness) -> None:
+    # A consumer's idle time cannot be set, so every consumer counts as dead after a few milliseconds.
     rig = await Rig.on(redis_harness, visibility_timeout_ms=1)
     stream, group = redis_harness.keys(QUEUE).streams[Priority.NORMAL], redis_harness.names.group
     done = await rig.start_one("done")
@@ -216,7 +216,7 @@ async def test_dead_consumers_are_removed_once_they_hold_nothing(redis_harness: 
 
 
 @pytest.mark.parametrize("mode", list(RetryVia))
-async def test_memory_is_back_at_its_base_line(redis_harness: RedisHarness, mode: RetryVia) -> None:
+async def test_memory_returns_to_its_baseline(redis_harness: RedisHarness, mode: RetryVia) -> None:
     rig = await Rig.on(
         redis_harness,
         retry_via={QUEUE: mode},
@@ -226,19 +226,19 @@ async def test_memory_is_back_at_its_base_line(redis_harness: RedisHarness, mode
         feed_limit=1,
     )
     redis, keys = redis_harness.redis, redis_harness.keys(QUEUE)
-    await self_cleaning_round(rig, 1)
-    before = {key async for key in redis.scan_iter(match=f"{{{redis_harness.names.namespace}:*")}
-    await self_cleaning_round(rig, 300)
+    await run_and_expire(rig, 1)
+    prefix = {key async for key in redis.scan_iter(match=f"{{{redis_harness.names.namespace}:*")}
+    await run_and_expire(rig, 300)
     after = {key async for key in redis.scan_iter(match=f"{{{redis_harness.names.namespace}:*")}
-    assert after <= before, "keys of finished jobs stayed behind"
+    assert after <= prefix, "keys of finished jobs stayed behind"
     for stream in keys.streams:
         assert await redis.xlen(stream) == 0
     for stream in (keys.feed, keys.result, keys.wake, keys.notices):
         assert await redis.xlen(stream) <= 200
 
 
-async def self_cleaning_round(rig: Rig, count: int) -> None:
-    """Jobs that succeed, retry, are cancelled; then their records expire."""
+async def run_and_expire(rig: Rig, count: int) -> None:
+    """Run jobs that succeed and retry; then expire their records."""
     for number in range(count):
         await rig.submit(idempotency_key=f"k{number}")
     await rig.submit(count, delay_ms=500)

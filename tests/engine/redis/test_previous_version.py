@@ -1,4 +1,4 @@
-"""Jobs that the version before has left on a Redis: this version reads, finishes and explains all of them.
+"""Jobs that the previous version left on Redis: this version reads, finishes and explains all of them.
 
 `data/redis_before.json` has a `DUMP` of every key that holdfast at commit a1549ca wrote there: a job in every state in
 queue `orders`, two retries of the pending list in queue `parked`, and a feed that no reader has read.
@@ -28,7 +28,7 @@ from tests.engine.harness import RedisHarness
 
 pytestmark = pytest.mark.redis
 
-BEFORE = Path(__file__).parent / "data" / "redis_before.json"
+DUMP_FILE = Path(__file__).parent / "data" / "redis_before.json"
 GUARD = ApprovalRequest(
     approval_id="approval-1",
     payload_hash="ab" * 32,
@@ -64,7 +64,7 @@ STATES = {
 async def harness(redis_url: str) -> AsyncIterator[RedisHarness]:
     namespace = f"before-{secrets.token_hex(4)}"
     harness = RedisHarness(redis_url, namespace)
-    for key, value in json.loads(BEFORE.read_text())["keys"].items():
+    for key, value in json.loads(DUMP_FILE.read_text())["keys"].items():
         await harness.redis.restore(key.replace("before:", f"{namespace}:", 1), 0, base64.b64decode(value))
     yield harness
     await harness.close()
@@ -74,27 +74,27 @@ async def rigs(harness: RedisHarness) -> tuple[Rig, Rig]:
     via = {"orders": RetryVia.SCHEDULE, "parked": RetryVia.PENDING}
     engine = await harness.make(ledger=True, retry_via=via, pending_idle_ms=0)
     for queue in via:
-        # As after a fail-over: it is another server than the one on which they were written.
+        # As after a fail-over: the epoch is not the one in which they were written.
         await engine.attach_reader(queue)
     return Rig(harness, engine, "orders"), Rig(harness, engine, "parked")
 
 
-async def test_every_job_is_where_it_was(harness: RedisHarness) -> None:
+async def test_every_job_has_its_state(harness: RedisHarness) -> None:
     orders, parked = await rigs(harness)
     assert set(STATES.values()) == set(State)
-    found = dict(zip(STATES, await orders.engine.get("orders", list(STATES)), strict=True))
-    assert {job_id: view and view.state for job_id, view in found.items()} == STATES
-    metas = {job_id: view.meta for job_id, view in found.items() if view is not None}
+    infos_by_id = dict(zip(STATES, await orders.engine.get("orders", list(STATES)), strict=True))
+    assert {job_id: info and info.state for job_id, info in infos_by_id.items()} == STATES
+    metas = {job_id: info.meta for job_id, info in infos_by_id.items() if info is not None}
     assert (metas["held"].approval_request, metas["asked"].approval_request) == (GUARD, TASK)
     assert metas["cleared"].approved_hash == GUARD.payload_hash
     assert metas["consented"].approvals == {"send it?": Approval("approval-2", ("bob",), 1_700_000_000_000)}
-    views = await parked.engine.get("parked", ["retaken", "waits"])
-    assert [view and view.state for view in views] == [State.RUNNING, State.RETRYING]
+    infos = await parked.engine.get("parked", ["retaken", "waits"])
+    assert [info and info.state for info in infos] == [State.RUNNING, State.RETRYING]
     control = await orders.engine.get_control("orders")
     assert (control.concurrency, control.tenants) == (5, {"acme": TenantControl(concurrency=1, weight=2)})
 
 
-async def test_the_feed_is_read_whole_and_rebuilds_every_job(harness: RedisHarness) -> None:
+async def test_the_whole_feed_is_read_and_rebuilds_every_job(harness: RedisHarness) -> None:
     orders, parked = await rigs(harness)
     for rig in (orders, parked):
         entries = await rig.engine.read_feed(rig.queue, "", 1_000)
@@ -104,20 +104,20 @@ async def test_the_feed_is_read_whole_and_rebuilds_every_job(harness: RedisHarne
             assert any(entry.urgent for entry in entries)
             assert {event.type for event in events} >= {"approval.requested", "approval.approved", "operator.retry"}
         for job_id in {event.job_id for event in events if event.to_state}:
-            (view,) = await rig.engine.get(rig.queue, [job_id])
-            assert view is not None
-            told = rebuild_job(rig.queue, [event for event in events if event.job_id == job_id])
-            assert _essence(told) == _essence(view), job_id
+            (info,) = await rig.engine.get(rig.queue, [job_id])
+            assert info is not None
+            rebuilt = rebuild_job(rig.queue, [event for event in events if event.job_id == job_id])
+            assert _key_fields(rebuilt) == _key_fields(info), job_id
 
 
-def _essence(view: Any) -> tuple[Any, ...]:
-    meta = view.meta
-    return view.state, view.attempt, meta.approval_request, meta.approved_hash, meta.approvals, meta.retry_count
+def _key_fields(info: Any) -> tuple[Any, ...]:
+    meta = info.meta
+    return info.state, info.attempt, meta.approval_request, meta.approved_hash, meta.approvals, meta.retry_count
 
 
 async def test_all_open_jobs_can_be_finished(harness: RedisHarness) -> None:
     orders, parked = await rigs(harness)
-    # The worker of the version before is still at it: its leases count.
+    # A worker of the previous version is still running: its leases are valid.
     leases = await orders.engine.recover_claims("w-old", ["orders", "parked"], ())
     assert sorted(claim.job_id for claim in leases) == ["retaken", "running"]
     assert await orders.succeed(*leases) == [SettleResult.APPLIED] * 2
@@ -141,17 +141,17 @@ async def test_all_open_jobs_can_be_finished(harness: RedisHarness) -> None:
         check_history(await rig.events())
 
 
-async def test_its_keys_are_known(harness: RedisHarness) -> None:
+async def test_its_idempotency_keys_are_known(harness: RedisHarness) -> None:
     orders, _ = await rigs(harness)
     (receipt,) = await orders.engine.submit([orders.envelope(idempotency_key="k1")])
     assert (receipt.job_id, receipt.duplicate) == ("queued", True)
 
 
-def test_todays_keys_are_written_and_both_are_read() -> None:
+def test_current_keys_are_written_and_both_are_read() -> None:
     meta = decode_meta('{"ask": {"approval_id": "a", "payload_hash": "h"}, "cleared": "c", "consents": {}}')
     assert meta == decode_meta(msgspec.json.encode(meta))
     assert sorted(msgspec.json.decode(msgspec.json.encode(meta))) == ["approval_request", "approvals", "approved_hash"]
-    # The same words deeper down are the application's.
+    # Nested keys of the same name belong to the application.
     assert decode_meta('{"context": {"ask": 1}}').context == {"ask": 1}
 
 

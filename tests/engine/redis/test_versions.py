@@ -1,4 +1,4 @@
-"""Reclaim by the commands of the server's version: both ways, on real servers of those versions (requirement Q5)."""
+"""Reclaim uses the commands of the server's version, tested on real servers of those versions (Q5)."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ pytestmark = pytest.mark.redis
 
 
 @pytest.mark.parametrize(
-    ("server", "takes_with", "never"),
+    ("server", "reclaims_with", "never"),
     [
         pytest.param(REDIS, "xautoclaim", "xclaim", id="current"),
         pytest.param(REDIS_62, "xautoclaim", "xclaim", id="6.2"),
         pytest.param(REDIS_60, "xclaim", "xautoclaim", id="6.0.9"),
     ],
 )
-async def test_a_lost_lease_is_taken_over_by_the_version_s_own_command(
-    make_redis: MakeServer, namespace: str, server: Server, takes_with: str, never: str
+async def test_a_lost_lease_is_reclaimed_by_the_versions_own_command(
+    make_redis: MakeServer, namespace: str, server: Server, reclaims_with: str, never: str
 ) -> None:
-    """Alone on its server, so that the server's own count of commands is that of one reclaim."""
+    """On a separate server, so that its command statistics are those of one reclaim."""
     async with closing(RedisHarness(make_redis(server).url, namespace)) as harness:
         rig = await Rig.on(harness)
         first = await rig.start_one("w1")
-        assert await rig.engine.reclaim("w2", [QUEUE], 1) == [], "its lease is not over"
+        assert await rig.engine.reclaim("w2", [QUEUE], 1) == [], "its lease has not expired"
         await rig.lose_leases()
         await harness.redis.config_resetstat()
-        (taken,) = await rig.engine.reclaim("w2", [QUEUE], 1)
+        (reclaimed,) = await rig.engine.reclaim("w2", [QUEUE], 1)
         calls = await harness.redis.info("commandstats")
-        assert calls[f"cmdstat_{takes_with}"]["calls"] == 1
-        assert calls["cmdstat_xpending"]["calls"] >= 1, "who had it before is asked first"
+        assert calls[f"cmdstat_{reclaims_with}"]["calls"] == 1
+        assert calls["cmdstat_xpending"]["calls"] >= 1, "its previous worker is read first"
         assert f"cmdstat_{never}" not in calls
-        assert (ids([taken]), taken.attempt) == ([first.job_id], 2)
+        assert (ids([reclaimed]), reclaimed.attempt) == ([first.job_id], 2)
         assert await rig.succeed(first) == [SettleResult.STALE]
-        assert await rig.succeed(taken) == [SettleResult.APPLIED]
+        assert await rig.succeed(reclaimed) == [SettleResult.APPLIED]

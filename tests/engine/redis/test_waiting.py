@@ -1,4 +1,4 @@
-"""How a caller waits for a job's end on Redis: few round trips, since each of them may have to wait for a core."""
+"""Waiting for a job's end on Redis: few round trips, since each of them may have to wait for a core."""
 
 from __future__ import annotations
 
@@ -39,19 +39,21 @@ async def is_registered(redis_harness: RedisHarness, job_id: str) -> bool:
     return bool(await redis_harness.redis.hexists(redis_harness.keys(QUEUE).waiters, job_id))
 
 
-async def test_a_job_that_has_ended_takes_one_round_trip(rig: Rig, calls: list[str]) -> None:
+async def test_waiting_for_a_final_job_takes_one_round_trip(rig: Rig, calls: list[str]) -> None:
     first, second = await rig.start_one(), await rig.start_one()
     await rig.succeed(first, second)
-    # Connections are open, and scripts loaded, after the first.
+    # The first call opens connections and loads scripts.
     await rig.engine.wait_final(QUEUE, first.job_id, 10_000)
     calls.clear()
-    view = await rig.engine.wait_final(QUEUE, second.job_id, 10_000)
-    assert view is not None
-    assert view.state is State.SUCCEEDED
+    info = await rig.engine.wait_final(QUEUE, second.job_id, 10_000)
+    assert info is not None
+    assert info.state is State.SUCCEEDED
     assert [call for call in calls if call != "SUBSCRIBE"] == ["EVALSHA"]
 
 
-async def test_a_job_that_ends_meanwhile_takes_three(redis_harness: RedisHarness, rig: Rig, calls: list[str]) -> None:
+async def test_waiting_for_a_running_job_takes_three_round_trips(
+    redis_harness: RedisHarness, rig: Rig, calls: list[str]
+) -> None:
     before, claim = await rig.start_one(), await rig.start_one()
     await rig.succeed(before)
     await rig.engine.wait_final(QUEUE, before.job_id, 10_000)
@@ -62,10 +64,10 @@ async def test_a_job_that_ends_meanwhile_takes_three(redis_harness: RedisHarness
     assert calls == ["SUBSCRIBE", "EVALSHA", "EVALSHA"]
     calls.clear()
     await rig.succeed(claim)
-    view = await waiting
-    assert view is not None
-    assert view.state is State.SUCCEEDED
-    # To settle, and to read what came of it; the rig itself asks for the time.
+    info = await waiting
+    assert info is not None
+    assert info.state is State.SUCCEEDED
+    # One to settle, one to read the result; the rig itself reads the time.
     assert [call for call in calls if call != "TIME"] == ["EVALSHA", "EVALSHA"]
     assert await redis_harness.redis.hlen(redis_harness.keys(QUEUE).waiters) == 0
 
@@ -73,7 +75,7 @@ async def test_a_job_that_ends_meanwhile_takes_three(redis_harness: RedisHarness
 async def test_a_waiter_is_registered_once_its_subscription_is_confirmed(
     redis_harness: RedisHarness, rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before that, the end of the job would be published to nobody."""
+    """Before that, the end of the job would be published without a subscriber."""
     claim = await rig.start_one()
     confirmed = asyncio.get_running_loop().create_future()
     monkeypatch.setattr(PubSubConnection, "call", lambda *_: confirmed)
@@ -86,7 +88,7 @@ async def test_a_waiter_is_registered_once_its_subscription_is_confirmed(
     waiting.cancel()
 
 
-async def test_a_waiter_that_is_cancelled_leaves_the_subscription_to_the_others(
+async def test_a_cancelled_waiter_keeps_the_subscription_of_the_others(
     redis_harness: RedisHarness, rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     claim = await rig.start_one()
@@ -108,21 +110,21 @@ async def test_two_waiters_for_one_job_are_both_woken(redis_harness: RedisHarnes
     both = [asyncio.create_task(rig.engine.wait_final(QUEUE, claim.job_id, 60_000)) for _ in range(2)]
     await until(lambda: is_registered(redis_harness, claim.job_id))
     await rig.succeed(claim)
-    assert [view.state for view in await asyncio.gather(*both) if view] == [State.SUCCEEDED] * 2
+    assert [info.state for info in await asyncio.gather(*both) if info] == [State.SUCCEEDED] * 2
 
 
-async def test_a_subscription_that_is_lost_is_made_again(redis_harness: RedisHarness, rig: Rig) -> None:
+async def test_a_lost_subscription_is_renewed(redis_harness: RedisHarness, rig: Rig) -> None:
     claim = await rig.start_one()
     waiting = asyncio.create_task(rig.engine.wait_final(QUEUE, claim.job_id, 60_000))
     await until(lambda: is_registered(redis_harness, claim.job_id))
     engine: Any = rig.engine
     engine._completion.close()
     await rig.succeed(claim)
-    view = await waiting
-    assert view is not None
-    assert view.state is State.SUCCEEDED
+    info = await waiting
+    assert info is not None
+    assert info.state is State.SUCCEEDED
 
 
-async def test_a_job_that_is_not_there_is_not_waited_for(redis_harness: RedisHarness, rig: Rig) -> None:
+async def test_an_unknown_job_is_not_waited_for(redis_harness: RedisHarness, rig: Rig) -> None:
     assert await rig.engine.wait_final(QUEUE, "unknown", 60_000) is None
     assert await redis_harness.redis.hlen(redis_harness.keys(QUEUE).waiters) == 0

@@ -1,6 +1,6 @@
-"""What another process does in the SQLite tests: `python -m tests.engine.sqlite.other_process <what> <path>`.
+"""The other process of the SQLite tests: `python -m tests.engine.sqlite.other_process <command> <path>`.
 
-Prints a line when it has begun, and a JSON line with what it did when it is done.
+Prints a JSON line when it has started, and one with its result at the end.
 """
 
 from __future__ import annotations
@@ -15,46 +15,46 @@ from holdfast.core.states import State
 from holdfast.core.verdict import Settlement, Succeed
 from holdfast.engine.sqlite.engine import SqliteEngine
 from holdfast.sqlite.transaction import Transaction
-from tests.engine.sqlite.rig import QUEUE, envelope, opened
+from tests.engine.sqlite.rig import QUEUE, envelope, open_engine
 
 
-def say(word: object) -> None:
-    print(json.dumps(word), flush=True)
+def print_json(value: object) -> None:
+    print(json.dumps(value), flush=True)
 
 
 async def submit(engine: SqliteEngine) -> None:
-    """On each line of input one job."""
-    say("ready")
+    """Submit one job for each line of input."""
+    print_json("ready")
     while await asyncio.to_thread(sys.stdin.readline):
         (receipt,) = await engine.submit([envelope()])
-        say(receipt.job_id)
+        print_json(receipt.job_id)
 
 
 async def drain(engine: SqliteEngine) -> None:
     """Work until the queue is empty."""
     done = []
-    say("ready")
+    print_json("ready")
     while claims := await engine.claim(f"child-{time.time_ns()}", [QUEUE], 20, 0):
         await engine.settle([Settlement(claim, Succeed(b"1"), claim.claimed_at_ms) for claim in claims])
         done += [claim.job_id for claim in claims]
-    say(done)
+    print_json(done)
 
 
 async def finish(engine: SqliteEngine) -> None:
-    """Claim one job, then end it when told to: settled, or cancelled by an operator."""
+    """Claim one job, then end it on input: settled, or cancelled by an operator."""
     (claim,) = await engine.claim("child", [QUEUE], 1, 10_000)
-    say(claim.job_id)
-    word = (await asyncio.to_thread(sys.stdin.readline)).strip()
-    if word == "cancel":
+    print_json(claim.job_id)
+    line = (await asyncio.to_thread(sys.stdin.readline)).strip()
+    if line == "cancel":
         await engine.move(QUEUE, claim.job_id, State.CANCELLED, actor="ann", reason="enough")
     else:
         await engine.settle([Settlement(claim, Succeed(b"1"), claim.claimed_at_ms)])
-    say(word)
+    print_json(line)
 
 
 async def hammer(engine: SqliteEngine) -> None:
     """Write without a pause, until killed."""
-    say("ready")
+    print_json("ready")
     while True:
         await asyncio.gather(*(engine.submit([envelope(queue="noise") for _ in range(50)]) for _ in range(4)))
 
@@ -65,16 +65,16 @@ async def hang(engine: SqliteEngine) -> None:
 
     def never_end(transaction: Transaction) -> None:
         transaction.run("touch_worker", worker="half-written", queue=QUEUE, now=1)
-        say("ready")
+        print_json("ready")
         while True:
             time.sleep(60)
 
     await engine._store.write(never_end)
 
 
-async def main(what: str, path: str) -> None:
-    async with opened(Path(path)) as engine:
-        await {"submit": submit, "drain": drain, "finish": finish, "hammer": hammer, "hang": hang}[what](engine)
+async def main(command: str, path: str) -> None:
+    async with open_engine(Path(path)) as engine:
+        await {"submit": submit, "drain": drain, "finish": finish, "hammer": hammer, "hang": hang}[command](engine)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the SQLite tests share: an engine on a file of its own, and a way to look into that file."""
+"""Shared by the SQLite tests: an engine on its own file, and queries of that file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FAILURE = Failure("TASK_ERROR", "no luck", "LuckError", "Traceback: line 1")
 
 
 @asynccontextmanager
-async def opened(path: Path, clock: ManualClock | None = None, **options: Any) -> AsyncIterator[SqliteEngine]:
+async def open_engine(path: Path, clock: ManualClock | None = None, **options: Any) -> AsyncIterator[SqliteEngine]:
     engine = SqliteEngine(path, EngineOptions(**options), clock)
     await engine.open()
     try:
@@ -43,11 +43,11 @@ async def settle(engine: SqliteEngine, claim: Claim, verdict: Verdict) -> Settle
     return answer
 
 
-def look(path: Path, query: str, *values: Any) -> list[Any]:
-    """What the file says, through a connection of one's own."""
+def query_file(path: Path, query: str, *values: Any) -> list[Any]:
+    """Query the file through a separate connection."""
     with closing(sqlite3.connect(path)) as connection:
         return connection.execute(query, values).fetchall()
 
 
-def is_there(path: Path) -> bool:
+def exists(path: Path) -> bool:
     return path.exists()

@@ -1,4 +1,4 @@
-"""From a URL to an engine."""
+"""Engines built from URLs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_path_in_a_url(url: str, path: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["sqlite://jobs.db", "sqlite://host/jobs.db", "sqlite:///jobs.db?mode=ro"])
-def test_a_url_that_is_no_path_is_refused(url: str) -> None:
+def test_a_url_without_a_path_is_refused(url: str) -> None:
     with pytest.raises(InvalidOption):
         build_engine(Settings.load(url=url))
 

@@ -16,7 +16,7 @@ from holdfast.errors import EngineUnavailable, InvalidOption, SchemaMismatch
 from holdfast.schema.columns import metadata
 from holdfast.sqlite.connection import open_writer
 from holdfast.sqlite.transaction import ACTIVE_STATES, bulk_statement, statement, statement_texts
-from tests.engine.sqlite.rig import opened
+from tests.engine.sqlite.rig import open_engine
 
 #: Requirement L6: the ledger reads these by name.
 FIXED = {
@@ -32,7 +32,7 @@ FIXED = {
     "queue_executions": "tenant_id id message_id queue_name event_name status started_at completed_at duration_ms "
     "agent_run_id error_message retry_count",
 }
-#: Statements that run for every batch, or for every look of an idle worker.
+#: Statements that run for every batch, or for every poll of an idle worker.
 HOT = [
     "claimable",
     "lease_jobs",
@@ -68,10 +68,10 @@ def database(tmp_path: Path) -> Iterator[sqlite3.Connection]:
     connection.close()
 
 
-def put(database: sqlite3.Connection, state: State, came_from: State | None, **columns: object) -> None:
-    """A job in this state, by hand, otherwise as it should be."""
+def insert_job(database: sqlite3.Connection, state: State, previous_state: State | None, **columns: object) -> None:
+    """Insert a job in this state, with otherwise valid columns."""
     row: dict[str, object] = {
-        "job_id": f"{came_from}-{state}",
+        "job_id": f"{previous_state}-{state}",
         "job_type": "print",
         "queue": "orders",
         "priority": 1,
@@ -79,7 +79,7 @@ def put(database: sqlite3.Connection, state: State, came_from: State | None, **c
         "created_at": 1,
         "updated_at": 1,
         "state": state,
-        "previous_state": came_from,
+        "previous_state": previous_state,
         "finished_at": 1 if state in FINAL else None,
         "worker": "w" if state is State.RUNNING else None,
         "lease_expires_at": 1 if state is State.RUNNING else None,
@@ -95,22 +95,24 @@ def put(database: sqlite3.Connection, state: State, came_from: State | None, **c
 def test_the_ledger_finds_its_columns(database: sqlite3.Connection, table: str) -> None:
     # table_xinfo: generated columns too.
     embedded = {row[1] for row in database.execute(f"PRAGMA table_xinfo({table})")}
-    # What PostgreSQL and a SQLite file of the ledger's own are made from.
-    elsewhere = {column.name for column in metadata.tables[table].columns}
-    assert set(FIXED[table].split()) <= embedded & elsewhere
+    # The schema of a ledger in PostgreSQL or in a separate SQLite file.
+    separate = {column.name for column in metadata.tables[table].columns}
+    assert set(FIXED[table].split()) <= embedded & separate
 
 
-@pytest.mark.parametrize(("came_from", "state"), list(product([None, *State], State)))
-def test_the_file_knows_the_state_table(database: sqlite3.Connection, came_from: State | None, state: State) -> None:
-    if is_legal(came_from, state):
-        put(database, state, came_from)
+@pytest.mark.parametrize(("previous_state", "state"), list(product([None, *State], State)))
+def test_the_file_enforces_the_state_table(
+    database: sqlite3.Connection, previous_state: State | None, state: State
+) -> None:
+    if is_legal(previous_state, state):
+        insert_job(database, state, previous_state)
     else:
         with pytest.raises(sqlite3.IntegrityError, match="legal_move"):
-            put(database, state, came_from)
+            insert_job(database, state, previous_state)
 
 
 @pytest.mark.parametrize(
-    ("state", "came_from", "wrong"),
+    ("state", "previous_state", "wrong"),
     [
         (State.SUCCEEDED, State.RUNNING, {"finished_at": None}),
         (State.QUEUED, None, {"finished_at": 1}),
@@ -125,18 +127,18 @@ def test_the_file_knows_the_state_table(database: sqlite3.Connection, came_from:
         (State.FAILED, State.DLQ_RECORDED, {"dlq_id": None}),
     ],
 )
-def test_what_must_not_be_cannot_be_written(
-    database: sqlite3.Connection, state: State, came_from: State, wrong: dict[str, object]
+def test_an_invalid_row_cannot_be_written(
+    database: sqlite3.Connection, state: State, previous_state: State, wrong: dict[str, object]
 ) -> None:
     with pytest.raises(sqlite3.IntegrityError, match="CHECK"):
-        put(database, state, came_from, **wrong)
+        insert_job(database, state, previous_state, **wrong)
 
 
 # Statements -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SQL)
-def test_every_statement_says_what_it_does_and_compiles(database: sqlite3.Connection, name: str) -> None:
+def test_every_statement_has_a_header_and_compiles(database: sqlite3.Connection, name: str) -> None:
     text = statement_texts()[name]
     assert text.startswith("-- ")
     if name == "schema":
@@ -145,13 +147,13 @@ def test_every_statement_says_what_it_does_and_compiles(database: sqlite3.Connec
     assert "{{" not in prepared
     names = set(re.findall(r":([a-z_]+)", prepared))
     documented = re.findall(r":([a-z_]+)", "".join(line for line in text.splitlines(True) if line.startswith("--")))
-    assert names == set(documented), "the header and the statement disagree about what it takes"
+    assert names == set(documented), "the header and the statement have different parameters"
     values: object = dict.fromkeys(names) if names else [None] * prepared.count("?")
     database.execute(f"EXPLAIN {prepared}", values)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", SQL)
-def test_no_statement_changes_a_state_without_saying_where_it_came_from(name: str) -> None:
+def test_no_statement_changes_a_state_without_its_previous_state(name: str) -> None:
     if name == "schema":
         return
     text = statement(name)
@@ -161,8 +163,8 @@ def test_no_statement_changes_a_state_without_saying_where_it_came_from(name: st
         assert re.search(r"WHERE.*state (IN \('|= move\.from_state|= 'running')", text, re.DOTALL)
 
 
-def test_no_legal_move_is_typed_by_hand() -> None:
-    """Lists of states come from `core.states`; no file spells out two of them side by side."""
+def test_no_statement_lists_states_literally() -> None:
+    """Lists of states come from `core.states`; no statement lists two of them literally."""
     for name in SQL:
         text = statement_texts()[name]
         pairs = [f"'{one}', '{other}'" for one in MOVES if one for other in MOVES if other]
@@ -188,7 +190,7 @@ def test_counting_and_listing_use_the_partial_indexes(database: sqlite3.Connecti
         assert [step for step in plan if index in step], (index, plan)
 
 
-# Whose file is it? ----------------------------------------------------------------------------------
+# Other files ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -206,7 +208,7 @@ async def test_a_file_of_another_version_is_refused(
     connection.execute(f"PRAGMA user_version = {version}")
     connection.close()
     with pytest.raises(error, match=words):
-        async with opened(path):
+        async with open_engine(path):
             pass
 
 
@@ -217,17 +219,17 @@ async def test_another_programs_file_is_refused_and_left_alone(tmp_path: Path) -
     connection.commit()
     connection.close()
     with pytest.raises(InvalidOption, match="another program"):
-        async with opened(path):
+        async with open_engine(path):
             pass
     connection = sqlite3.connect(path)
     assert connection.execute("SELECT name FROM sqlite_schema").fetchall() == [("jobs",)]
     connection.close()
 
 
-async def test_what_is_no_database_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "letter.txt"
+async def test_a_file_that_is_not_a_database_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
     path.write_text("Dear Sir or Madam, " * 100)
     with pytest.raises(EngineUnavailable, match="not a SQLite database"):
-        async with opened(path):
+        async with open_engine(path):
             pass
     assert path.read_text().startswith("Dear")

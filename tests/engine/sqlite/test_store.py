@@ -1,4 +1,4 @@
-"""A file that is locked, full, gone or closed: a clear error, and nothing lost or half done."""
+"""A file that is locked, full, missing or closed: a clear error, and nothing lost or partially applied."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from holdfast.errors import EngineUnavailable, InvalidOption, InvalidPayload, Un
 from holdfast.sqlite import connection, writer
 from holdfast.sqlite.connection import WriteLock
 from holdfast.sqlite.transaction import Transaction
-from tests.engine.sqlite.rig import QUEUE, envelope, is_there, look, opened, settle, start_one
+from tests.engine.sqlite.rig import QUEUE, envelope, exists, open_engine, query_file, settle, start_one
 
 
 @pytest.fixture
@@ -30,22 +30,22 @@ def path(tmp_path: Path) -> Path:
 
 async def test_a_missing_directory_is_named(tmp_path: Path) -> None:
     with pytest.raises(EngineUnavailable, match="directory must exist"):
-        async with opened(tmp_path / "nowhere" / "holdfast.db"):
+        async with open_engine(tmp_path / "nowhere" / "holdfast.db"):
             pass
 
 
-async def test_a_directory_is_no_database(tmp_path: Path) -> None:
+async def test_a_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(EngineUnavailable):
-        async with opened(tmp_path):
+        async with open_engine(tmp_path):
             pass
 
 
-def test_an_impossible_path_is_the_callers_mistake() -> None:
+def test_an_impossible_path_is_an_invalid_option() -> None:
     with pytest.raises(InvalidOption):
         SqliteEngine("jobs\0.db", EngineOptions())
 
 
-async def test_an_engine_that_is_not_open_says_so(path: Path) -> None:
+async def test_an_engine_that_is_not_open_raises(path: Path) -> None:
     engine = SqliteEngine(path, EngineOptions())
     for work in (engine.submit([envelope()]), engine.queues()):
         with pytest.raises(EngineUnavailable, match="not open"):
@@ -61,15 +61,15 @@ async def test_an_engine_that_is_not_open_says_so(path: Path) -> None:
     await engine.close()
 
 
-async def test_closing_wakes_whoever_waits(path: Path) -> None:
-    async with opened(path) as engine:
+async def test_closing_wakes_all_waiters(path: Path) -> None:
+    async with open_engine(path) as engine:
         claim = await start_one(engine)
         waiting = [
             asyncio.create_task(engine.claim("w2", [QUEUE], 1, 60_000)),
             asyncio.create_task(engine.wait_final(QUEUE, claim.job_id, 60_000)),
             asyncio.create_task(engine.listen([QUEUE], 60_000)),
         ]
-        # Each has taken its first look once a later question is answered.
+        # Once a later query is answered, each waiter has done its first read.
         await engine.listen([QUEUE], 0)
         await engine.claim("w3", [QUEUE], 1, 0)
         await engine.close()
@@ -78,9 +78,9 @@ async def test_closing_wakes_whoever_waits(path: Path) -> None:
                 await asyncio.wait_for(task, 10)
 
 
-async def test_a_file_that_another_program_locks(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_file_locked_by_another_program_raises(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "BUSY_TIMEOUT_MS", 50)
-    async with opened(path) as engine:
+    async with open_engine(path) as engine:
         claim = await start_one(engine)
         shell = sqlite3.connect(path, isolation_level=None)
         shell.execute("BEGIN IMMEDIATE")
@@ -95,11 +95,11 @@ async def test_a_file_that_another_program_locks(path: Path, monkeypatch: pytest
         assert await engine.submit([envelope()])
 
 
-async def test_a_full_disk_refuses_but_keeps_what_it_has(path: Path) -> None:
+async def test_a_full_disk_refuses_writes_and_keeps_data(path: Path) -> None:
     def limit_pages(transaction: Transaction, pages: int) -> None:
         transaction._connection.execute(f"PRAGMA max_page_count = {pages}")
 
-    async with opened(path) as engine:
+    async with open_engine(path) as engine:
         claim = await start_one(engine)
         await engine._store.write(limit_pages, 1)
         big = b'{"text":"' + b"x" * 1_000_000 + b'"}'
@@ -112,41 +112,41 @@ async def test_a_full_disk_refuses_but_keeps_what_it_has(path: Path) -> None:
         await engine._store.write(limit_pages, 1_000_000)
         if isinstance(good, BaseException):
             good = await engine.submit(accepted)
-        assert [receipt.job_id for receipt in good] == [each.job_id for each in accepted]
+        assert [receipt.job_id for receipt in good] == [item.job_id for item in accepted]
         assert await settle(engine, claim, Succeed(b"1")) is SettleResult.APPLIED
         assert len(await engine.claim("w1", [QUEUE], 10, 0)) == 2
-    assert look(path, "PRAGMA integrity_check") == [("ok",)]
+    assert query_file(path, "PRAGMA integrity_check") == [("ok",)]
 
 
-async def test_a_file_that_vanishes_takes_no_more_jobs(path: Path) -> None:
-    async with opened(path) as engine:
+async def test_a_deleted_file_accepts_no_more_jobs(path: Path) -> None:
+    async with open_engine(path) as engine:
         claim = await start_one(engine)
-        aside = path.with_name("aside.db")
-        rename(path, aside)
+        moved = path.with_name("aside.db")
+        rename(path, moved)
         with pytest.raises(EngineUnavailable):
             await engine.submit([envelope()])
-        assert not is_there(path)
-        rename(aside, path)
+        assert not exists(path)
+        rename(moved, path)
         assert await settle(engine, claim, Succeed(b"1")) is SettleResult.APPLIED
 
 
-async def test_a_file_that_is_replaced_is_not_written_into_the_void(path: Path, tmp_path: Path) -> None:
-    async with opened(path) as engine:
+async def test_a_replaced_file_is_noticed_before_writing(path: Path, tmp_path: Path) -> None:
+    async with open_engine(path) as engine:
         await start_one(engine)
         rename(path, tmp_path / "aside.db")
         for suffix in ("-wal", "-shm"):
-            rename(f"{path}{suffix}", f"{tmp_path / 'aside.db'}{suffix}")
+            rename(f"{path}{suffix}", f"{tmp_path / 'moved.db'}{suffix}")
         connection.open_writer(path, schema.prepare_schema).close()
         with pytest.raises(EngineUnavailable, match="moved or deleted"):
             await engine.submit([envelope()])
         fresh = envelope()
         await engine.submit([fresh])
-        assert look(path, "SELECT job_id FROM jobs") == [(fresh.job_id,)]
+        assert query_file(path, "SELECT job_id FROM jobs") == [(fresh.job_id,)]
 
 
 async def test_a_store_that_does_not_answer_is_reported(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "ANSWER_TIMEOUT_S", 0.05)
-    async with opened(path) as engine:
+    async with open_engine(path) as engine:
         # Another process has stopped in the middle of a write.
         other = WriteLock(path)
         other.acquire()
@@ -158,8 +158,8 @@ async def test_a_store_that_does_not_answer_is_reported(path: Path, monkeypatch:
         assert await engine.submit([envelope()])
 
 
-async def test_what_cannot_be_kept_is_refused_whole(path: Path) -> None:
-    async with opened(path) as engine:
+async def test_a_batch_with_unstorable_text_is_refused(path: Path) -> None:
+    async with open_engine(path) as engine:
         with pytest.raises(InvalidPayload, match="UTF-8"):
             await engine.submit([envelope(), envelope(payload=b"\xff\xfe")])
         with pytest.raises(InvalidOption, match="priority"):
@@ -172,20 +172,20 @@ async def test_what_cannot_be_kept_is_refused_whole(path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "no json", '"\\ud800"', '{"a":"\x00\x1f"}', "\u2028'\"; DROP TABLE jobs", "9" * 40]
 )
-async def test_any_text_is_kept_as_it_is(path: Path, text: str) -> None:
-    async with opened(path) as engine:
+async def test_any_text_is_stored_unchanged(path: Path, text: str) -> None:
+    async with open_engine(path) as engine:
         claim = await start_one(engine, payload=text.encode(), task=text, trace_id=text, idempotency_key=text)
         assert (claim.payload, claim.task, claim.trace_id) == (text.encode(), text, text)
         assert claim.idempotency_key == (text or claim.job_id)
         await settle(engine, claim, Succeed(text.encode()))
-        (view,) = await engine.get(QUEUE, [claim.job_id])
-        assert view is not None
-        assert view.result == text.encode()
+        (info,) = await engine.get(QUEUE, [claim.job_id])
+        assert info is not None
+        assert info.result == text.encode()
         events = [event for entry in await engine.read_feed(QUEUE, "", 10) for event in entry.events]
         assert (events[0].data or {})["payload"] == (events[2].data or {})["result"] == text
 
 
-async def test_a_temporary_database_is_shared_by_siblings_and_goes_with_them() -> None:
+async def test_a_temporary_database_is_shared_by_clones_and_deleted_with_them() -> None:
     engine = SqliteEngine(":memory:", EngineOptions())
     path = engine._store.file.path
     await engine.open()
@@ -196,13 +196,13 @@ async def test_a_temporary_database_is_shared_by_siblings_and_goes_with_them() -
     assert any(not finding.ok and finding.warning for finding in await engine.diagnose([]))
     await engine.close()
     await sibling.close()
-    assert is_there(path)
+    assert exists(path)
     del engine, sibling
     gc.collect()
-    assert not is_there(path.parent)
+    assert not exists(path.parent)
 
 
-async def test_two_temporary_databases_are_strangers() -> None:
+async def test_two_temporary_databases_are_independent() -> None:
     one, two = SqliteEngine(":memory:", EngineOptions()), SqliteEngine(":memory:", EngineOptions())
     await one.open()
     await two.open()
@@ -213,7 +213,7 @@ async def test_two_temporary_databases_are_strangers() -> None:
 
 
 async def test_a_healthy_file_passes_every_check(path: Path) -> None:
-    async with opened(path) as engine:
+    async with open_engine(path) as engine:
         findings = await engine.diagnose([QUEUE])
         assert {finding.check for finding in findings} >= {
             "journal mode",
@@ -226,13 +226,13 @@ async def test_a_healthy_file_passes_every_check(path: Path) -> None:
 
 
 async def test_a_broken_invariant_is_an_error_not_a_write(path: Path) -> None:
-    def break_it(transaction: Transaction) -> None:
+    def break_invariant(transaction: Transaction) -> None:
         transaction._connection.execute("UPDATE jobs SET previous_state = state, state = 'failed', finished_at = 1")
 
-    async with opened(path) as engine:
+    async with open_engine(path) as engine:
         await engine.submit([envelope()])
         with pytest.raises(EngineUnavailable, match="invariant"):
-            await engine._store.write(break_it)
+            await engine._store.write(break_invariant)
         with pytest.raises(UnknownJob):
-            await engine.move(QUEUE, "nobody", State.CANCELLED, actor="ann", reason="")
+            await engine.move(QUEUE, "unknown", State.CANCELLED, actor="ann", reason="")
         assert len(await engine.claim("w1", [QUEUE], 1, 0)) == 1

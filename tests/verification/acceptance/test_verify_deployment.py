@@ -1,4 +1,4 @@
-"""`holdfast verify --deployment` on real servers: all green, nothing left or touched, red when broken."""
+"""`holdfast verify --deployment` on real servers: passes, leaves nothing behind, and fails on defects."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from tests.worker.support import working
 from tools.servers import REDIS
 
 #: Criteria that need Redis, and those that need a ledger.
-WIRE = {"Q3.1", "Q3.2", "Q15", "Q13"}
-REMEMBERED = {"X1.4", "A2.1", "A2.2", "L4.1", "L4.2", "L2"}
+WITH_REDIS = {"Q3.1", "Q3.2", "Q15", "Q13"}
+WITH_LEDGER = {"X1.4", "A2.1", "A2.2", "L4.1", "L4.2", "L2"}
 
 
 @pytest.fixture(scope="module")
 def durable_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """A Redis as it should be: with an append-only file."""
+    """A correctly configured Redis: with an append-only file."""
     server = RedisServer(find_server(REDIS), tmp_path_factory.mktemp("redis"), {"appendonly": "yes"})
     server.start()
     yield server
@@ -51,17 +51,17 @@ def durable_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisSe
 
 @pytest.fixture
 async def durable_redis(durable_server: RedisServer) -> AsyncIterator[str]:
-    """The same one for all tests, empty at the start of each: one that failed leaves nothing to the next."""
+    """The same server for all tests, emptied after each: a failed test does not affect the next."""
     yield durable_server.url
     async with Redis.from_url(durable_server.url) as redis:
         await redis.flushall()
 
 
-def verdicts(report: AcceptanceReport, verdict: CriterionStatus) -> set[str]:
+def criteria_with(report: AcceptanceReport, verdict: CriterionStatus) -> set[str]:
     return {result.id for result in report.results if result.verdict is verdict}
 
 
-def seen(report: AcceptanceReport, criterion: str) -> str:
+def observation(report: AcceptanceReport, criterion: str) -> str:
     return next(result.seen for result in report.results if result.id == criterion)
 
 
@@ -97,13 +97,13 @@ async def schemas(url: str) -> set[str]:
         await connection.close()
 
 
-# Green -----------------------------------------------------------------------------------------------
+# Passing ---------------------------------------------------------------------------------------------
 
 
-async def test_all_is_well_on_redis_and_postgres_beside_a_busy_deployment(
+async def test_redis_and_postgres_pass_next_to_a_busy_deployment(
     durable_redis: str, make_postgres: Any, namespace: str
 ) -> None:
-    """A worker of another namespace on the same servers goes on; its keys and rows are as before."""
+    """A worker of another namespace on the same servers continues; its keys and rows are unchanged."""
     postgres_url = make_postgres().url
     app = Holdfast(durable_redis, ledger=postgres_url, namespace=namespace)
     runs: list[int] = []
@@ -115,89 +115,92 @@ async def test_all_is_well_on_redis_and_postgres_beside_a_busy_deployment(
 
     async with app, working(app):
         waiting = await count.options(delay=3_600, idempotency_key="theirs").submit(-1)
-        checking = asyncio.create_task(verify_deployment(app.settings))
+        verification = asyncio.create_task(verify_deployment(app.settings))
         submitted = 0
-        while not checking.done():
+        while not verification.done():
             job = await count.submit(submitted)
             assert await job.result(timeout=60) == submitted
             submitted += 1
             await asyncio.sleep(0.05)
-        report = await checking
+        report = await verification
         assert report.ok, [(r.id, r.seen) for r in report.results if r.verdict is CriterionStatus.FAILED]
-        assert verdicts(report, CriterionStatus.NOT_APPLICABLE) == set()
-        assert WIRE | REMEMBERED | {"X1.1", "X1.2", "X1.3", "Q5", "Q6", "ledger.tables"} <= verdicts(
+        assert criteria_with(report, CriterionStatus.NOT_APPLICABLE) == set()
+        assert WITH_REDIS | WITH_LEDGER | {"X1.1", "X1.2", "X1.3", "Q5", "Q6", "ledger.tables"} <= criteria_with(
             report, CriterionStatus.PASSED
         )
         assert report.seconds < 60
         await app.ledger.wait_caught_up(20)
         assert runs == list(range(submitted))
         assert (await waiting.info()).state == "queued"
-        counted = await app.ledger.queries.counts(exact=True)
-        assert sum(counted.states.values()) == submitted + 1
-    left = {key for key in await keys(durable_redis) if namespace.encode() not in key}
-    assert left == set()
+        counts = await app.ledger.queries.counts(exact=True)
+        assert sum(counts.states.values()) == submitted + 1
+    leftovers = {key for key in await keys(durable_redis) if namespace.encode() not in key}
+    assert leftovers == set()
     assert not {name for name in await schemas(postgres_url) if "verify" in name}
 
 
-async def test_all_is_well_on_redis_alone_whatever_its_names_are(durable_redis: str) -> None:
-    """With names of the deployment's own, and without a stream of dead letters."""
+async def test_redis_without_a_ledger_passes_with_custom_names(durable_redis: str) -> None:
+    """With custom names, and without a stream of dead letters."""
     settings = Settings(url=durable_redis, stream_task="tasks", stream_result="results", stream_dlq="", group="theirs")
     report = await verify_deployment(settings)
     assert report.ok, [(r.id, r.seen) for r in report.results if r.verdict is CriterionStatus.FAILED]
-    assert verdicts(report, CriterionStatus.NOT_APPLICABLE) == REMEMBERED | {"ledger.tables"}
-    assert "HOLDFAST_LEDGER" in seen(report, "L2")
+    assert criteria_with(report, CriterionStatus.NOT_APPLICABLE) == WITH_LEDGER | {"ledger.tables"}
+    assert "HOLDFAST_LEDGER" in observation(report, "L2")
     assert await keys(durable_redis) == set()
 
 
-async def test_all_is_well_on_redis_with_a_ledger_file(durable_redis: str, tmp_path: Path) -> None:
+async def test_redis_with_a_sqlite_ledger_passes(durable_redis: str, tmp_path: Path) -> None:
     report = await verify_deployment(Settings(url=durable_redis, ledger=f"sqlite:///{tmp_path}/ledger.db"))
     assert report.ok, [(r.id, r.seen) for r in report.results if r.verdict is CriterionStatus.FAILED]
-    assert verdicts(report, CriterionStatus.NOT_APPLICABLE) == {"ledger.tables"}
+    assert criteria_with(report, CriterionStatus.NOT_APPLICABLE) == {"ledger.tables"}
     assert await keys(durable_redis) == set()
     assert files(tmp_path) == []
 
 
-async def test_all_is_well_on_one_file_and_the_file_itself_is_not_touched(tmp_path: Path) -> None:
+async def test_one_sqlite_file_passes_and_is_not_changed(tmp_path: Path) -> None:
     (tmp_path / "jobs.db").write_bytes(b"theirs")
     report = await verify_deployment(Settings(url=f"sqlite:///{tmp_path}/jobs.db", ledger=None))
     assert report.ok, [(r.id, r.seen) for r in report.results if r.verdict is CriterionStatus.FAILED]
-    assert verdicts(report, CriterionStatus.NOT_APPLICABLE) == WIRE | {"L4.2", "Q6", "ledger.tables"}
+    assert criteria_with(report, CriterionStatus.NOT_APPLICABLE) == WITH_REDIS | {"L4.2", "Q6", "ledger.tables"}
     assert files(tmp_path) == ["jobs.db"]
     assert (tmp_path / "jobs.db").read_bytes() == b"theirs"
 
 
-# Red -------------------------------------------------------------------------------------------------
+# Failing ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What never comes is waited for no longer than it takes a lease to be lost; what is left then is not run."""
+def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten the timeouts to just above a lease. Criteria that are left then are not run."""
     monkeypatch.setattr(run, "_ONE_S", LEASE_S + 2)
     monkeypatch.setattr(run, "_ALL_S", LEASE_S + 4)
     monkeypatch.setattr(fixture, "TIMEOUT_S", LEASE_S + 1)
 
 
-async def test_an_engine_that_forgets_to_settle_is_found(
-    durable_redis: str, monkeypatch: pytest.MonkeyPatch, impatient: None
+async def test_an_engine_that_does_not_settle_is_found(
+    durable_redis: str, monkeypatch: pytest.MonkeyPatch, short_timeouts: None
 ) -> None:
-    """It says that a success was applied, and leaves the job as it is."""
+    """It answers that a success was applied, and does not change the job."""
     real = Settlements.settle
 
     async def broken(self: Settlements, settlements: list[Settlement]) -> list[SettleResult]:
-        kept = [one for one in settlements if not isinstance(one.verdict, Succeed)]
+        kept = [settlement for settlement in settlements if not isinstance(settlement.verdict, Succeed)]
         answers = iter(await real(self, kept) if kept else [])
-        return [SettleResult.APPLIED if isinstance(one.verdict, Succeed) else next(answers) for one in settlements]
+        return [
+            SettleResult.APPLIED if isinstance(settlement.verdict, Succeed) else next(answers)
+            for settlement in settlements
+        ]
 
     monkeypatch.setattr(Settlements, "settle", broken)
     report = await verify_deployment(Settings(url=durable_redis, ledger=None))
-    assert {"X1.1", "X1.3", "Q5", "RP-001"} <= verdicts(report, CriterionStatus.FAILED)
-    assert "did not end" in seen(report, "X1.1")
-    assert "not run" in seen(report, "RP-001")
+    assert {"X1.1", "X1.3", "Q5", "RP-001"} <= criteria_with(report, CriterionStatus.FAILED)
+    assert "did not end" in observation(report, "X1.1")
+    assert "not run" in observation(report, "RP-001")
     assert await keys(durable_redis) == set()
 
 
 async def test_an_engine_without_a_fence_is_found(durable_redis: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It lets whoever comes first end a job."""
+    """Any worker can settle a job, even with a stale lease."""
     real = Settlements.settle
 
     async def broken(self: Settlements, settlements: list[Settlement]) -> list[SettleResult]:
@@ -207,33 +210,31 @@ async def test_an_engine_without_a_fence_is_found(durable_redis: str, monkeypatc
 
     monkeypatch.setattr(Settlements, "settle", broken)
     report = await verify_deployment(Settings(url=durable_redis, ledger=None))
-    assert verdicts(report, CriterionStatus.FAILED) == {"Q5", "Q2"}
-    assert "stale" in seen(report, "Q5")
+    assert criteria_with(report, CriterionStatus.FAILED) == {"Q5", "Q2"}
+    assert "stale" in observation(report, "Q5")
 
 
-async def test_a_redis_that_may_evict_or_forget_jobs_is_found(make_redis: Any) -> None:
+async def test_a_redis_that_may_evict_or_lose_jobs_is_found(make_redis: Any) -> None:
     url = make_redis(maxmemory_policy="allkeys-lru").url
     report = await verify_deployment(Settings(url=url, ledger=None))
-    assert verdicts(report, CriterionStatus.FAILED) == {"engine.eviction", "engine.persistence"}
-    assert "noeviction" in seen(report, "engine.eviction")
+    assert criteria_with(report, CriterionStatus.FAILED) == {"engine.eviction", "engine.persistence"}
+    assert "noeviction" in observation(report, "engine.eviction")
 
 
-async def test_a_user_without_rights_is_told_which_one_is_missing(
-    durable_redis: str, postgres_url: str, namespace: str
-) -> None:
-    """The engine's criteria are run all the same."""
+async def test_a_missing_permission_is_named(durable_redis: str, postgres_url: str, namespace: str) -> None:
+    """The engine's criteria are run nevertheless."""
     role = namespace.replace("-", "_")
     connection = await asyncpg.connect(postgres_url)
     database = await connection.fetchval("SELECT current_database()")
     try:
         await connection.execute(f"CREATE ROLE {role} LOGIN; GRANT SELECT ON ALL TABLES IN SCHEMA public TO {role}")
-        weak = postgres_url.replace("postgres@", f"{role}@", 1)
-        report = await verify_deployment(Settings(url=durable_redis, ledger=weak))
-        assert verdicts(report, CriterionStatus.FAILED) == {"place", "ledger.tables"}
-        assert f'GRANT CREATE ON DATABASE "{database}" TO "{role}"' in seen(report, "place")
-        assert f'TO "{role}"' in seen(report, "ledger.tables")
-        assert "may not" in seen(report, "L2")
-        assert "X1.1" in verdicts(report, CriterionStatus.PASSED)
+        restricted_url = postgres_url.replace("postgres@", f"{role}@", 1)
+        report = await verify_deployment(Settings(url=durable_redis, ledger=restricted_url))
+        assert criteria_with(report, CriterionStatus.FAILED) == {"place", "ledger.tables"}
+        assert f'GRANT CREATE ON DATABASE "{database}" TO "{role}"' in observation(report, "place")
+        assert f'TO "{role}"' in observation(report, "ledger.tables")
+        assert "may not" in observation(report, "L2")
+        assert "X1.1" in criteria_with(report, CriterionStatus.PASSED)
     finally:
         await connection.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")
         await connection.close()
@@ -241,17 +242,17 @@ async def test_a_user_without_rights_is_told_which_one_is_missing(
 
 
 async def test_a_database_without_tables_is_found(durable_redis: str, empty_postgres_url: str) -> None:
-    side = PostgresSandbox(empty_postgres_url)
+    postgres_sandbox = PostgresSandbox(empty_postgres_url)
     try:
-        assert "migrate up" in await side.table_problem()
+        assert "migrate up" in await postgres_sandbox.table_problem()
     finally:
-        await side.close()
+        await postgres_sandbox.close()
 
 
-# Names, and what killed runs leave -------------------------------------------------------------------
+# Names, and leftovers of killed runs -----------------------------------------------------------------
 
 
-def test_only_old_runs_are_left_over() -> None:
+def test_only_old_runs_are_stale() -> None:
     now_ms = time.time_ns() // 1_000_000
     name = new_name(now_ms - OLD_MS - 1)
     assert is_stale(name, now_ms)
@@ -260,13 +261,13 @@ def test_only_old_runs_are_left_over() -> None:
         assert not is_stale(other, now_ms)
 
 
-def test_the_search_path_goes_before_what_the_url_says() -> None:
+def test_the_search_path_overrides_that_of_the_url() -> None:
     url = with_schema("postgresql://u:p%2F@h:1/db?sslmode=disable&options=-c%20search_path%3Dpublic", "mine")
     assert url.startswith("postgresql://u:p%2F@h:1/db?sslmode=disable&options=")
     assert url.endswith("-c+search_path%3Dpublic+-c+search_path%3Dmine")
 
 
-async def test_what_a_killed_run_left_is_removed_by_the_next_one(
+async def test_leftovers_of_a_killed_run_are_removed_by_the_next_one(
     durable_redis: str, postgres_url: str, tmp_path: Path
 ) -> None:
     old = new_name(time.time_ns() // 1_000_000 - OLD_MS - 60_000)
@@ -279,11 +280,11 @@ async def test_what_a_killed_run_left_is_removed_by_the_next_one(
             await connection.execute(f"CREATE SCHEMA {schema_of(name)}")
         await redis.set("theirs", "x")
         try:
-            room = Sandbox(Settings(url=durable_redis, ledger=postgres_url))
-            await room.create()
-            await room.remove()
-            assert len(room.notes) == 2
-            assert all(old in note or schema_of(old) in note for note in room.notes)
+            sandbox = Sandbox(Settings(url=durable_redis, ledger=postgres_url))
+            await sandbox.create()
+            await sandbox.remove()
+            assert len(sandbox.notes) == 2
+            assert all(old in note or schema_of(old) in note for note in sandbox.notes)
             kept = {f"{{{fresh}:acceptance}}:job:1".encode(), RUNS.encode(), b"theirs"}
             assert await keys(durable_redis) == kept
             assert await redis.hkeys(RUNS) == [fresh.encode()]
@@ -294,33 +295,33 @@ async def test_what_a_killed_run_left_is_removed_by_the_next_one(
             await connection.close()
     file = tmp_path / f"{old}.engine.db"
     file.write_bytes(b"")
-    room = Sandbox(Settings(url=f"sqlite:///{tmp_path}/jobs.db", ledger=None))
-    await room.create()
-    await room.remove()
+    sandbox = Sandbox(Settings(url=f"sqlite:///{tmp_path}/jobs.db", ledger=None))
+    await sandbox.create()
+    await sandbox.remove()
     assert files(tmp_path) == []
 
 
-async def test_what_cannot_be_removed_is_told_and_a_silent_server_is_not_waited_for(
+async def test_leftovers_that_cannot_be_removed_are_reported_within_a_timeout(
     durable_redis: str, make_postgres: Any
 ) -> None:
     server = make_postgres()
-    room = Sandbox(Settings(url=durable_redis, ledger=server.url))
-    await room.create()
-    side = PostgresSandbox(server.url, StoreOptions(1, 0.3, 0.3))
-    assert not await side.missing_permission()
+    sandbox = Sandbox(Settings(url=durable_redis, ledger=server.url))
+    await sandbox.create()
+    postgres_sandbox = PostgresSandbox(server.url, StoreOptions(1, 0.3, 0.3))
+    assert not await postgres_sandbox.missing_permission()
     server.pause()
     try:
         async with asyncio.timeout(20):
             with pytest.raises(LedgerUnavailable):
-                await side.remove(schema_of(room.name))
+                await postgres_sandbox.remove(schema_of(sandbox.name))
     finally:
         server.resume()
-    await side.close()
+    await postgres_sandbox.close()
     server.kill()
-    await room.remove()
-    (told,) = room.left
-    assert room.name in told
-    assert "PostgreSQL" in told
+    await sandbox.remove()
+    (problem,) = sandbox.left
+    assert sandbox.name in problem
+    assert "PostgreSQL" in problem
     assert await keys(durable_redis) == set()
 
 
@@ -335,45 +336,45 @@ def command(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_command_prints_json_and_a_table(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/jobs.db"
-    done = command("--deployment", "--json", HOLDFAST_URL=url)
-    assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout)
+    result = command("--deployment", "--json", HOLDFAST_URL=url)
+    assert result.returncode == 0, result.stderr
+    document = json.loads(result.stdout)
     assert document["ok"] is True
     assert {"id", "title", "done", "verdict", "seen", "seconds"} == set(document["results"][0])
-    assert done.stderr == ""
+    assert result.stderr == ""
 
 
-def test_a_danger_is_exit_code_1_and_in_the_table(redis_url: str) -> None:
+def test_a_failed_criterion_is_exit_code_1_and_in_the_table(redis_url: str) -> None:
     """The shared Redis has no append-only file."""
-    done = command("--deployment", HOLDFAST_URL=redis_url)
-    assert done.returncode == 1, done.stderr
-    header, *rows = done.stdout.splitlines()
+    result = command("--deployment", HOLDFAST_URL=redis_url)
+    assert result.returncode == 1, result.stderr
+    header, *rows = result.stdout.splitlines()
     assert header.split("\t") == ["criterion", "title", "verdict", "seconds", "seen"]
     failed = [row.split("\t")[0] for row in rows if row.split("\t")[2] == "failed"]
     assert failed == ["engine.persistence"]
-    assert "1 failed" in done.stderr
+    assert "1 failed" in result.stderr
 
 
-def test_servers_that_do_not_answer_are_exit_code_3_and_a_sentence(durable_redis: str) -> None:
-    nobody = free_port()
+def test_unreachable_servers_are_exit_code_3_and_one_line(durable_redis: str) -> None:
+    closed_port = free_port()
     for variables in (
-        {"HOLDFAST_URL": f"redis://127.0.0.1:{nobody}/0"},
-        {"HOLDFAST_URL": durable_redis, "HOLDFAST_LEDGER": f"postgresql://u:secret@127.0.0.1:{nobody}/db"},
+        {"HOLDFAST_URL": f"redis://127.0.0.1:{closed_port}/0"},
+        {"HOLDFAST_URL": durable_redis, "HOLDFAST_LEDGER": f"postgresql://u:secret@127.0.0.1:{closed_port}/db"},
     ):
-        done = command("--deployment", **variables)
-        assert done.returncode == 3, done.stderr
-        assert done.stdout == ""
-        assert done.stderr.startswith("holdfast: ")
-        assert len(done.stderr.splitlines()) == 1
-        assert "secret" not in done.stderr
+        result = command("--deployment", **variables)
+        assert result.returncode == 3, result.stderr
+        assert result.stdout == ""
+        assert result.stderr.startswith("holdfast: ")
+        assert len(result.stderr.splitlines()) == 1
+        assert "secret" not in result.stderr
 
 
-def test_it_says_what_can_be_verified() -> None:
+def test_usage_errors_name_the_options() -> None:
     for words in ([], ["--ledger", "--deployment"]):
-        done = command(*words)
-        assert done.returncode == 2
-        assert "--ledger" in done.stderr
-        assert "--deployment" in done.stderr
+        result = command(*words)
+        assert result.returncode == 2
+        assert "--ledger" in result.stderr
+        assert "--deployment" in result.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -388,12 +389,12 @@ async def test_an_interrupted_run_removes_everything(
     )
     try:
         deadline = time.monotonic() + 30
-        # In mid-run: jobs are there, and so is a worker process.
+        # In mid-run: there are jobs and a worker process.
         while not any(b":job:" in key for key in await keys(durable_redis)) or not children(process.pid):
             assert time.monotonic() < deadline
             assert process.returncode is None, await process.communicate()
             await asyncio.sleep(0.05)
-        ours = children(process.pid)
+        worker_processes = children(process.pid)
         process.send_signal(number)
         async with asyncio.timeout(30):
             _, errors = await process.communicate()
@@ -405,11 +406,11 @@ async def test_an_interrupted_run_removes_everything(
     assert b"interrupted" in errors
     assert await keys(durable_redis) == set()
     assert await tables(postgres_url) == before
-    assert not any(child.is_running() for child in ours)
+    assert not any(child.is_running() for child in worker_processes)
 
 
 def test_a_paused_worker_process_does_not_outlive_a_killed_check(tmp_path: Path) -> None:
-    """It cannot hear that nobody is there any more."""
+    """A stopped process does not notice that its parent has ended."""
     settings = Settings(url=f"sqlite:///{tmp_path}/jobs.db").model_dump_json()
     check = (
         "import os, signal, subprocess, sys\n"
@@ -424,14 +425,14 @@ def test_a_paused_worker_process_does_not_outlive_a_killed_check(tmp_path: Path)
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     shell = environment(Path("/nonexistent"))
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", check, settings], env=shell, capture_output=True, text=True, timeout=60, check=False
     )
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert result.returncode == -signal.SIGKILL, result.stderr
     deadline = time.monotonic() + 10
-    child = ProcessId.parse(done.stdout)
+    child = ProcessId.parse(result.stdout)
     while child.is_running():
         if time.monotonic() > deadline:
             os.kill(child.pid, signal.SIGKILL)
-            raise AssertionError("it is still there")
+            raise AssertionError("the process is still running")
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""`holdfast chaos` in small: a run that is sound, and checks that see what is not."""
+"""Small runs of `holdfast chaos`: one without defects, and one whose defects the checks find."""
 
 from __future__ import annotations
 
@@ -32,77 +32,77 @@ from holdfast.verification.chaos.run import ChaosOptions
 from holdfast.verification.chaos.workload import effects_file, external_effects, probe, work_item
 
 SEED: Final = 365
-#: In few jobs much for people to do: three that wait for long are expedited, one is cancelled, two letters replayed.
-BUSY: Final = 307
-_PATIENCE_S: Final = 240
+#: A seed with many operator actions in few jobs: three jobs are expedited, one is cancelled, two dead letters replayed.
+BUSY_SEED: Final = 307
+_TIMEOUT_S: Final = 240
 
 
 @pytest.mark.faults
 @pytest.mark.redis
 @pytest.mark.postgres
 @pytest.mark.timeout(300)
-def test_a_short_run_is_sound(tmp_path: Path) -> None:
+def test_a_short_run_has_no_defects(tmp_path: Path) -> None:
     words = ["--jobs", "160", "--faults", "5", "--seed", str(SEED), "--workers", "2", "--rate", "50"]
     words += ["--folder", str(tmp_path / "run"), "--report", str(tmp_path / "report.json"), "--json"]
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "holdfast", "chaos", *words],
         capture_output=True,
         text=True,
-        timeout=_PATIENCE_S,
+        timeout=_TIMEOUT_S,
         check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
-    print(f"seed {SEED}\n{done.stderr}")
-    report = json.loads(done.stdout)
-    assert done.returncode == 0, report["findings"]["defects"]
+    print(f"seed {SEED}\n{result.stderr}")
+    report = json.loads(result.stdout)
+    assert result.returncode == 0, report["findings"]["defects"]
     assert report == json.loads((tmp_path / "report.json").read_text())
-    found = report["findings"]
-    assert (found["accepted"], found["lost"], found["defects"]) == (160, 0, [])
-    assert sum(found["ended"].values()) == 160 + 5 + found["replayed"]
-    assert {each["fault"]["number"] for each in report["struck"]} == set(range(1, 6))
-    assert all(each["recovered_s"] >= 0 for each in report["struck"] if not each["skipped"])
-    # What it takes to run it again.
-    assert f"--seed {SEED}" in done.stderr
+    findings = report["findings"]
+    assert (findings["accepted"], findings["lost"], findings["defects"]) == (160, 0, [])
+    assert sum(findings["ended"].values()) == 160 + 5 + findings["replayed"]
+    assert {item["fault"]["number"] for item in report["struck"]} == set(range(1, 6))
+    assert all(item["recovered_s"] >= 0 for item in report["struck"] if not item["skipped"])
+    # The command that repeats the run.
+    assert f"--seed {SEED}" in result.stderr
 
 
-# Checks that cannot fail are none ---------------------------------------------------------------------------
+# The checks can fail ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.faults
 @pytest.mark.redis
 @pytest.mark.postgres
 @pytest.mark.timeout(300)
-def test_the_checks_see_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = Broken()
+def test_the_checks_find_every_defect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corruption = Corruption()
     monkeypatch.setattr(
-        holdfast.verification.chaos.run, "run", partial(holdfast.verification.chaos.run.run, meddle=broken.meddle)
+        holdfast.verification.chaos.run, "run", partial(holdfast.verification.chaos.run.run, meddle=corruption.meddle)
     )
     monkeypatch.setattr("holdfast.verification.chaos.operators._WORKS_S", (0.0, 0.2))
-    words = ["--jobs", "60", "--faults", "0", "--seed", str(BUSY), "--workers", "1", "--rate", "60"]
-    done = CliRunner().invoke(program(), ["chaos", *words, "--folder", str(tmp_path / "run"), "--json"])
-    print(done.stderr)
-    assert done.exit_code == 1, done.output
-    report = json.loads(done.stdout)
-    told = "\n".join(report["findings"]["defects"])
-    for expected in broken.expected:
-        assert expected in told
-    # All that people do was done.
+    words = ["--jobs", "60", "--faults", "0", "--seed", str(BUSY_SEED), "--workers", "1", "--rate", "60"]
+    result = CliRunner().invoke(program(), ["chaos", *words, "--folder", str(tmp_path / "run"), "--json"])
+    print(result.stderr)
+    assert result.exit_code == 1, result.output
+    report = json.loads(result.stdout)
+    reported = "\n".join(report["findings"]["defects"])
+    for expected in corruption.expected:
+        assert expected in reported
+    # Every kind of operator action was done.
     assert report["operator_actions"].keys() == {"cancelled", "expedited", "paused", "replayed", "resumed", "voted"}
-    assert f"reproduce with: holdfast chaos --seed {BUSY}" in done.stderr
+    assert f"reproduce with: holdfast chaos --seed {BUSY_SEED}" in result.stderr
 
 
-class Broken:
-    """Does to the stores of a finished run what no fault may do."""
+class Corruption:
+    """Corrupts the stores of a finished run as no fault may."""
 
     def __init__(self) -> None:
-        #: What has to be told of it.
+        #: Defects that have to be reported.
         self.expected: list[str] = []
 
     def meddle(self, deployment: Deployment, journal: SubmissionJournal, folder: Path) -> None:
         plain = [
             next(iter(journal.accepted[number]))
             for number in sorted(journal.accepted)
-            if work_item(BUSY, number, folder).kind == "plain"
+            if work_item(BUSY_SEED, number, folder).kind == "plain"
         ]
         postgres, redis = deployment.parts["postgres"].process, deployment.parts["redis"].process
         assert isinstance(postgres, DiskPostgres)
@@ -139,20 +139,20 @@ class Broken:
         ]
 
     def _break_redis(self, redis: Redis, job_id: str) -> None:
-        # Ours before a worker sees it, which would take it for another program's message.
-        together = redis.pipeline(transaction=True)
-        together.xadd("stream:task:high", {"any": "thing"})
-        together.xreadgroup("cg:workers", "nobody", {"stream:task:high": ">"})
-        together.execute()
-        redis.set("stray", "1")
+        # In one transaction, before a worker adopts it as a foreign message.
+        transaction = redis.pipeline(transaction=True)
+        transaction.xadd("stream:task:high", {"any": "thing"})
+        transaction.xreadgroup("cg:workers", "ghost-worker", {"stream:task:high": ">"})
+        transaction.execute()
+        redis.set("unknown", "1")
         redis.persist(f"job:{job_id}")
         redis.zadd("queue:delayed", {job_id: 1e15})
-        redis.zadd("queue:workers", {"nobody": 1})
+        redis.zadd("queue:workers", {"ghost-worker": 1})
         self.expected += [
             "stream:task:high has 1 messages",
             "stream:task:high has 1 pending entries in group cg:workers",
-            "stream:task:high has 1 dead consumers: nobody",
-            "1 unknown keys: stray",
+            "stream:task:high has 1 dead consumers: ghost-worker",
+            "1 unknown keys: unknown",
             f"1 records without expiry: job:{job_id}",
             "queue:delayed has 1 entries",
             "queue:workers has 1 dead workers",
@@ -182,52 +182,52 @@ class Broken:
         ]
 
 
-# What needs no servers ----------------------------------------------------------------------------------------
+# Without servers ----------------------------------------------------------------------------------------------
 
 
-def test_a_job_follows_from_seed_and_number_alone(tmp_path: Path) -> None:
-    forwards = [work_item(SEED, number, tmp_path) for number in range(400)]
-    backwards = [work_item(SEED, number, tmp_path) for number in reversed(range(400))]
-    assert forwards == backwards[::-1]
-    assert forwards != [work_item(SEED + 1, number, tmp_path) for number in range(400)]
-    assert {each.kind for each in forwards} >= {"outside", "doomed", "flaky", "cancelled", "asked", "asking", "long"}
-    assert {each.way for each in forwards} == {"http", "single", "bulk"}
-    assert len({each.queue for each in forwards}) == 2
-    assert len({each.tenant_id for each in forwards}) == 3
-    keys = [each.key for each in forwards] + [probe(SEED, number).key for number in range(10)]
+def test_a_job_depends_only_on_seed_and_number(tmp_path: Path) -> None:
+    ascending = [work_item(SEED, number, tmp_path) for number in range(400)]
+    descending = [work_item(SEED, number, tmp_path) for number in reversed(range(400))]
+    assert ascending == descending[::-1]
+    assert ascending != [work_item(SEED + 1, number, tmp_path) for number in range(400)]
+    assert {item.kind for item in ascending} >= {"outside", "doomed", "flaky", "cancelled", "asked", "asking", "long"}
+    assert {item.way for item in ascending} == {"http", "single", "bulk"}
+    assert len({item.queue for item in ascending}) == 2
+    assert len({item.tenant_id for item in ascending}) == 3
+    keys = [item.key for item in ascending] + [probe(SEED, number).key for number in range(10)]
     assert len(set(keys)) == len(keys)
 
 
 @pytest.fixture
-def wishes(monkeypatch: pytest.MonkeyPatch) -> list[ChaosOptions]:
-    """What the command would run."""
-    found: list[ChaosOptions] = []
+def options_run(monkeypatch: pytest.MonkeyPatch) -> list[ChaosOptions]:
+    """The options of the runs that the command starts."""
+    options_run: list[ChaosOptions] = []
 
-    async def run(wish: ChaosOptions, *_: object) -> ChaosReport:
-        found.append(wish)
+    async def run(options: ChaosOptions, *_: object) -> ChaosReport:
+        options_run.append(options)
         return ChaosReport(seed=1, topology="", workers=1, jobs=1, rate=1, command="")
 
     monkeypatch.setattr(holdfast.verification.chaos.run, "run", run)
-    return found
+    return options_run
 
 
 @pytest.mark.parametrize("topology", ["single", "sentinel", "cluster"])
-def test_the_command_of_a_run_runs_the_same_again(topology: str, wishes: list[ChaosOptions]) -> None:
+def test_the_command_of_a_run_repeats_it(topology: str, options_run: list[ChaosOptions]) -> None:
     binary = Path("/opt/redis 6.2/bin/redis-server")
-    wish = ChaosOptions(seed=7, jobs=500, faults=10, topology=topology, workers=2, rate=33.5, redis_binary=binary)
+    options = ChaosOptions(seed=7, jobs=500, faults=10, topology=topology, workers=2, rate=33.5, redis_binary=binary)
     if topology != "single":
-        wish = msgspec.structs.replace(wish, min_replicas=1)
-    done = CliRunner().invoke(program(), shlex.split(wish.command)[1:])
-    assert (done.exit_code, wishes) == (0, [wish]), done.output
-    assert wish.command in done.stderr
+        options = msgspec.structs.replace(options, min_replicas=1)
+    result = CliRunner().invoke(program(), shlex.split(options.command)[1:])
+    assert (result.exit_code, options_run) == (0, [options]), result.output
+    assert options.command in result.stderr
 
 
 @pytest.mark.parametrize("topology", ["sentinel", "cluster"])
-def test_a_master_without_replicas_accepts_nothing_if_that_is_wanted(topology: str, tmp_path: Path) -> None:
-    for wanted in (0, 1):
-        made = Deployment(tmp_path, topology=topology, min_replicas=wanted)._make_topology()
-        needed = {node.options.get("min-replicas-to-write", "0") for node in made.nodes().values()}
-        assert needed == {str(wanted)}
+def test_min_replicas_is_set_on_every_node(topology: str, tmp_path: Path) -> None:
+    for min_replicas in (0, 1):
+        deployment_topology = Deployment(tmp_path, topology=topology, min_replicas=min_replicas)._make_topology()
+        needed = {node.options.get("min-replicas-to-write", "0") for node in deployment_topology.nodes().values()}
+        assert needed == {str(min_replicas)}
 
 
 @pytest.mark.parametrize(
@@ -239,27 +239,31 @@ def test_a_master_without_replicas_accepts_nothing_if_that_is_wanted(topology: s
         (["--long", "--faults", "0"], 100_000, 0),
     ],
 )
-def test_how_much_is_what_was_asked_for(words: list[str], jobs: int, faults: int, wishes: list[ChaosOptions]) -> None:
-    done = CliRunner().invoke(program(), ["chaos", *words])
-    assert done.exit_code == 0, done.output
-    assert [(wish.jobs, wish.faults) for wish in wishes] == [(jobs, faults)]
+def test_options_set_the_number_of_jobs_and_faults(
+    words: list[str], jobs: int, faults: int, options_run: list[ChaosOptions]
+) -> None:
+    result = CliRunner().invoke(program(), ["chaos", *words])
+    assert result.exit_code == 0, result.output
+    assert [(options.jobs, options.faults) for options in options_run] == [(jobs, faults)]
 
 
-def test_a_single_redis_has_no_replicas_to_wait_for(wishes: list[ChaosOptions]) -> None:
-    done = CliRunner().invoke(program(), ["chaos", "--min-replicas", "1"])
-    assert (done.exit_code, wishes) == (ExitCode.USAGE, [])
-    assert "--topology sentinel" in done.stderr
+def test_min_replicas_is_refused_for_a_single_redis(options_run: list[ChaosOptions]) -> None:
+    result = CliRunner().invoke(program(), ["chaos", "--min-replicas", "1"])
+    assert (result.exit_code, options_run) == (ExitCode.USAGE, [])
+    assert "--topology sentinel" in result.stderr
 
 
-def test_elsewhere_than_on_linux_it_says_so(wishes: list[ChaosOptions], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_platforms_other_than_linux_are_refused(
+    options_run: list[ChaosOptions], monkeypatch: pytest.MonkeyPatch
+) -> None:
     commands = program()
     monkeypatch.setattr("sys.platform", "darwin")
-    done = CliRunner().invoke(commands, ["chaos"])
-    assert (done.exit_code, wishes) == (ExitCode.USAGE, [])
-    assert "does not run on darwin" in done.stderr
+    result = CliRunner().invoke(commands, ["chaos"])
+    assert (result.exit_code, options_run) == (ExitCode.USAGE, [])
+    assert "does not run on darwin" in result.stderr
 
 
-def test_the_journal_keeps_every_line(tmp_path: Path) -> None:
+def test_the_journal_keeps_every_entry(tmp_path: Path) -> None:
     journal = SubmissionJournal(tmp_path / "journal.jsonl", SEED)
     journal.write(IN_DOUBT, 7, note="no answer")
     journal.write(ACCEPTED, 7, "a", "post")
@@ -274,15 +278,15 @@ def test_the_journal_keeps_every_line(tmp_path: Path) -> None:
     assert (journal.work_items, journal.receipts, journal.doubts) == (1, 3, 1)
 
 
-def test_what_redis_forgot_is_put_down_to_the_fault_that_it_went_with() -> None:
-    """Before it: not passed on yet. During it: taken by a server that was not to stay the master."""
+def test_lost_jobs_are_attributed_to_the_fault_that_lost_them() -> None:
+    """Before it: not replicated yet. During it: accepted by a server that was then demoted."""
     kill = Fault(number=1, at=0.1, kind=FaultKind.FAIL_OVER, target="redis")
     stop = Fault(number=2, at=0.5, kind=FaultKind.STOP, target="redis-2", seconds=4)
-    struck = [
+    fault_results = [
         FaultResult(fault=stop, accepted=9, began_at=50, ended_at=60),
         FaultResult(kill, 1, began_at=10, ended_at=20),
     ]
-    assert blame([9.9, 12, 13, 20.5, 55, 61], struck) == {
+    assert blame([9.9, 12, 13, 20.5, 55, 61], fault_results) == {
         "before fault 1, fail-over redis": 1,
         "during fault 1, fail-over redis": 2,
         "before fault 2, stop redis-2": 1,
@@ -291,7 +295,7 @@ def test_what_redis_forgot_is_put_down_to_the_fault_that_it_went_with() -> None:
     }
 
 
-def test_redis_may_forget_what_it_accepted_around_its_own_faults_only(tmp_path: Path) -> None:
+def test_redis_may_lose_jobs_only_around_its_own_faults(tmp_path: Path) -> None:
     journal = SubmissionJournal(tmp_path / "journal.jsonl", SEED)
     journal.accepted_at = {"long before": 10, "just before": 99, "during": 103, "after": 130}
     fault = Fault(number=1, at=0.1, kind=FaultKind.FAIL_OVER, target="redis")
@@ -302,7 +306,7 @@ def test_redis_may_forget_what_it_accepted_around_its_own_faults_only(tmp_path: 
     assert (findings.forgotten, findings.lost, findings.defect_count) == (2, 2, 2)
 
 
-def test_a_job_that_nobody_answered_for_is_a_defect(tmp_path: Path) -> None:
+def test_an_unanswered_job_is_a_defect(tmp_path: Path) -> None:
     journal = SubmissionJournal(tmp_path / "journal.jsonl", SEED)
     journal.write(ACCEPTED, 0, "a")
     journal.write(REFUSED, 1, note="no")
@@ -314,7 +318,7 @@ def test_a_job_that_nobody_answered_for_is_a_defect(tmp_path: Path) -> None:
     assert findings.defects == ["2 jobs were neither accepted nor refused, the first is number 2"]
 
 
-async def test_a_feed_that_was_not_read_to_its_end_is_told(tmp_path: Path) -> None:
+async def test_a_feed_that_was_not_read_to_its_end_is_reported(tmp_path: Path) -> None:
     ledger = SqliteLedger(SqliteLedgerStore(DatabaseFile(str(tmp_path / "ledger.db")), prepare_ledger), SystemClock())
     await ledger.store.open()
     assert await lagging(ledger.queries, {"default": "0-0"}) == []
@@ -324,13 +328,18 @@ async def test_a_feed_that_was_not_read_to_its_end_is_told(tmp_path: Path) -> No
     await ledger.close()
 
 
-def test_a_report_says_never_where_work_did_not_go_on() -> None:
-    def struck(number: int, target: str, recovered_s: float, skipped: str = "") -> FaultResult:
+def test_a_report_says_never_where_work_did_not_recover() -> None:
+    def make_fault_result(number: int, target: str, recovered_s: float, skipped: str = "") -> FaultResult:
         fault = Fault(number=number, at=0.5, kind=FaultKind.KILL, target=target)
         return FaultResult(fault=fault, accepted=1, recovered_s=recovered_s, skipped=skipped)
 
-    faults = [struck(1, "worker-1", 1.0), struck(2, "worker-2", 3.0), struck(3, "redis", 2.0), struck(4, "redis", -1.0)]
-    faults.append(struck(5, "postgres", -1.0, "no disk"))
+    faults = [
+        make_fault_result(1, "worker-1", 1.0),
+        make_fault_result(2, "worker-2", 3.0),
+        make_fault_result(3, "redis", 2.0),
+        make_fault_result(4, "redis", -1.0),
+    ]
+    faults.append(make_fault_result(5, "postgres", -1.0, "no disk"))
     assert check_recoveries(faults, 30.0) == ["no job ended within 30 s after fault 4, kill redis"]
     assert faults_table(faults) == [
         ("kill", "redis", "2", "0.50", "never"),
@@ -352,12 +361,12 @@ def test_a_report_says_never_where_work_did_not_go_on() -> None:
         tidy_s=61.5,
     )
     assert not report.ok
-    told = dict(summary(report))
-    assert told["faults"] == "4 done, 1 not possible"
-    assert told["operator actions"] == "3 cancelled, 1 paused"
-    assert told["seconds to recover"] == "2.00, at most 3.00"
-    assert (told["… until the last end"], told["… until Redis was empty"]) == ("4.2", "61.5")
-    assert told["lost"] == "nothing"
+    reported = dict(summary(report))
+    assert reported["faults"] == "4 done, 1 not possible"
+    assert reported["operator actions"] == "3 cancelled, 1 paused"
+    assert reported["seconds to recover"] == "2.00, at most 3.00"
+    assert (reported["… until the last end"], reported["… until Redis was empty"]) == ("4.2", "61.5")
+    assert reported["lost"] == "nothing"
     assert document(report)["ok"] is False
     assert "| kill | worker | 2 | 2.00 | 3.00 |" in markdown(report)
     assert "- job 3 is lost" in markdown(report)

@@ -1,4 +1,4 @@
-"""A plan follows from its seed, and leaves nothing out."""
+"""A fault plan depends only on its seed, and covers every kind of fault."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from holdfast.verification.chaos.faults import pairs_of, plan
 from holdfast.verification.chaos.parts import Fault, FaultKind, Program, group_of
 
 _PROCESS = frozenset({FaultKind.KILL, FaultKind.STOP, FaultKind.RESTART})
-_WAYS = _PROCESS | {FaultKind.CUT, FaultKind.SLOW, FaultKind.STALL}
+_KINDS = _PROCESS | {FaultKind.CUT, FaultKind.SLOW, FaultKind.STALL}
 PARTS = {
-    "worker-1": _WAYS,
-    "worker-2": _WAYS,
-    "worker-10": _WAYS,
-    "upkeep-1": _WAYS,
-    "server-1": _WAYS | {FaultKind.LOSE_REPLY},
-    "redis": _WAYS | {FaultKind.LOSE_REPLY, FaultKind.FILL},
-    "postgres": _WAYS | {FaultKind.LOSE_REPLY, FaultKind.FILL},
+    "worker-1": _KINDS,
+    "worker-2": _KINDS,
+    "worker-10": _KINDS,
+    "upkeep-1": _KINDS,
+    "server-1": _KINDS | {FaultKind.LOSE_REPLY},
+    "redis": _KINDS | {FaultKind.LOSE_REPLY, FaultKind.FILL},
+    "postgres": _KINDS | {FaultKind.LOSE_REPLY, FaultKind.FILL},
 }
 
 
@@ -39,24 +39,24 @@ def test_the_same_seed_gives_the_same_plan_in_another_process() -> None:
         "from holdfast.verification.chaos.faults import plan; from holdfast.verification.chaos.parts import FaultKind;"
         "print(plan(3, 40, {'worker-1': frozenset(FaultKind), 'redis': frozenset(FaultKind)}))"
     )
-    said = {
+    outputs = {
         subprocess.run(
             [sys.executable, "-c", code], env={"PYTHONHASHSEED": salt}, capture_output=True, text=True, check=True
         ).stdout
         for salt in ("1", "2")
     }
-    assert len(said) == 1
+    assert len(outputs) == 1
 
 
-def test_a_seed_from_long_ago_still_gives_its_plan() -> None:
-    """A report names a seed: it must replay with later releases, too. Weights and lengths are part of that."""
+def test_the_plan_of_a_seed_is_pinned() -> None:
+    """A report names a seed, which must give the same plan in later releases. This includes weights and durations."""
     assert plan(1, 3, PARTS) == PINNED
     long = msgspec.json.encode(plan(1, 200, PARTS))
     assert hashlib.sha256(long).hexdigest()[:16] == PINNED_LONG
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_every_kind_strikes_every_group_before_chance_decides_alone(seed: int) -> None:
+def test_a_plan_first_covers_every_kind_for_every_group(seed: int) -> None:
     pairs = pairs_of(PARTS)
     assert len(pairs) == 5 * 6 + 3 + 2
     faults = plan(seed, len(pairs), PARTS)
@@ -64,16 +64,16 @@ def test_every_kind_strikes_every_group_before_chance_decides_alone(seed: int) -
     assert all(fault.kind in PARTS[fault.target] for fault in plan(seed, 300, PARTS))
 
 
-def test_what_matters_more_happens_more_often() -> None:
-    struck = Counter((fault.kind, group_of(fault.target)) for fault in plan(1, 1_000, PARTS))
-    assert struck[FaultKind.KILL, "worker"] > 3 * struck[FaultKind.CUT, "worker"]
-    assert struck[FaultKind.STOP, "worker"] > 3 * struck[FaultKind.RESTART, "upkeep"]
-    assert struck[FaultKind.KILL, "redis"] > 2 * struck[FaultKind.RESTART, "redis"]
-    assert min(struck.values()) >= 5
+def test_faults_with_more_weight_happen_more_often() -> None:
+    counts = Counter((fault.kind, group_of(fault.target)) for fault in plan(1, 1_000, PARTS))
+    assert counts[FaultKind.KILL, "worker"] > 3 * counts[FaultKind.CUT, "worker"]
+    assert counts[FaultKind.STOP, "worker"] > 3 * counts[FaultKind.RESTART, "upkeep"]
+    assert counts[FaultKind.KILL, "redis"] > 2 * counts[FaultKind.RESTART, "redis"]
+    assert min(counts.values()) >= 5
 
 
 @pytest.mark.parametrize("faults", [8, 20, 40, 100])
-def test_masters_are_taken_away_again_and_again_where_that_is_possible(faults: int) -> None:
+def test_fail_overs_are_frequent_where_they_are_possible(faults: int) -> None:
     parts = PARTS | {
         "redis": _PROCESS | {FaultKind.FAIL_OVER, FaultKind.HAND_OVER},
         "redis-2": _PROCESS,
@@ -82,40 +82,40 @@ def test_masters_are_taken_away_again_and_again_where_that_is_possible(faults: i
     for seed in range(10):
         planned = plan(seed, faults, parts)
         assert len(planned) == faults
-        struck = Counter(fault.kind for fault in planned)
-        assert struck[FaultKind.FAIL_OVER] + struck[FaultKind.HAND_OVER] >= faults // 8
+        counts = Counter(fault.kind for fault in planned)
+        assert counts[FaultKind.FAIL_OVER] + counts[FaultKind.HAND_OVER] >= faults // 8
         if faults >= 16:
-            assert min(struck[FaultKind.FAIL_OVER], struck[FaultKind.HAND_OVER]) >= 1
-    everything = {(fault.kind, group_of(fault.target)) for fault in plan(1, 60, parts)}
-    assert everything == pairs_of(parts)
+            assert min(counts[FaultKind.FAIL_OVER], counts[FaultKind.HAND_OVER]) >= 1
+    covered = {(fault.kind, group_of(fault.target)) for fault in plan(1, 60, parts)}
+    assert covered == pairs_of(parts)
 
 
-def test_all_parts_of_a_group_are_struck() -> None:
-    struck = Counter(fault.target for fault in plan(1, 300, PARTS))
-    assert struck.keys() == PARTS.keys()
+def test_all_parts_of_a_group_get_faults() -> None:
+    counts = Counter(fault.target for fault in plan(1, 300, PARTS))
+    assert counts.keys() == PARTS.keys()
 
 
-def test_faults_are_spread_over_the_run_in_order_and_some_strike_together() -> None:
+def test_faults_are_ordered_and_spread_and_some_are_simultaneous() -> None:
     faults = plan(2, 200, PARTS)
     moments = [fault.at for fault in faults]
     assert [fault.number for fault in faults] == list(range(1, 201))
     assert moments == sorted(moments)
     assert moments[0] > 0
     assert moments[-1] < 1
-    together = len(moments) - len(set(moments))
-    assert 25 <= together <= 75
-    # No long quiet stretch anywhere.
-    assert max(later - earlier for earlier, later in itertools.pairwise(moments)) < 0.02
+    simultaneous = len(moments) - len(set(moments))
+    assert 25 <= simultaneous <= 75
+    # There is no long interval without a fault.
+    assert max(next_moment - moment for moment, next_moment in itertools.pairwise(moments)) < 0.02
 
 
-def test_some_outlast_a_lease_and_some_do_not() -> None:
+def test_some_stops_outlast_a_lease_and_some_do_not() -> None:
     stops = [fault.seconds for fault in plan(1, 400, PARTS) if fault.kind is FaultKind.STOP]
     assert min(stops) < 1
     assert 3 < max(stops) <= 6
     assert all(fault.seconds == 0 for fault in plan(1, 100, PARTS) if fault.kind in (FaultKind.KILL, FaultKind.CUT))
 
 
-def test_nothing_to_strike_is_an_empty_plan() -> None:
+def test_a_plan_without_possible_faults_is_empty() -> None:
     assert plan(1, 10, {"worker-1": frozenset()}) == []
     assert plan(1, 0, PARTS) == []
 

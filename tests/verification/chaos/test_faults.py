@@ -1,4 +1,4 @@
-"""Each fault does to a real deployment what it says, and what it broke is whole again afterwards."""
+"""Each fault has its effect on a real deployment, and the deployment recovers afterwards."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Depl
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def deployment(shared: Deployment) -> AsyncIterator[Deployment]:
-    """The one that the tests of this file share; each finds it whole."""
+    """The deployment that the tests of this file share, healed after each test."""
     before = shared.notes()
     yield shared
     await shared.heal()
@@ -51,22 +51,24 @@ async def deployment(shared: Deployment) -> AsyncIterator[Deployment]:
 
 
 @asynccontextmanager
-async def struck(
+async def run_fault(
     deployment: Deployment, kind: FaultKind, target: str, seconds: float = 0, number: int = 1
 ) -> AsyncIterator[None]:
-    """The block runs while the fault is on; afterwards it is over. `inf`: however long the block takes."""
+    """Run the block during the fault, then wait for its end. `inf`: the fault lasts as long as the block."""
     fault = Fault(number=number, at=0, kind=kind, target=target, seconds=seconds)
-    striking = asyncio.create_task(inject(deployment, fault))
+    fault_task = asyncio.create_task(inject(deployment, fault))
     try:
         await asyncio.sleep(0)
         yield
-        assert seconds == inf or await striking == ""
+        assert seconds == inf or await fault_task == ""
     finally:
-        striking.cancel()
-        await asyncio.gather(striking, return_exceptions=True)
+        fault_task.cancel()
+        await asyncio.gather(fault_task, return_exceptions=True)
 
 
-async def hurt(deployment: Deployment, kind: FaultKind, target: str, seconds: float = 0, number: int = 1) -> str:
+async def inject_fault(
+    deployment: Deployment, kind: FaultKind, target: str, seconds: float = 0, number: int = 1
+) -> str:
     return await inject(deployment, Fault(number=number, at=0, kind=kind, target=target, seconds=seconds))
 
 
@@ -76,7 +78,7 @@ def redis_of(deployment: Deployment, *, through_proxy: bool = True) -> Redis:
 
 
 def state(process: ServerProcess) -> str:
-    """The kernel's letter: T is stopped."""
+    """The kernel's process state; T is stopped."""
     return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
@@ -102,10 +104,10 @@ async def insert_works(deployment: Deployment) -> bool:
         connection.terminate()
 
 
-async def test_all_parts_run_and_can_be_hurt(deployment: Deployment) -> None:
+async def test_all_parts_run_and_support_every_fault(deployment: Deployment) -> None:
     assert list(deployment.parts) == ["postgres", "redis", "worker-1", "worker-2", "upkeep-1", "server-1"]
-    every = set().union(*(part.kinds for part in deployment.parts.values()))
-    assert every | ({FaultKind.FILL} if deployment.unsupported else set()) == set(FaultKind) - {
+    kinds = set().union(*(part.kinds for part in deployment.parts.values()))
+    assert kinds | ({FaultKind.FILL} if deployment.unsupported else set()) == set(FaultKind) - {
         FaultKind.FAIL_OVER,
         FaultKind.HAND_OVER,
     }
@@ -115,12 +117,12 @@ async def test_all_parts_run_and_can_be_hurt(deployment: Deployment) -> None:
     ("kind", "targets"),
     [(FaultKind.KILL, ("worker-1", "redis", "postgres")), (FaultKind.RESTART, ("server-1", "redis", "postgres"))],
 )
-async def test_they_are_other_processes_afterwards(
+async def test_killed_and_restarted_parts_are_new_processes(
     deployment: Deployment, kind: FaultKind, targets: tuple[str, ...]
 ) -> None:
     processes = [deployment.parts[target].process for target in targets]
     before = [ProcessId.of(process.pid) for process in processes]
-    assert set(await asyncio.gather(*(hurt(deployment, kind, target) for target in targets))) == {""}
+    assert set(await asyncio.gather(*(inject_fault(deployment, kind, target) for target in targets))) == {""}
     for process, old in zip(processes, before, strict=True):
         assert ProcessId.of(process.pid) != old
         assert process.answers()
@@ -128,11 +130,11 @@ async def test_they_are_other_processes_afterwards(
 
 
 @pytest.mark.parametrize("target", ["worker-2", "redis", "postgres"])
-async def test_a_stopped_process_stands_still_and_goes_on(deployment: Deployment, target: str) -> None:
+async def test_a_stopped_process_is_paused_and_continues(deployment: Deployment, target: str) -> None:
     process = deployment.parts[target].process
     before = process.pid
-    async with struck(deployment, FaultKind.STOP, target, 0.3):
-        await eventually(lambda: state(process) == "T", "it to stand still")
+    async with run_fault(deployment, FaultKind.STOP, target, 0.3):
+        await eventually(lambda: state(process) == "T", "it to be stopped")
     assert process.pid == before
     assert state(process) != "T"
     assert process.answers()
@@ -141,7 +143,7 @@ async def test_a_stopped_process_stands_still_and_goes_on(deployment: Deployment
 async def test_a_cut_ends_connections_once(deployment: Deployment) -> None:
     async with redis_of(deployment) as redis:
         await redis.ping()
-        await hurt(deployment, FaultKind.CUT, "redis")
+        await inject_fault(deployment, FaultKind.CUT, "redis")
         with pytest.raises(RedisConnectionError):
             await redis.ping()
         assert await redis.ping()
@@ -150,16 +152,16 @@ async def test_a_cut_ends_connections_once(deployment: Deployment) -> None:
 async def test_replies_are_slow_for_a_while(deployment: Deployment) -> None:
     async with redis_of(deployment) as redis:
         await redis.ping()
-        async with struck(deployment, FaultKind.SLOW, "redis", 0.2):
-            await eventually(lambda: all(door.delay_s >= 0.05 for door in deployment.ways["redis"]), "it to be slow")
-            began = monotonic()
+        async with run_fault(deployment, FaultKind.SLOW, "redis", 0.2):
+            await eventually(lambda: all(proxy.delay_s >= 0.05 for proxy in deployment.ways["redis"]), "it to be slow")
+            started = monotonic()
             await redis.ping()
-            assert monotonic() - began >= 0.05
-    assert not any(door.delay_s for door in deployment.ways["redis"])
+            assert monotonic() - started >= 0.05
+    assert not any(proxy.delay_s for proxy in deployment.ways["redis"])
 
 
 async def test_a_stall_of_one_worker_is_not_a_stall_of_all(deployment: Deployment) -> None:
-    async with struck(deployment, FaultKind.STALL, "worker-1", 0.3):
+    async with run_fault(deployment, FaultKind.STALL, "worker-1", 0.3):
         assert await set_works(deployment)
         assert all(not proxy.flows for proxy in deployment.parts["worker-1"].proxies)
         assert all(proxy.flows for proxy in deployment.parts["worker-2"].proxies)
@@ -169,18 +171,18 @@ async def test_a_stall_of_one_worker_is_not_a_stall_of_all(deployment: Deploymen
 async def test_nothing_passes_while_redis_is_stalled(deployment: Deployment) -> None:
     async with redis_of(deployment) as redis:
         await redis.ping()
-        began = monotonic()
-        async with struck(deployment, FaultKind.STALL, "redis", 0.4):
+        started = monotonic()
+        async with run_fault(deployment, FaultKind.STALL, "redis", 0.4):
             await asyncio.sleep(0.05)
             await redis.ping()
-            assert monotonic() - began >= 0.4
+            assert monotonic() - started >= 0.4
 
 
 async def test_a_script_whose_reply_is_lost_has_been_applied(deployment: Deployment) -> None:
     async with redis_of(deployment, through_proxy=False) as direct, redis_of(deployment) as redis:
         await direct.delete("lost")
         sha = await direct.script_load("return redis.call('INCR', KEYS[1])")
-        async with struck(deployment, FaultKind.LOSE_REPLY, "redis", inf):
+        async with run_fault(deployment, FaultKind.LOSE_REPLY, "redis", inf):
             for count in (1, 2, 3):
                 with pytest.raises(RedisConnectionError):
                     await redis.evalsha(sha, 1, "lost")
@@ -192,7 +194,7 @@ async def test_a_transaction_whose_reply_is_lost_has_been_committed(deployment: 
     direct = await asyncpg.connect(deployment.direct["HOLDFAST_LEDGER"])
     await direct.execute("DROP TABLE IF EXISTS lost; CREATE TABLE lost (x int)")
     through = await asyncpg.connect(deployment.environment["HOLDFAST_LEDGER"])
-    async with struck(deployment, FaultKind.LOSE_REPLY, "postgres", 0.3):
+    async with run_fault(deployment, FaultKind.LOSE_REPLY, "postgres", 0.3):
         await through.execute("BEGIN")
         await through.copy_records_to_table("lost", records=[(1,)])
         with pytest.raises((OSError, asyncpg.PostgresError)):
@@ -205,7 +207,7 @@ async def test_a_transaction_whose_reply_is_lost_has_been_committed(deployment: 
 async def test_a_web_server_loses_replies_to_posts_only(deployment: Deployment) -> None:
     host, _, port = deployment.http_url.removeprefix("http://").partition(":")
 
-    async def ask(method: str) -> bytes:
+    async def request(method: str) -> bytes:
         reader, writer = await asyncio.open_connection(host, int(port))
         path = "/healthz" if method == "GET" else "/api/v1/jobs"
         writer.write(f"{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 0\r\n\r\n".encode())
@@ -216,20 +218,20 @@ async def test_a_web_server_loses_replies_to_posts_only(deployment: Deployment) 
         finally:
             writer.close()
 
-    async with struck(deployment, FaultKind.LOSE_REPLY, "server-1", 0.2):
-        assert b" 200 " in (await ask("GET")).splitlines()[0]
-        assert await ask("POST") == b""
-    assert b" 401 " in (await ask("POST")).splitlines()[0]
+    async with run_fault(deployment, FaultKind.LOSE_REPLY, "server-1", 0.2):
+        assert b" 200 " in (await request("GET")).splitlines()[0]
+        assert await request("POST") == b""
+    assert b" 401 " in (await request("POST")).splitlines()[0]
 
 
-async def test_a_fault_that_met_nobody_says_so(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_fault_without_traffic_is_reported(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holdfast.verification.chaos.faults._TRAFFIC_S", 0.1)
-    assert "no request" in await hurt(deployment, FaultKind.LOSE_REPLY, "server-1", 0.1)
+    assert "no request" in await inject_fault(deployment, FaultKind.LOSE_REPLY, "server-1", 0.1)
 
 
-async def test_what_cannot_be_done_is_skipped_with_a_reason(deployment: Deployment) -> None:
-    assert "cannot be done" in await hurt(deployment, FaultKind.FAIL_OVER, "redis")
-    assert "cannot be done" in await hurt(deployment, FaultKind.FILL, "worker-1")
+async def test_an_impossible_fault_is_skipped_with_a_reason(deployment: Deployment) -> None:
+    assert "cannot be done" in await inject_fault(deployment, FaultKind.FAIL_OVER, "redis")
+    assert "cannot be done" in await inject_fault(deployment, FaultKind.FILL, "worker-1")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a disk to fill")
@@ -246,7 +248,7 @@ class TestFullDisks:
 
             await eventually(rewritten, "a new file")
             await redis.set("kept", os.urandom(100_000))
-            async with struck(deployment, FaultKind.FILL, "redis", 0.8, number=2):
+            async with run_fault(deployment, FaultKind.FILL, "redis", 0.8, number=2):
 
                 async def refused() -> bool:
                     try:
@@ -265,29 +267,27 @@ class TestFullDisks:
         async with redis_of(deployment, through_proxy=False) as redis:
             assert await redis.strlen("kept") == 100_000
 
-    async def test_redis_that_must_have_written_before_it_answers_goes_down_and_comes_back(
-        self, deployment: Deployment
-    ) -> None:
+    async def test_redis_with_fsync_always_exits_on_a_full_disk_and_is_restarted(self, deployment: Deployment) -> None:
         process = deployment.parts["redis"].process
         async with redis_of(deployment, through_proxy=False) as redis:
             await redis.set("kept", "1")
             before = process.pid
-            async with struck(deployment, FaultKind.FILL, "redis", 0.8, number=1):
+            async with run_fault(deployment, FaultKind.FILL, "redis", 0.8, number=1):
 
                 async def down() -> bool:
                     with suppress(RedisError):
                         await redis.set("big", os.urandom(65_536))
                     return process.ended is not None
 
-                await eventually(down, "it to go down")
+                await eventually(down, "it to exit")
             assert process.pid != before
             assert await redis.get("kept") == b"1"
             assert await set_works(deployment)
 
     async def test_postgres_cannot_write(self, deployment: Deployment) -> None:
-        async with struck(deployment, FaultKind.FILL, "postgres", 1.0):
+        async with run_fault(deployment, FaultKind.FILL, "postgres", 1.0):
             connection = await asyncpg.connect(deployment.direct["HOLDFAST_LEDGER"])
-            # More than what is left of the segments that it has already.
+            # More than the free part of its existing segments.
             with pytest.raises((OSError, asyncpg.DiskFullError, asyncpg.PostgresConnectionError)):
                 await connection.execute(
                     "CREATE TABLE big AS SELECT repeat(md5(n::text), 8) FROM generate_series(1, 500000) AS n"
@@ -297,52 +297,53 @@ class TestFullDisks:
         assert not deployment.parts["postgres"].disk.full  # type: ignore[union-attr]
 
 
-async def test_faults_on_two_parts_overlap_and_on_one_wait_for_each_other(deployment: Deployment) -> None:
-    ways = [way for part in ("redis", "postgres") for way in deployment.ways[part]]
+async def test_faults_overlap_on_two_parts_and_are_serialized_on_one(deployment: Deployment) -> None:
+    proxies = [proxy for part in ("redis", "postgres") for proxy in deployment.ways[part]]
     both = asyncio.gather(
-        hurt(deployment, FaultKind.STALL, "redis", 1.5), hurt(deployment, FaultKind.STALL, "postgres", 1.5)
+        inject_fault(deployment, FaultKind.STALL, "redis", 1.5),
+        inject_fault(deployment, FaultKind.STALL, "postgres", 1.5),
     )
-    await eventually(lambda: not any(way.flows for way in ways), "both to stand still at the same time")
+    await eventually(lambda: not any(proxy.flows for proxy in proxies), "both to be stalled at the same time")
     await both
-    began = monotonic()
+    started = monotonic()
     await asyncio.gather(
-        hurt(deployment, FaultKind.STALL, "redis", 0.3), hurt(deployment, FaultKind.SLOW, "redis", 0.3)
+        inject_fault(deployment, FaultKind.STALL, "redis", 0.3), inject_fault(deployment, FaultKind.SLOW, "redis", 0.3)
     )
-    assert monotonic() - began >= 0.6
+    assert monotonic() - started >= 0.6
 
 
-async def test_healing_heals_what_a_cancelled_fault_left(deployment: Deployment) -> None:
+async def test_heal_ends_the_effects_of_cancelled_faults(deployment: Deployment) -> None:
     for kind, target in ((FaultKind.STOP, "worker-1"), (FaultKind.STALL, "redis"), (FaultKind.FILL, "postgres")):
         if kind not in deployment.parts[target].kinds:
             continue
-        striking = asyncio.create_task(hurt(deployment, kind, target, 60))
+        fault_task = asyncio.create_task(inject_fault(deployment, kind, target, 60))
         await asyncio.sleep(0.2)
-        striking.cancel()
-        await asyncio.gather(striking, return_exceptions=True)
+        fault_task.cancel()
+        await asyncio.gather(fault_task, return_exceptions=True)
     await deployment.heal()
     assert state(deployment.parts["worker-1"].process) != "T"
     assert await set_works(deployment)
     await eventually(lambda: insert_works(deployment), "PostgreSQL to write")
 
 
-async def test_a_death_that_is_nobodys_doing_is_noted_and_the_part_started_again(shared: Deployment) -> None:
+async def test_an_unexpected_exit_is_noted_and_the_part_restarted(shared: Deployment) -> None:
     process = shared.parts["worker-2"].process
     before = process.pid
     os.kill(before, 9)
 
-    def another() -> bool:
+    def is_restarted() -> bool:
         try:
             return process.pid != before and process.answers()
-        except RuntimeError:  # between its death and its new start there is none
+        except RuntimeError:  # there is no process between its end and its restart
             return False
 
-    await eventually(another, "a new worker")
+    await eventually(is_restarted, "a new worker")
     assert shared.notes() == ["worker-2 ended unexpectedly with signal 9"]
     shared._notes.clear()
 
 
 class Sleeper(ServerProcess):
-    """Does nothing."""
+    """A process that only sleeps."""
 
     def _launch(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(["sleep", "60"])
@@ -352,20 +353,20 @@ class Sleeper(ServerProcess):
 
 
 @pytest.mark.parametrize("kind", [FaultKind.KILL, FaultKind.STOP, FaultKind.RESTART, None], ids=str)
-async def test_what_comes_right_after_such_a_death_does_not_bury_it(tmp_path: Path, kind: FaultKind | None) -> None:
+async def test_a_fault_right_after_an_unexpected_exit_does_not_hide_it(tmp_path: Path, kind: FaultKind | None) -> None:
     deployment, process = Deployment(tmp_path), Sleeper(Path("sleep"), tmp_path)
     deployment.parts = {"worker-1": Part("worker-1", process, frozenset(FaultKind))}
     process.start()
     os.kill(process.pid, 9)
     await eventually(lambda: process.ended is not None, "its end")
-    await (hurt(deployment, kind, "worker-1") if kind else deployment.heal())
+    await (inject_fault(deployment, kind, "worker-1") if kind else deployment.heal())
     assert process.answers()
     process.stop()
     assert deployment.notes() == ["worker-1 ended unexpectedly with signal 9"]
 
 
-class Fragile(Program):
-    """Its first start fails."""
+class FailsOnce(Program):
+    """A program whose first start fails."""
 
     failed = False
 
@@ -376,10 +377,8 @@ class Fragile(Program):
 
 
 @pytest.mark.parametrize("hurt_until", [0.0, inf])
-async def test_a_program_that_does_not_start_is_noted_unless_a_store_was_hurt(
-    tmp_path: Path, hurt_until: float
-) -> None:
-    deployment, program = Deployment(tmp_path), Part("worker-1", Fragile("w", [], tmp_path, {}), frozenset(FaultKind))
+async def test_a_failed_start_is_noted_unless_a_store_had_a_fault(tmp_path: Path, hurt_until: float) -> None:
+    deployment, program = Deployment(tmp_path), Part("worker-1", FailsOnce("w", [], tmp_path, {}), frozenset(FaultKind))
     store = Part("redis", Sleeper(Path("sleep"), tmp_path), frozenset(FaultKind))
     store.hurt_until = hurt_until
     deployment.parts = {"worker-1": program, "redis": store}

@@ -1,4 +1,4 @@
-"""However a deployment ends, nothing is left but its logs: no process, no mount, no data."""
+"""However a deployment ends, only its logs are left: no process, no mount, no data."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from tests.faults.support import eventually
 pytestmark = [pytest.mark.faults, pytest.mark.redis, pytest.mark.postgres]
 
 
-def traces() -> tuple[set[int], set[str], set[Path]]:
-    """Our child processes, the mounts, and PostgreSQL's folders, as they are now."""
+def find_leftovers() -> tuple[set[int], set[str], set[Path]]:
+    """The current child processes, mounts and PostgreSQL folders."""
     lists = Path("/proc/self/task").glob("*/children")
-    children = {int(pid) for each in lists for pid in each.read_text().split()}
+    children = {int(pid) for file in lists for pid in file.read_text().split()}
     mounts = {line.split()[1] for line in Path("/proc/mounts").read_text().splitlines() if "holdfast-chaos" in line}
     return children, mounts, set(Path("/tmp").glob("holdfast-postgres-*/disk"))
 
 
 @pytest.fixture
 def before() -> tuple[set[int], set[str], set[Path]]:
-    return traces()
+    return find_leftovers()
 
 
-def small(folder: Path) -> Deployment:
-    """Stores and one program: each program takes a second of the machine to start."""
+def make_deployment(folder: Path) -> Deployment:
+    """Stores and one program only, because each program takes a second of CPU time to start."""
     return Deployment(folder, workers=1, upkeeps=0, servers=0)
 
 
-def check(before: tuple[set[int], set[str], set[Path]], folder: Path) -> None:
-    children, mounts, data = traces()
+def check_leftovers(before: tuple[set[int], set[str], set[Path]], folder: Path) -> None:
+    children, mounts, data = find_leftovers()
     assert children <= before[0]
     assert mounts <= before[1]
-    # Others may start servers of their own meanwhile, but nobody uses a disk there except deployments.
+    # Other tests may start servers meanwhile, but only deployments use a disk there.
     assert data <= before[2]
     assert not (folder / "redis" / "disk").exists()
 
 
 @pytest.mark.parametrize(
-    "there",
+    "has_reached",
     [
         lambda deployment: "postgres" in deployment.parts and deployment.parts["postgres"].process.started,
         lambda deployment: deployment.direct,
@@ -56,17 +56,17 @@ def check(before: tuple[set[int], set[str], set[Path]], folder: Path) -> None:
     ids=["stores", "token", "programs"],
 )
 async def test_a_start_that_is_interrupted_leaves_nothing(
-    tmp_path: Path, before: tuple[set[int], set[str], set[Path]], there: Callable[[Deployment], bool]
+    tmp_path: Path, before: tuple[set[int], set[str], set[Path]], has_reached: Callable[[Deployment], bool]
 ) -> None:
-    deployment = small(tmp_path)
+    deployment = make_deployment(tmp_path)
     starting = asyncio.create_task(deployment.start())
-    await eventually(lambda: there(deployment), "it to have come so far")
+    await eventually(lambda: has_reached(deployment), "the start to have reached this point")
     starting.cancel()
-    # Who is in a hurry interrupts twice.
+    # An impatient user interrupts twice.
     asyncio.get_running_loop().call_later(0.05, starting.cancel)
     with pytest.raises(asyncio.CancelledError):
         await starting
-    check(before, tmp_path)
+    check_leftovers(before, tmp_path)
     assert (tmp_path / "postgres.log").exists()
 
 
@@ -75,15 +75,15 @@ async def test_a_start_that_fails_leaves_nothing(
 ) -> None:
     monkeypatch.setattr("holdfast.verification.chaos.deployment.APP", "no.such.module:app")
     with pytest.raises(RuntimeError, match="ended with"):
-        await small(tmp_path).start()
-    check(before, tmp_path)
+        await make_deployment(tmp_path).start()
+    check_leftovers(before, tmp_path)
 
 
 async def test_a_run_that_is_interrupted_in_the_middle_of_faults_leaves_nothing(
     tmp_path: Path, before: tuple[set[int], set[str], set[Path]]
 ) -> None:
     async def run(ready: asyncio.Event) -> None:
-        async with small(tmp_path) as deployment:
+        async with make_deployment(tmp_path) as deployment:
             faults = [
                 (FaultKind.STOP, "worker-1"),
                 (FaultKind.STOP, "postgres"),
@@ -104,10 +104,10 @@ async def test_a_run_that_is_interrupted_in_the_middle_of_faults_leaves_nothing(
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    check(before, tmp_path)
+    check_leftovers(before, tmp_path)
 
 
-def test_a_missing_server_is_an_error_that_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_server_is_reported_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="--redis-server"):
         find_redis(tmp_path / "nothing")
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -116,7 +116,7 @@ def test_a_missing_server_is_an_error_that_says_what_to_do(tmp_path: Path, monke
         Deployment(tmp_path)
 
 
-def test_without_root_a_disk_cannot_be_filled_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_root_filling_a_disk_raises_with_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     disk = Disk(tmp_path / "disk")
     disk.mount()

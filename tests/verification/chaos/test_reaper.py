@@ -1,4 +1,4 @@
-"""A chaos run that is killed with -9 leaves no process, no mount and no data; nor does one whose guardian is killed."""
+"""A chaos run that is killed with -9 leaves no process, no mount and no data; nor does one whose reaper is killed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.redis, pytest.mark.postgres]
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """`holdfast chaos` under load, with its temporary files apart from those of others."""
+    """`holdfast chaos` under load, with its own folder for temporary files."""
     (tmp_path / "tmp").mkdir()
     words = ["chaos", "--jobs", "100000", "--faults", "0", "--rate", "20", "--workers", "1", "--seed", "1"]
     process = subprocess.Popen(
@@ -37,20 +37,20 @@ def running(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-def wait(look: Callable[[], object], what: str) -> None:
-    give_up_at = time.monotonic() + 60
+def wait(is_true: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + 60
     while True:
         try:
-            if look():
+            if is_true():
                 return
         except FileNotFoundError:
             pass
-        assert time.monotonic() < give_up_at, f"waited for {what} in vain"
+        assert time.monotonic() < deadline, f"timeout while waiting for {what}"
         time.sleep(0.05)
 
 
 def ledger_of(folder: Path) -> str:
-    """PostgreSQL's own folder, by its command."""
+    """PostgreSQL's folder, read from its command line."""
     for pid in processes_of(str(folder)):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
         if "-D" in words:
@@ -63,15 +63,15 @@ def mounts(*folders: str) -> list[str]:
     return [row for row in rows if row.startswith(folders)]
 
 
-def test_a_run_that_is_killed_leaves_nothing_but_logs(running: subprocess.Popen[bytes], tmp_path: Path) -> None:
+def test_a_killed_run_leaves_only_logs(running: subprocess.Popen[bytes], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     ledger = ledger_of(folder)
     assert len(processes_of(str(folder))) > 5
     assert len(mounts(str(folder), ledger)) == (2 if os.geteuid() == 0 else 0)
-    # Not even one that stands still is left.
+    # Not even a stopped process is left.
     os.kill(processes_of(str(folder))[-1], signal.SIGSTOP)
     running.kill()
-    wait(lambda: not list((tmp_path / "tmp").glob("holdfast-chaos-run-*")), "the guardian to be done")
+    wait(lambda: not list((tmp_path / "tmp").glob("holdfast-chaos-run-*")), "the reaper to end")
     assert processes_of(str(folder)) == []
     assert not Path(ledger).exists()
     assert not (folder / "redis" / "disk").exists()
@@ -80,7 +80,7 @@ def test_a_run_that_is_killed_leaves_nothing_but_logs(running: subprocess.Popen[
     assert (folder / "journal.jsonl").exists()
 
 
-#: A run in small: a guardian, a disk, and a process that writes its log. Says who they are.
+#: A small run: a reaper, a disk, and a process that writes its log. Prints the reaper's pid.
 SMALL: Final = """
 import subprocess, sys, time
 from pathlib import Path
@@ -88,16 +88,16 @@ from holdfast.verification.chaos.parts import Disk
 from holdfast.verification.chaos.reaper import Reaper
 folder = Path(sys.argv[1])
 disk = Disk(folder / "disk", 1_000_000)
-guardian = Reaper(folder, [disk.folder])
+reaper = Reaper(folder, [disk.folder])
 disk.mount()
 log = (folder / "log").open("wb")
 subprocess.Popen(["sleep", "60"], stdout=log, stderr=log, start_new_session=True)
-print(guardian.pid, flush=True)
+print(reaper.pid, flush=True)
 time.sleep(60)
 """
 
 
-def test_the_next_run_cleans_up_if_the_guardian_is_killed_too(tmp_path: Path) -> None:
+def test_the_next_run_cleans_up_if_the_reaper_is_killed_too(tmp_path: Path) -> None:
     folder, temporary = tmp_path / "run", tmp_path / "tmp"
     folder.mkdir()
     temporary.mkdir()
@@ -105,9 +105,9 @@ def test_the_next_run_cleans_up_if_the_guardian_is_killed_too(tmp_path: Path) ->
     words = [sys.executable, "-c", SMALL, str(folder)]
     with subprocess.Popen(words, env=variables, stdout=subprocess.PIPE) as run:
         assert run.stdout is not None
-        guardian = int(run.stdout.readline())
-        assert reap_stale(temporary) == [], "it lives"
-        os.kill(guardian, signal.SIGKILL)
+        reaper = int(run.stdout.readline())
+        assert reap_stale(temporary) == [], "it is still running"
+        os.kill(reaper, signal.SIGKILL)
         run.kill()
     assert len(processes_of(str(folder))) == 1
     assert len(mounts(str(folder))) == (os.geteuid() == 0)
@@ -118,8 +118,8 @@ def test_the_next_run_cleans_up_if_the_guardian_is_killed_too(tmp_path: Path) ->
     assert reap_stale(temporary) == []
 
 
-def test_a_record_of_somebody_else_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It names what is to be deleted."""
+def test_a_record_of_another_user_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The record names what is to be deleted."""
     record, data = tmp_path / "holdfast-chaos-run-x", tmp_path / "data"
     data.mkdir()
     dead = f"999999999 1 {os.readlink('/proc/self/ns/pid')}"
@@ -129,25 +129,25 @@ def test_a_record_of_somebody_else_is_not_believed(tmp_path: Path, monkeypatch: 
     assert data.exists()
 
 
-def test_a_guardian_that_is_released_touches_nothing(tmp_path: Path) -> None:
+def test_a_released_reaper_deletes_nothing(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()
     with (tmp_path / "log").open("wb") as log:
-        beside = subprocess.Popen(["sleep", "60"], stdout=log, stderr=log)
+        process = subprocess.Popen(["sleep", "60"], stdout=log, stderr=log)
     try:
-        assert processes_of(str(tmp_path)) == [beside.pid]
-        guardian = Reaper(tmp_path, [data])
-        guardian.release()
-        guardian.release()
-        assert beside.poll() is None
+        assert processes_of(str(tmp_path)) == [process.pid]
+        reaper = Reaper(tmp_path, [data])
+        reaper.release()
+        reaper.release()
+        assert process.poll() is None
         assert data.exists()
     finally:
-        beside.kill()
-        beside.wait()
+        process.kill()
+        process.wait()
 
 
-def test_a_reader_of_logs_is_no_process_of_the_run(tmp_path: Path) -> None:
-    """Nor is one that only writes its errors there."""
+def test_a_reader_of_logs_is_not_a_process_of_the_run(tmp_path: Path) -> None:
+    """Nor is a process that only writes its errors there."""
     log = tmp_path / "log"
     with log.open("wb") as file:
         reader = subprocess.Popen(["tail", "-f", str(log)], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=file)

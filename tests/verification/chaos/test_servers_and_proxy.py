@@ -1,4 +1,4 @@
-"""The tools that fault tests rely on do what they say: servers that die and come back, a proxy that misbehaves."""
+"""The tools of the fault tests: servers that are killed and restarted, and a proxy that injects faults."""
 
 from __future__ import annotations
 
@@ -17,52 +17,52 @@ from tools.servers import REDIS_60, SERVERS, find
 pytestmark = pytest.mark.redis
 
 
-def bare(url: str) -> Redis:
-    """A client that neither retries nor waits long."""
+def plain_client(url: str) -> Redis:
+    """A client without retries and with a short timeout."""
     return Redis.from_url(url, retry=None, socket_timeout=2)
 
 
-async def test_a_server_comes_back_under_its_address(make_redis: MakeServer) -> None:
+async def test_a_restarted_server_has_its_address_and_data(make_redis: MakeServer) -> None:
     server = make_redis(appendonly="yes", appendfsync="always")
-    async with bare(server.url) as redis:
+    async with plain_client(server.url) as redis:
         await redis.set("kept", "yes")
     first = server.pid
     server.kill()
-    async with bare(server.url) as redis:
+    async with plain_client(server.url) as redis:
         with pytest.raises(RedisConnectionError):
             await redis.ping()
     server.start()
-    async with bare(server.url) as redis:
+    async with plain_client(server.url) as redis:
         assert await redis.get("kept") == b"yes"
         server.restart()
-    async with bare(server.url) as redis:
+    async with plain_client(server.url) as redis:
         assert await redis.get("kept") == b"yes"
     assert server.pid != first
     server.stop()
     server.stop()
 
 
-async def test_a_stopped_server_answers_nothing_until_it_goes_on(make_redis: MakeServer) -> None:
+async def test_a_paused_server_does_not_answer_until_it_is_resumed(make_redis: MakeServer) -> None:
     server = make_redis()
-    async with bare(server.url) as redis:
+    async with plain_client(server.url) as redis:
         await redis.ping()
         server.pause()
-        asking = asyncio.ensure_future(redis.ping())
-        done, _ = await asyncio.wait([asking], timeout=0.2)
+        ping = asyncio.ensure_future(redis.ping())
+        done, _ = await asyncio.wait([ping], timeout=0.2)
         assert not done
         server.resume()
-        assert await asking
+        assert await ping
 
 
-async def test_old_versions_are_what_they_say(make_redis: MakeServer) -> None:
-    async with bare(make_redis(REDIS_60, maxmemory="50mb").url) as redis:
+async def test_an_old_version_is_the_requested_one(make_redis: MakeServer) -> None:
+    async with plain_client(make_redis(REDIS_60, maxmemory="50mb").url) as redis:
         info = await redis.info()
         assert info["redis_version"] == "6.0.9"
         assert info["maxmemory"] == 50 * 1024 * 1024
 
 
-async def test_a_lost_reply_is_lost_after_the_work_is_done(redis_url: str, namespace: str) -> None:
-    async with bare(redis_url) as direct, Proxy(port_of(redis_url)) as proxy, bare(proxy.url) as redis:
+async def test_a_lost_reply_is_lost_after_the_command_is_applied(redis_url: str, namespace: str) -> None:
+    async with plain_client(redis_url) as direct, Proxy(port_of(redis_url)) as proxy, plain_client(proxy.url) as redis:
         proxy.lose_reply(to=b"INCR")
         await redis.ping()
         with pytest.raises(RedisConnectionError):
@@ -72,15 +72,15 @@ async def test_a_lost_reply_is_lost_after_the_work_is_done(redis_url: str, names
         assert await redis.incr(namespace) == 2
 
 
-async def test_a_stall_holds_everything_and_a_cut_ends_it(redis_url: str) -> None:
-    async with Proxy(port_of(redis_url)) as proxy, bare(proxy.url) as redis:
+async def test_a_stall_blocks_traffic_and_a_cut_ends_connections(redis_url: str) -> None:
+    async with Proxy(port_of(redis_url)) as proxy, plain_client(proxy.url) as redis:
         await redis.ping()
         proxy.stall()
-        asking = asyncio.ensure_future(redis.ping())
-        done, _ = await asyncio.wait([asking], timeout=0.1)
+        ping = asyncio.ensure_future(redis.ping())
+        done, _ = await asyncio.wait([ping], timeout=0.1)
         assert not done
         proxy.flow()
-        assert await asking
+        assert await ping
         assert proxy.connections == 1
         await proxy.cut()
         with pytest.raises(RedisConnectionError):
@@ -90,12 +90,12 @@ async def test_a_stall_holds_everything_and_a_cut_ends_it(redis_url: str) -> Non
             await redis.ping()
         proxy.refuse = False
         proxy.delay_s = 0.05
-        began = asyncio.get_running_loop().time()
+        started = asyncio.get_running_loop().time()
         await redis.ping()
-        assert asyncio.get_running_loop().time() - began >= 0.05
+        assert asyncio.get_running_loop().time() - started >= 0.05
 
 
-async def test_a_client_gives_up_on_a_server_that_does_not_answer(make_redis: MakeServer) -> None:
+async def test_a_client_times_out_on_a_paused_server(make_redis: MakeServer) -> None:
     server = make_redis()
     server.pause()
     async with Redis.from_url(server.url, retry=None, socket_timeout=0.1) as redis:
@@ -103,7 +103,7 @@ async def test_a_client_gives_up_on_a_server_that_does_not_answer(make_redis: Ma
             await redis.ping()
 
 
-def test_every_server_of_the_catalogue_is_here_or_says_how_to_get_it() -> None:
+def test_every_server_is_installed_or_has_instructions() -> None:
     for server in SERVERS:
         assert find(server) is not None or server.how_to_install
     if os.environ.get("CI") == "true":
