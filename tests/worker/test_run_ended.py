@@ -19,7 +19,7 @@ from holdfast.effects import api, functions
 from holdfast.effects.runtime import EffectBatcher
 from holdfast.errors import InvalidOption, LedgerUnavailable
 from holdfast.ledger.port.effects import EffectOutcome, EffectState, EffectStore, Reservation
-from tests.effects.test_effects import break_ledger, effects, settled
+from tests.effects.test_effects import break_ledger, effects, wait_settled
 from tests.worker.support import eventually, working
 
 SOON = Retry(max_retries=3, base=0.01, cap=0.01, jitter=None)
@@ -83,7 +83,7 @@ async def test_a_thread_whose_run_timed_out_cannot_start_an_operation(app: Holdf
         late.run(operations[operation])
 
     async with working(app):
-        await settled(app, await act.submit(), State.FAILED)
+        await wait_settled(app, await act.submit(), State.FAILED)
         await late.finish()
     assert (late.acts, late.errors) == ([], ["RUN_ENDED"])
     assert await effects(app).get([("default", "k")]) == [None]
@@ -131,7 +131,7 @@ async def test_a_run_that_ends_during_a_reservation_releases_the_key(app: Holdfa
     async with working(app):
         job = await act.submit()
         await asyncio.wait_for(reserving.wait(), 20)
-        await settled(app, job, State.FAILED)
+        await wait_settled(app, job, State.FAILED)
         answer.set()
         await late.finish()
 
@@ -169,7 +169,7 @@ async def test_an_async_task_that_swallows_its_cancellation_cannot_start_an_oper
             raise
 
     async with working(app):
-        await settled(app, await stubborn.submit(), State.FAILED)
+        await wait_settled(app, await stubborn.submit(), State.FAILED)
     assert (acts, errors) == ([], ["RUN_ENDED"])
 
 
@@ -188,7 +188,7 @@ async def test_an_effect_in_doubt_in_the_last_attempt_suspends_the_job(
         await ctx.effect("it's", breaks)
 
     async with working(app):
-        info = await settled(app, await act.submit(), State.SUSPENDED)
+        info = await wait_settled(app, await act.submit(), State.SUSPENDED)
         await eventually(lambda: "is suspended: EFFECT_IN_DOUBT" in caplog.text, "the log record")
     assert info.failure is not None
     assert (info.failure.code, info.failure.type) == ("EFFECT_IN_DOUBT", "ConnectionError")
@@ -210,7 +210,7 @@ async def test_a_later_error_of_the_same_run_is_reported_with_the_effect_in_doub
             raise ValueError("and then this") from None
 
     async with working(app):
-        info = await settled(app, await act.submit(), State.SUSPENDED)
+        info = await wait_settled(app, await act.submit(), State.SUSPENDED)
     assert info.failure is not None
     assert "the answer was lost" in info.failure.message
     assert "ValueError: and then this" in info.failure.message
@@ -226,7 +226,7 @@ async def test_without_a_decision_to_make_the_retry_policy_applies(app: Holdfast
         await ctx.effect.options(**policy)("k", breaks)
 
     async with working(app):
-        info = await settled(app, await act.submit(), State.FAILED)
+        info = await wait_settled(app, await act.submit(), State.FAILED)
     assert info.failure is not None
     assert info.failure.code == "TASK_ERROR"
 
@@ -239,7 +239,7 @@ async def test_an_effect_that_runs_when_the_last_attempt_times_out_suspends_the_
         ctx.blocking.effect("k", lambda: late.run(late.act))
 
     async with working(app):
-        info = await settled(app, await act.submit(), State.SUSPENDED)
+        info = await wait_settled(app, await act.submit(), State.SUSPENDED)
         await late.finish()
 
         async def is_done() -> bool:
@@ -263,7 +263,7 @@ async def test_a_group_of_errors_names_every_key_in_doubt(app: Holdfast) -> None
         raise AssertionError("unreachable")
 
     async with working(app):
-        info = await settled(app, await act.submit(), State.SUSPENDED)
+        info = await wait_settled(app, await act.submit(), State.SUSPENDED)
     assert info.failure is not None
     assert "the effect 'one' happened" in info.failure.message
 
@@ -284,7 +284,7 @@ async def test_not_done_does_not_resolve_the_call_before(app: Holdfast) -> None:
         await ctx.effect.options(in_doubt="run_again", not_done=ConnectionRefusedError)("k", act)
 
     async with working(app):
-        await settled(app, await publish.submit(), State.FAILED)
+        await wait_settled(app, await publish.submit(), State.FAILED)
     (effect,) = await effects(app).get([("default", "k")])
     assert effect is not None
     assert (effect.state, len(acts)) == (EffectState.IN_DOUBT, 2)
@@ -334,7 +334,7 @@ async def test_an_effect_stays_in_doubt_when_a_later_reservation_is_released(app
             return effect is None or effect.state is EffectState.IN_DOUBT
 
         await eventually(is_released, "the reservation to be released")
-        info = await settled(app, await careful.submit(), State.SUSPENDED)
+        info = await wait_settled(app, await careful.submit(), State.SUSPENDED)
     assert info.failure is not None
     assert (info.failure.code, len(acts)) == ("EFFECT_IN_DOUBT", 1)
 
@@ -376,15 +376,15 @@ async def test_an_outcome_that_the_ledger_refuses_fails_alone(
 
 
 async def test_an_outage_does_not_split_the_batch(app: Holdfast) -> None:
-    broken = break_ledger(app)
+    faulty_effects = break_ledger(app)
     batch_sizes: list[int] = []
-    real_get = broken.get
+    real_get = faulty_effects.get
 
     async def fail(batch: list[Any]) -> Any:
         batch_sizes.append(len(batch))
         raise LedgerUnavailable("unreachable")
 
-    broken.get = fail  # type: ignore[attr-defined]
+    faulty_effects.get = fail  # type: ignore[attr-defined]
     batcher = EffectBatcher(effects(app))
     results = await asyncio.gather(*(batcher.get("t", str(number)) for number in range(5)), return_exceptions=True)
     assert all(isinstance(answer, LedgerUnavailable) for answer in results)
