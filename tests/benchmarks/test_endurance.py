@@ -109,7 +109,7 @@ def test_the_page_of_a_short_run_makes_no_claim() -> None:
     assert "**Nothing grows.**" in text(endurance, "picture.png")
 
 
-def test_slope_and_floor() -> None:
+def test_the_slope_and_rise_of_a_line_are_exact() -> None:
     line = [(float(at), 3.0 * at) for at in range(20)]
     assert theil_sen(line) == pytest.approx(3)
     assert rise(line) == 3 * 14

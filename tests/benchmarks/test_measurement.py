@@ -65,9 +65,9 @@ def test_every_stage_can_be_run() -> None:
 
 def test_the_page_has_medians_and_ratios() -> None:
     results = Results("2026-11-15T12:00:00+00:00", {"cores": "2"}, {"rounds": 3})
-    for round_number, (ours, theirs) in enumerate([(9_000, 10_000), (12_000, 10_000), (12_000, 10_000)], 1):
-        results.add("audited", OURS_LEDGER, round_number, ours)
-        results.add("audited", PGQUEUER, round_number, theirs)
+    for round_number, (our_rate, peer_rate) in enumerate([(9_000, 10_000), (12_000, 10_000), (12_000, 10_000)], 1):
+        results.add("audited", OURS_LEDGER, round_number, our_rate)
+        results.add("audited", PGQUEUER, round_number, peer_rate)
     results.summarise(Audited.measures)
     text = page([results])
     assert "| until all is recorded, jobs/s | 12,000 | 10,000 |" in text
@@ -81,8 +81,8 @@ def test_a_consumer_is_compared_with_both_faststream_sides() -> None:
     results.summarise(ConsumeKafka.measures)
     console = Console(width=120, record=True, file=StringIO())
     report.print_tables(console, results, [cast(Stage, ConsumeKafka)])
-    ours = next(line for line in console.export_text().splitlines() if OURS_LEDGER in line)
-    assert ours.split()[-4:] == ["9,000", "9,000", "1.50", "3.00"]
+    our_line = next(line for line in console.export_text().splitlines() if OURS_LEDGER in line)
+    assert our_line.split()[-4:] == ["9,000", "9,000", "1.50", "3.00"]
 
 
 async def test_the_rate_is_measured_from_the_first_finished_job() -> None:

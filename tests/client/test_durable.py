@@ -163,7 +163,7 @@ async def test_a_durable_submission_without_a_ledger_is_an_error() -> None:
     assert engine.calls == 0
 
 
-# Intake -------------------------------------------------------------------------------------------
+# Intake ------------------------------------------------------------------------------------------
 
 
 async def test_an_engine_that_lost_its_data_gets_its_keys_before_it_accepts_jobs() -> None:
@@ -235,7 +235,7 @@ async def test_an_unusable_ledger_does_not_stop_intake(
     assert "without the idempotency keys of the ledger" in caplog.text
 
 
-async def test_closing_raises_not_durable_yet_in_waiting_callers() -> None:
+async def test_closing_the_submitter_ends_durable_waits() -> None:
     engine, ledger = Engine(), Ledger()
     ledger.records_all = False
     submitter = BatchingSubmitter(engine, ledger, durable_timeout_s=60)  # type: ignore[arg-type]
@@ -261,7 +261,7 @@ async def test_submit_fails_if_the_reader_is_detached_repeatedly(monkeypatch: py
         await make_submitter(engine, Ledger()).submit(envelope(durable=False))
 
 
-# Real stores----------------------------------------------------------------------------------------
+# Real stores -------------------------------------------------------------------------------------
 
 
 async def test_every_embedded_submission_is_durable(tmp_path: Path) -> None:

@@ -163,9 +163,9 @@ async def test_jobs_can_be_submitted_by_task_name(app: Holdfast, url: str) -> No
     with pytest.raises(InvalidPayload):
         await app.submit_raw("work", b'{"number": "x"}')
     async with Holdfast(url) as sender:
-        assert (await sender.submit_raw("whatever", b"{}")).queue == "default"
+        assert (await sender.submit_raw("unregistered", b"{}")).queue == "default"
         with pytest.raises(InvalidPayload, match="cannot be read as JSON"):
-            await sender.submit_raw("whatever", b"{")
+            await sender.submit_raw("unregistered", b"{")
 
 
 async def test_concurrent_submissions_share_calls(url: str, faults: Faults) -> None:

@@ -115,7 +115,7 @@ async def test_concurrent_upserts_make_one_document(client: AsyncMongoClient[Any
     assert await orders.count_documents({}) == 1
 
 
-async def test_a_unique_index_is_made(client: AsyncMongoClient[Any]) -> None:
+async def test_a_unique_index_is_created(client: AsyncMongoClient[Any]) -> None:
     await upsert_once(client.shop.orders, "k", {"total": 1})
     indexes = await client.shop.orders.index_information()
     assert any(index.get("unique") and len(index["key"]) == 2 for index in indexes.values()), indexes

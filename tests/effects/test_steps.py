@@ -83,7 +83,7 @@ async def test_a_recorded_step_does_not_run_again(app: Holdfast) -> None:
     assert runs == ["write", "check"] * 2
 
 
-async def test_steps_of_a_plain_task(app: Holdfast) -> None:
+async def test_a_recorded_step_of_a_plain_task_does_not_run_again(app: Holdfast) -> None:
     runs: list[str] = []
 
     def write(title: str) -> Draft:
@@ -258,7 +258,7 @@ async def test_a_short_sleep_is_waited_for_and_not_repeated(app: Holdfast) -> No
         assert await (await nap.submit()).result(60) == 2
 
 
-async def test_a_long_sleep_on_a_real_worker(app: Holdfast) -> None:
+async def test_a_long_sleep_ends_the_attempt_on_a_real_worker(app: Holdfast) -> None:
     @app.task
     async def nap(ctx: Context) -> int:
         await ctx.sleep(1.2)

@@ -65,7 +65,7 @@ class Late:
         await eventually(self.ended.is_set, "the thread to end")
 
 
-# An ended run --------------------------------------------------------------------------------------
+# An ended run ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("operation", ["effect", "step", "sleep"])
@@ -173,7 +173,7 @@ async def test_an_async_task_that_swallows_its_cancellation_cannot_start_an_oper
     assert (acts, errors) == ([], ["RUN_ENDED"])
 
 
-# In doubt ------------------------------------------------------------------------------------------
+# In doubt ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", [{"retry": NEVER}, {"fatal_on": ConnectionError}])
@@ -268,7 +268,7 @@ async def test_a_group_of_errors_names_every_key_in_doubt(app: Holdfast) -> None
     assert "the effect 'one' happened" in info.failure.message
 
 
-# Keys in doubt that run again --------------------------------------------------------------------------
+# Keys in doubt that run again --------------------------------------------------------------------
 
 
 async def test_not_done_does_not_resolve_the_call_before(app: Holdfast) -> None:
@@ -339,7 +339,7 @@ async def test_an_effect_stays_in_doubt_when_a_later_reservation_is_released(app
     assert (info.failure.code, len(acts)) == ("EFFECT_IN_DOUBT", 1)
 
 
-# Batches -------------------------------------------------------------------------------------------
+# Batches -----------------------------------------------------------------------------------------
 
 
 async def test_ttl_has_a_limit(app: Holdfast) -> None:
@@ -392,7 +392,7 @@ async def test_an_outage_does_not_split_the_batch(app: Holdfast) -> None:
     assert real_get is not None
 
 
-# Edge cases-----------------------------------------------------------------------------------------
+# Edge cases --------------------------------------------------------------------------------------
 
 
 async def test_a_result_that_arrives_as_the_wait_ends_is_returned(
