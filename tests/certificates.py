@@ -1,4 +1,4 @@
-"""An authority and a server's certificate, made for one test."""
+"""A certificate authority and a server certificate for one test."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cryptography.x509.oid import NameOID
 
 
 class Certificates(NamedTuple):
-    """PEM files: whom to trust, and what a server on this machine shows."""
+    """PEM files: the authority, and the certificate and key of a server on this machine."""
 
     ca: Path
     certificate: Path
@@ -22,7 +22,7 @@ class Certificates(NamedTuple):
 
 
 def make_certificates(folder: Path) -> Certificates:
-    """For `localhost` and 127.0.0.1, good for a day."""
+    """Make certificates for `localhost` and 127.0.0.1 that are valid for a day."""
     folder.mkdir(parents=True, exist_ok=True)
     authority_key, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
     authority = _name("holdfast test authority")

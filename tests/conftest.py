@@ -1,4 +1,4 @@
-"""Servers and harnesses for all tests. Servers start when a test first asks for one, and serve the whole session."""
+"""Servers and fixtures for all tests. A server starts with the first test that needs it and runs for the session."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytest.register_assert_rewrite(
     "holdfast.testing.contract", "holdfast.core.history", "holdfast.testing.state_machine", "holdfast.testing.model"
 )
 
-#: A Redis that is there already, used instead of one of our own; tests that kill servers start theirs all the same.
+#: URL of a running Redis to use instead of a started one; tests that kill servers always start their own.
 REDIS_URL_VARIABLE: Final = "HOLDFAST_TEST_REDIS_URL"
 
 #: Fixtures that start a broker, which takes seconds.
@@ -50,7 +50,7 @@ class Servers:
 
     def get(self, server: Server) -> RedisServer:
         if server.name not in self._started:
-            # A backlog of a test run is not worth a save.
+            # Without persistence: the data of a test run is not kept.
             started = RedisServer(find_server(server), self._folder / server.name)
             started.start()
             self._started[server.name] = started
@@ -76,7 +76,7 @@ def redis_url(servers: Servers) -> str:
 
 @pytest.fixture(scope="session")
 def redis_62_url(servers: Servers) -> str:
-    """A shared Redis 6.2: XAUTOCLAIM as it was first."""
+    """A shared Redis 6.2, the first version with XAUTOCLAIM."""
     return servers.get(REDIS_62).url
 
 
@@ -88,7 +88,7 @@ def redis_60_url(servers: Servers) -> str:
 
 @pytest.fixture
 def make_redis(tmp_path: Path) -> Iterator[MakeServer]:
-    """Servers of a test's own, to be killed, stopped, filled and restarted: `make_redis(appendonly="yes")`."""
+    """Servers of one test, which may kill, stop, fill and restart them: `make_redis(appendonly="yes")`."""
     made: list[RedisServer] = []
 
     def make(server: Server = REDIS, **options: str) -> RedisServer:
@@ -105,7 +105,7 @@ def make_redis(tmp_path: Path) -> Iterator[MakeServer]:
 
 @pytest.fixture(scope="session")
 def sentinel_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A shared Redis behind sentinels that are too patient to fail over on a busy machine."""
+    """A shared Redis behind sentinels whose timeout is too long to fail over on a busy machine."""
     topology = SentinelRedis(tmp_path_factory.mktemp("sentinel"), binary=find_server(REDIS), down_after_ms=60_000)
     with _running(topology):
         yield topology.url
@@ -122,7 +122,7 @@ def cluster_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def make_sentinel(tmp_path: Path) -> Iterator[MakeSentinel]:
-    """Of a test's own, to be killed: `make_sentinel(REDIS_60, aof=True, options={"min-replicas-to-write": "1"})`."""
+    """Owned by one test: `make_sentinel(REDIS_60, aof=True, options={"min-replicas-to-write": "1"})`."""
     with ExitStack() as running:
 
         def make(server: Server = REDIS, **settings: Any) -> SentinelRedis:
@@ -135,7 +135,7 @@ def make_sentinel(tmp_path: Path) -> Iterator[MakeSentinel]:
 
 @pytest.fixture
 def make_cluster(tmp_path: Path) -> Iterator[MakeCluster]:
-    """Of a test's own, to be killed: `make_cluster(masters=3, replicas=1)`."""
+    """Owned by one test: `make_cluster(masters=3, replicas=1)`."""
     with ExitStack() as running:
 
         def make(server: Server = REDIS, **settings: Any) -> ClusterRedis:
@@ -163,7 +163,7 @@ def _new_folder(parent: Path, name: str) -> Path:
 
 @pytest.fixture(scope="session")
 def postgres_server() -> Iterator[PostgresServer]:
-    """A shared PostgreSQL, without fsync: tests that kill it have one of their own."""
+    """A shared PostgreSQL without fsync. Tests that kill a server use `make_postgres`."""
     server = PostgresServer(find_server(POSTGRES), {"max_connections": "200"}, fsync=False)
     try:
         server.start()
@@ -174,13 +174,13 @@ def postgres_server() -> Iterator[PostgresServer]:
 
 @pytest.fixture(scope="session")
 def databases(postgres_server: PostgresServer) -> Databases:
-    """Databases with the ledger's tables, empty."""
+    """Empty databases with the ledger's tables."""
     return Databases(postgres_server, migrate)
 
 
 @pytest.fixture
 def empty_postgres_url(postgres_server: PostgresServer) -> Iterator[str]:
-    """A database of this test's own, with nothing in it."""
+    """An empty database for one test, without the ledger's tables."""
     name = f"test_{secrets.token_hex(6)}"
     postgres_server.execute(f"CREATE DATABASE {name} TEMPLATE template0")
     yield postgres_server.url_of(name)
@@ -189,22 +189,24 @@ def empty_postgres_url(postgres_server: PostgresServer) -> Iterator[str]:
 
 @pytest.fixture
 def postgres_url(databases: Databases) -> Iterator[str]:
-    """A database of this test's own, with the ledger's tables."""
+    """A database for one test, with the ledger's tables."""
     with databases.borrow() as url:
         yield url
 
 
 @pytest.fixture(scope="module")
 def make_postgres_database(databases: Databases) -> Iterator[Callable[[], str]]:
-    """Databases with the ledger's tables that a file's tests share."""
+    """Databases with the ledger's tables, shared by the tests of a module."""
     with ExitStack() as borrowed:
         yield lambda: borrowed.enter_context(databases.borrow())
 
 
 @pytest.fixture
 def make_postgres() -> Iterator[MakePostgres]:
-    """Servers of a test's own, with the ledger's tables in database `postgres`, to be killed, stopped, filled and
-    restarted: `make_postgres(max_connections="10")`. They fsync, unless asked not to."""
+    """Servers of one test, which may kill, stop, fill and restart them: `make_postgres(max_connections="10")`.
+
+    The database `postgres` has the ledger's tables. They fsync unless `fsync=False`.
+    """
     made: list[PostgresServer] = []
 
     def make(*, fsync: bool = True, migrated: bool = True, **options: str) -> PostgresServer:
@@ -222,7 +224,7 @@ def make_postgres() -> Iterator[MakePostgres]:
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def ledger_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Both kinds of ledger that have a store of their own, one after the other."""
+    """Each kind of ledger with a separate store."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'ledger.db'}"
     url: str = request.getfixturevalue("postgres_url")
@@ -230,7 +232,7 @@ def ledger_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def migrate(url: str) -> None:
-    """Give a database the ledger's tables."""
+    """Create the ledger's tables in a database."""
 
     async def create() -> None:
         store = migration_store(url)
@@ -250,7 +252,7 @@ def namespace() -> str:
 
 @pytest.fixture(params=["sqlite", "redis"])
 def engine_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Both engines, one after the other, for tests that go through the public API."""
+    """Each engine, for tests of the public API."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'holdfast.db'}"
     url: str = request.getfixturevalue("redis_url")
@@ -258,18 +260,18 @@ def engine_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def pytest_configure() -> None:
-    """Before anything is collected: modules of tests read the environment, and every child process inherits it."""
+    """Normalise before collection: test modules read the environment, and child processes inherit it."""
     normalise()
 
 
 def pytest_collection_finish() -> None:
-    """What is loaded now stays: the collector of garbage need not go through all of it again and again."""
+    """Exclude what is loaded by now from garbage collection: it lives until the process ends."""
     gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests with brokers of their own are marked as such: fewer processes run them, so that fewer brokers start."""
+    """Mark tests that start a broker: fewer processes run them, so fewer brokers start."""
     for item in items:
         if not _BROKERS.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.brokers)

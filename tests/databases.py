@@ -1,7 +1,7 @@
-"""Databases that tests use one after the other.
+"""Reuses databases between tests.
 
-To make one from a template and to drop it costs PostgreSQL more than most tests do; to empty its tables costs a tenth
-of that. A database that is not as it was made, but for its rows, is dropped.
+Creating a database from a template and dropping it takes PostgreSQL longer than most tests run; emptying its tables
+takes a tenth of that. A database whose schema or settings a test has changed is dropped.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import asyncpg
 from holdfast.verification.chaos.servers import PostgresServer, in_own_loop
 
 _TEMPLATE: Final = "holdfast_template"
-#: What the migrations have written.
+#: Table that the migrations write to.
 _VERSION: Final = "holdfast_version"
 
-#: Who is still connected is from the test that has ended; this waits until they have gone.
+#: Ends connections that the finished test has left open, and waits until they are closed.
 _END_OTHERS: Final = """
     SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity
     WHERE datname = current_database() AND pid <> pg_backend_pid()
 """
 
-#: Tables, columns, indexes, constraints, triggers, functions and settings, and which version that is.
+#: Hash of tables, columns, indexes, constraints, triggers, functions, settings and schema version.
 _SHAPE: Final = f"""
     SELECT md5(string_agg(line, chr(10) ORDER BY line)) FROM (
         SELECT concat_ws(' ', c.relkind, n.nspname, c.relname, a.attname, format_type(a.atttypid, a.atttypmod),
@@ -49,18 +49,18 @@ _SHAPE: Final = f"""
 
 
 class Databases:
-    """Hands them out empty, and empties them when they come back. One process."""
+    """A pool of empty databases for one process. Databases are emptied when they are returned."""
 
     def __init__(self, server: PostgresServer, migrate: Callable[[str], None]) -> None:
         self._server = server
         self._free: list[str] = []
         server.execute(f"CREATE DATABASE {_TEMPLATE}")
         migrate(server.url_of(_TEMPLATE))
-        self._tables, self._shape = in_own_loop(self._look)
+        self._tables, self._shape = in_own_loop(self._read_template)
 
     @contextmanager
     def borrow(self) -> Iterator[str]:
-        """The address of an empty one."""
+        """Yield the URL of an empty database."""
         name = self._free.pop() if self._free else self._make()
         yield self._server.url_of(name)
         if in_own_loop(lambda: self._empty(name)):
@@ -73,29 +73,31 @@ class Databases:
         self._server.execute(f"CREATE DATABASE {name} TEMPLATE {_TEMPLATE}")
         return name
 
-    async def _look(self) -> tuple[list[str], str]:
+    async def _read_template(self) -> tuple[list[str], str]:
         connection = await asyncpg.connect(self._server.url_of(_TEMPLATE))
         try:
             rows = await connection.fetch("SELECT tablename FROM pg_tables WHERE schemaname = 'public' ORDER BY 1")
             tables = [row[0] for row in rows if row[0] != _VERSION]
             for table in tables:
-                written = await connection.fetchval(f'SELECT count(*) FROM "{table}"')
-                assert written == 0, f"a migration writes {written} rows to {table}: they would be lost between tests"
+                rows_written = await connection.fetchval(f'SELECT count(*) FROM "{table}"')
+                assert rows_written == 0, (
+                    f"a migration writes {rows_written} rows to {table}: they would be lost between tests"
+                )
             return tables, await _shape(connection)
         finally:
             await connection.close()
 
     async def _empty(self, name: str) -> bool:
-        """Whether it is as it was made."""
+        """Empty the tables. Return False if the schema or the settings have changed."""
         connection = await asyncpg.connect(self._server.url_of(name))
         try:
             await connection.execute(_END_OTHERS)
             if await _shape(connection) != self._shape:
                 return False
-            filled = " UNION ALL ".join(
+            find_filled = " UNION ALL ".join(
                 f"SELECT '{table}' WHERE EXISTS (SELECT FROM \"{table}\")" for table in self._tables
             )
-            if tables := [f'"{row[0]}"' for row in await connection.fetch(filled)]:
+            if tables := [f'"{row[0]}"' for row in await connection.fetch(find_filled)]:
                 await connection.execute(f"TRUNCATE {', '.join(tables)} RESTART IDENTITY CASCADE")
             return True
         finally:

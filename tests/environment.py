@@ -1,8 +1,8 @@
 """Makes the test process independent of how and where it was started.
 
-A shell's background job inherits an ignored SIGINT, a service manager blocked signals, a developer's terminal its
-`HOLDFAST_URL`, its width and its colours. Child processes inherit all of it in turn, so it is put right once, before
-the first test is collected: in the controlling process and in each of pytest-xdist's.
+A background job of a shell inherits an ignored SIGINT, a service may inherit blocked signals, a terminal sets
+`HOLDFAST_URL`, width and colours. Child processes inherit all of it, so it is reset once before the first test is
+collected: in the controlling process and in each pytest-xdist worker.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import os
 import signal
 from typing import Final
 
-#: Signals that tests send to programs, which do not react to a signal that they inherited as ignored.
+#: Signals that tests send to programs. A program that inherits one as ignored does not react to it.
 _SENT: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-#: What tests may read from outside: where servers are.
+#: Prefix of variables that tests read: the URLs of servers.
 _KEPT_PREFIX: Final = "HOLDFAST_TEST_"
 #: Prefixes of variables that choose a store, an account or an exporter.
 _DROPPED_PREFIXES: Final = ("HOLDFAST_", "OTEL_", "PG", "AWS_")
@@ -33,12 +33,12 @@ _DROPPED: Final = frozenset(
         "TTY_INTERACTIVE",
     }
 )
-#: Servers of the tests are reached directly, whatever proxy leads to the packages.
+#: Hosts of test servers: reached directly even if a proxy is set for package downloads.
 _DIRECT: Final = "127.0.0.1,localhost,::1"
 
 
 def normalise() -> None:
-    """Put signals and variables into the state that the tests are written for."""
+    """Reset signals and variables to the state that the tests expect."""
     _reset_signals()
     _reset_variables()
 

@@ -1,9 +1,8 @@
-"""`holdfast …` as a process of its own, without the half second that Python takes to load the program.
+"""`holdfast …` as a separate process, without the half second that Python takes to load the program.
 
-One process has loaded it, and forks for each call; the copy then becomes a child of the test, to be waited for,
-signalled, stopped and killed as any other. It has its own arguments, folder, environment and files. What it does not
-show is that a module is missing or cannot be loaded, and how it behaves at a terminal: for that there are tests which
-start `python -m holdfast` itself.
+One process loads it and forks for each call. The copy becomes a child of the test, which can wait for it, signal it,
+stop it and kill it like any other. It has its own arguments, folder, environment and files. It does not detect that a
+module is missing or cannot be loaded, and does not run at a terminal: other tests start `python -m holdfast` for that.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from typing import Any, Final
 
 import holdfast
 
-#: How a call begins that can be forked.
+#: First arguments of a call that can be forked.
 PROGRAM: Final = (sys.executable, "-m", "holdfast")
 _ROOT: Final = Path(__file__).resolve().parent.parent
 _SOURCE: Final = str(Path(holdfast.__file__).resolve().parent.parent)
 _REQUEST_BYTES: Final = 1024 * 1024
 _PR_SET_CHILD_SUBREAPER: Final = 36
-#: What the commands load when they are called.
+#: Modules that the commands load when they are called.
 _LOADED: Final = (
     "uvloop",
     "holdfast.engine.redis.engine",
@@ -47,13 +46,13 @@ _LOADED: Final = (
 
 
 def start(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-    """As `subprocess.Popen`; forked if it is the program that is called, and `Popen` is as we know it from inside."""
+    """Like `subprocess.Popen`. Forks if the command is `PROGRAM` and the internals of `Popen` are the known ones."""
     forks = tuple(command[:3]) == PROGRAM and sys.platform == "linux" and sys.version_info[:2] == (3, 11)
     return _Forked(list(command), **options) if forks else subprocess.Popen(command, **options)
 
 
 def run(command: Sequence[str], *, timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:
-    """As `subprocess.run`, with its output as text."""
+    """Like `subprocess.run`, with its output as text."""
     with start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as process:
         try:
             out, errors = process.communicate(timeout=timeout)
@@ -63,10 +62,10 @@ def run(command: Sequence[str], *, timeout: float, **options: Any) -> subprocess
 
 
 class _Forked(subprocess.Popen[Any]):
-    """Only the beginning differs."""
+    """A process that is started by the fork server; only the start differs from `Popen`."""
 
     def _execute_child(self, args: list[str], *more: Any) -> None:
-        # As `Popen` passes them on: `cwd`, `env`, both ends of three pipes (-1: there is none), `start_new_session`.
+        # In the order of `Popen`: `cwd`, `env`, both ends of three pipes (-1: no pipe), `start_new_session`.
         folder, environment, pipes, new_session = more[4], more[5], more[9:15], more[20]
         request = {
             "words": args[3:],
@@ -75,21 +74,21 @@ class _Forked(subprocess.Popen[Any]):
             "new_session": bool(new_session),
         }
         files = [number if end == -1 else end for number, end in enumerate((pipes[0], pipes[3], pipes[5]))]
-        self.pid = _mother().fork(request, files)
+        self.pid = _get_fork_server().fork(request, files)
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
 
-class _Mother:
-    """The process that forks, as seen from here. It ends with this one."""
+class _ForkServer:
+    """Client of the process that forks. The process ends with this one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        self._channel, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with other_end:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-m", __name__, str(other_end.fileno())],
+                pass_fds=[other_end.fileno()],
                 cwd=_ROOT,
                 env=os.environ | {"PYTHONPATH": _SOURCE},
                 stdin=subprocess.DEVNULL,
@@ -98,14 +97,14 @@ class _Mother:
 
     def fork(self, request: dict[str, Any], files: list[int]) -> int:
         with self._lock:
-            # An orphan goes to its nearest ancestor that takes orphans: for this moment, we do.
-            _take_orphans(True)
+            # The kernel gives an orphan to its nearest ancestor that is a subreaper: this process during the fork.
+            _set_subreaper(True)
             try:
                 socket.send_fds(self._channel, [json.dumps(request).encode()], files)
                 answer = self._channel.recv(32)
             finally:
-                _take_orphans(False)
-        assert answer, "the process that forks is gone"
+                _set_subreaper(False)
+        assert answer, "the fork server has ended"
         return int(answer)
 
     def _end(self) -> None:
@@ -114,30 +113,30 @@ class _Mother:
 
 
 @cache
-def _mother() -> _Mother:
-    return _Mother()
+def _get_fork_server() -> _ForkServer:
+    return _ForkServer()
 
 
-def _take_orphans(yes: bool) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(yes), 0, 0, 0):
+def _set_subreaper(enabled: bool) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(enabled), 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl")
 
 
-# In the other process --------------------------------------------------------------------------------
+# In the fork server ----------------------------------------------------------------------------------
 
 
 def serve(channel: socket.socket) -> None:
-    """Fork at every request until nobody asks any more. Comes back in the copies too, at the end of the program."""
+    """Fork for each request until the channel is closed. Also returns in each copy, when its program has ended."""
     _load()
-    # Ctrl-C at a terminal is meant for the tests.
+    # Ctrl-C at a terminal is for the test process only.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
-        told, files, _, _ = socket.recv_fds(channel, _REQUEST_BYTES, 3)
-        if not told:
+        message, files, _, _ = socket.recv_fds(channel, _REQUEST_BYTES, 3)
+        if not message:
             return
         child = _fork_orphan()
         if child is None:
-            _become(json.loads(told), files)
+            _run_program(json.loads(message), files)
             return
         for file in files:
             os.close(file)
@@ -155,10 +154,10 @@ def _load() -> None:
 
 
 def _fork_orphan() -> int | None:
-    """The new process, whose parent has ended already; None in it."""
+    """Return the pid of the new process, whose parent has already ended; None in the new process."""
     reading, writing = os.pipe()
-    between = os.fork()
-    if not between:
+    intermediate = os.fork()
+    if not intermediate:
         child = os.fork()
         if not child:
             return None
@@ -167,12 +166,12 @@ def _fork_orphan() -> int | None:
     child = int(os.read(reading, 32))
     os.close(reading)
     os.close(writing)
-    os.waitpid(between, 0)
+    os.waitpid(intermediate, 0)
     return child
 
 
-def _become(request: dict[str, Any], files: list[int]) -> None:
-    """The program, called so."""
+def _run_program(request: dict[str, Any], files: list[int]) -> None:
+    """Run the program with the arguments, folder, environment and files of the request."""
     for number, file in enumerate(files):
         os.dup2(file, number)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
@@ -182,7 +181,7 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # In the place of what the process that forks was started with: its folder and the sources.
+    # Replaces the fork server's own entries: its folder and the sources.
     sys.path[:2] = [request["folder"], *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     sys.argv[1:] = request["words"]
     runpy.run_module("holdfast", run_name="__main__", alter_sys=True)

@@ -1,29 +1,29 @@
-"""Processes seen from outside: which ones a process has started, and whether one still runs."""
+"""Reads /proc: the children of a process, and whether a process still runs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-#: Fields of /proc/PID/stat behind the name, which may hold anything.
+#: Fields of /proc/PID/stat after the name, which may contain any character.
 _STATE, _STARTED_AT = 0, 19
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """A process and when it started: numbers are used again, within minutes on a busy machine."""
+    """A pid and its start time: pids are reused, within minutes on a busy machine."""
 
     pid: int
     started_at: str
 
     @classmethod
     def of(cls, pid: int) -> ProcessId:
-        """The process that has this number now; raises `ProcessLookupError` if there is none."""
+        """Return the process that has this pid now. Raises `ProcessLookupError` if there is none."""
         return cls(pid, _stat(pid)[_STARTED_AT])
 
     @classmethod
     def parse(cls, text: str) -> ProcessId:
-        """What `str` gave, in this process or in another one."""
+        """Parse the output of `str`, of this process or another one."""
         pid, started_at = text.split()
         return cls(int(pid), started_at)
 
@@ -31,7 +31,7 @@ class ProcessId:
         return f"{self.pid} {self.started_at}"
 
     def is_running(self) -> bool:
-        """Ended processes whose parent has not waited for them yet do not run."""
+        """Return False for zombies: ended processes whose parent has not waited for them."""
         try:
             stat = _stat(self.pid)
         except ProcessLookupError:
@@ -40,7 +40,7 @@ class ProcessId:
 
 
 def children(pid: int) -> list[ProcessId]:
-    """What the process's main thread has started and that still runs."""
+    """Return the children that the main thread of a process has started and that still run."""
     found: list[ProcessId] = []
     for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         try:

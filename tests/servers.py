@@ -1,4 +1,4 @@
-"""Where the tests find their servers, and what becomes of a test whose server is not there."""
+"""Finds server binaries for tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tools.servers import Server, find
 
 
 def find_server(server: Server) -> Path:
-    """The server's binary; without it the test fails in CI, and is skipped elsewhere."""
+    """Return the server's binary. If it is missing, the test fails in CI and is skipped elsewhere."""
     binary = find(server)
     if binary is not None:
         return binary

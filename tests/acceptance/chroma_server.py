@@ -1,4 +1,4 @@
-"""A Chroma server for tests, and what is in it. Not started, it is a port at which nobody answers."""
+"""A Chroma server for tests, with access to its records. Before it is started, its port is closed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COLLECTIONS = "/api/v2/tenants/default_tenant/databases/default_database/collec
 
 
 class ChromaServer(ServerProcess):
-    """`chroma run`, from the library that is all of it."""
+    """`chroma run`, from the library that contains the whole server."""
 
     _ready_within_s = 30.0
 
@@ -29,33 +29,33 @@ class ChromaServer(ServerProcess):
         super().start()
 
     def count(self, collection: str = "knowledge") -> int:
-        """How many records there are."""
+        """Count the records of a collection."""
         with self._client() as http:
             found = [each["id"] for each in http.get(_COLLECTIONS).json() if each["name"] == collection]
             return int(http.get(f"{_COLLECTIONS}/{found[0]}/count").text) if found else 0
 
     def records(self, document_id: str, collection: str = "knowledge") -> list[str]:
-        """The texts of a document, in order of their ids."""
+        """Return the texts of a document, in order of their ids."""
         with self._client() as http:
             [found] = [each["id"] for each in http.get(_COLLECTIONS).json() if each["name"] == collection]
-            wanted: dict[str, Any] = {"where": {"document_id": document_id}, "include": ["documents"]}
-            told = http.post(f"{_COLLECTIONS}/{found}/get", json=wanted).json()
-        return [text for _, text in sorted(zip(told["ids"], told["documents"], strict=True))]
+            query: dict[str, Any] = {"where": {"document_id": document_id}, "include": ["documents"]}
+            response = http.post(f"{_COLLECTIONS}/{found}/get", json=query).json()
+        return [text for _, text in sorted(zip(response["ids"], response["documents"], strict=True))]
 
     def _client(self) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=10, trust_env=False)
 
     def _launch(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
-        words = ["--path", str(self.folder / "data"), "--host", "127.0.0.1", "--port", str(self.port)]
+        options = ["--path", str(self.folder / "data"), "--host", "127.0.0.1", "--port", str(self.port)]
         environment = {
             **os.environ,
             "HOME": str(self.folder),
             "PYTHONPATH": str(self.binary.parents[1]),
             "ANONYMIZED_TELEMETRY": "false",
         }
-        # Coverage has no business in it.
+        # The server must not record coverage.
         environment = {name: value for name, value in environment.items() if not name.startswith("COVERAGE_")}
-        command = [sys.executable, "-S", "-c", _RUN, *words]
+        command = [sys.executable, "-S", "-c", _RUN, *options]
         return subprocess.Popen(
             command, env=environment, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log
         )

@@ -1,4 +1,4 @@
-"""The example `knowledge_ingest` as it is deployed: every part a process of its own, on real stores."""
+"""The example `knowledge_ingest` as it is deployed: every part a separate process, on real stores."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 import httpx
 
 from holdfast.verification.chaos.servers import free_port
-from tests.acceptance.workflow_deployment import EXAMPLES, PATIENCE_S, until
+from tests.acceptance.workflow_deployment import EXAMPLES, TIMEOUT_S, wait_until
 from tools.servers import MINILM, MINILM_TOKENS, find
 
 FOLDER = EXAMPLES / "knowledge_ingest"
 APP = f"{FOLDER / 'tasks.py'}:app"
 
 
-class Knowledge:
-    """One deployment. The files of the model have to be there."""
+class KnowledgeDeployment:
+    """One deployment. The files of the model must be installed."""
 
     def __init__(self, folder: Path, redis_url: str, ledger_url: str, chroma_url: str, **settings: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -40,16 +40,24 @@ class Knowledge:
     # Processes -------------------------------------------------------------------------------------
 
     def start_web(self) -> None:
-        words = ["knowledge_ingest.web:web", "--host", "127.0.0.1", "--port", str(self.port), "--log-level", "warning"]
-        self._spawn("web", "-m", "uvicorn", *words)
+        arguments = [
+            "knowledge_ingest.web:web",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self.port),
+            "--log-level",
+            "warning",
+        ]
+        self._spawn("web", "-m", "uvicorn", *arguments)
 
-    def start(self, *words: str, **settings: str) -> None:
-        """One of holdfast's commands that stay."""
-        self._spawn(words[0], "-m", "holdfast", *words, **settings)
+    def start(self, *arguments: str, **settings: str) -> None:
+        """Start a holdfast command that keeps running."""
+        self._spawn(arguments[0], "-m", "holdfast", *arguments, **settings)
 
-    def holdfast(self, *words: str) -> str:
-        """What a command that ends has said."""
-        command = [sys.executable, "-m", "holdfast", *words]
+    def holdfast(self, *arguments: str) -> str:
+        """Run a holdfast command to its end. Return its output."""
+        command = [sys.executable, "-m", "holdfast", *arguments]
         done = subprocess.run(
             command, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=60
         )
@@ -69,45 +77,49 @@ class Knowledge:
             # pytest shows it if the test has failed.
             print(f"--- {log}\n{log.read_text(errors='replace')[-6000:]}")
 
-    def _spawn(self, name: str, *words: str, **settings: str) -> None:
+    def _spawn(self, name: str, *arguments: str, **settings: str) -> None:
         with (self.folder / f"{name}.log").open("ab") as log:
             self._processes.append(
                 subprocess.Popen(
-                    [sys.executable, *words], cwd=self.folder, env=self.environment | settings, stdout=log, stderr=log
+                    [sys.executable, *arguments],
+                    cwd=self.folder,
+                    env=self.environment | settings,
+                    stdout=log,
+                    stderr=log,
                 )
             )
 
-    # Doors -----------------------------------------------------------------------------------------
+    # Clients ---------------------------------------------------------------------------------------
 
-    def upload(self, text: str, **about: str) -> dict[str, Any]:
+    def upload(self, text: str, **fields: str) -> dict[str, Any]:
         with self._client() as http:
-            answer = http.post("/api/knowledge/documents/upload-async", json={"text": text, **about})
-        assert answer.status_code == 202, answer.text
-        accepted: dict[str, Any] = answer.json()
+            response = http.post("/api/knowledge/documents/upload-async", json={"text": text, **fields})
+        assert response.status_code == 202, response.text
+        accepted: dict[str, Any] = response.json()
         return accepted
 
     def task(self, task_id: str) -> dict[str, Any]:
         with self._client() as http:
-            answer = http.get(f"/api/knowledge/tasks/{task_id}")
-        assert answer.status_code == 200, answer.text
-        told: dict[str, Any] = answer.json()
-        return told
+            response = http.get(f"/api/knowledge/tasks/{task_id}")
+        assert response.status_code == 200, response.text
+        task: dict[str, Any] = response.json()
+        return task
 
-    def reach(self, task_id: str, status: str) -> dict[str, Any]:
-        """The task, once it is there."""
+    def wait_status(self, task_id: str, status: str) -> dict[str, Any]:
+        """Wait until the task has this status. Return the task."""
 
-        def there() -> dict[str, Any] | None:
-            told = self.task(task_id)
-            return told if told["status"] == status else None
+        def find_task() -> dict[str, Any] | None:
+            task = self.task(task_id)
+            return task if task["status"] == status else None
 
-        found: dict[str, Any] = until(there, f"the task to be {status}")
+        found: dict[str, Any] = wait_until(find_task, f"the task to be {status}")
         return found
 
-    def answers(self, question: str) -> list[dict[str, Any]]:
-        """What is found for a question, the best first."""
-        answer = self.get("/api/knowledge/search", q=question)
-        assert answer.status_code == 200, answer.text
-        results: list[dict[str, Any]] = answer.json()["results"]
+    def search(self, question: str) -> list[dict[str, Any]]:
+        """Return the search results for a question, the best first."""
+        response = self.get("/api/knowledge/search", q=question)
+        assert response.status_code == 200, response.text
+        results: list[dict[str, Any]] = response.json()["results"]
         return results
 
     def get(self, path: str, **parameters: str) -> httpx.Response:
@@ -115,10 +127,10 @@ class Knowledge:
             return http.get(path, params=parameters)
 
     def wait_for_web(self) -> None:
-        until(self._web_is_up, "the web server")
+        wait_until(self._web_is_up, "the web server")
 
     def _client(self) -> httpx.Client:
-        return httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=PATIENCE_S, trust_env=False)
+        return httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=TIMEOUT_S, trust_env=False)
 
     def _web_is_up(self) -> bool:
         try:

@@ -1,4 +1,4 @@
-"""TLS and credentials (requirement T10): Redis as engine and as broker, PostgreSQL; rotated without losing anything."""
+"""TLS and credentials (requirement T10): Redis as engine and broker, PostgreSQL; rotation without loss."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def certificates(tmp_path: Path) -> Certificates:
 
 
 def tls_redis(make_redis: MakeServer, certificates: Certificates, **options: str) -> tuple[RedisServer, str]:
-    """A Redis with a second port for TLS, and the URL of that one."""
+    """Start a Redis with a second port for TLS. Return the server and the URL of that port."""
     port = free_port()
     files = {
         "tls_port": str(port),
@@ -64,17 +64,17 @@ async def publish(connection: RedisConfig, *bodies: bytes) -> None:
 async def test_redis_streams_over_tls(make_redis: MakeServer, certificates: Certificates) -> None:
     _, url = tls_redis(make_redis, certificates)
     connection = broker(url, ca_file=str(certificates.ca))
-    await publish(connection, b"sealed")
+    await publish(connection, b"encrypted")
     adapter = RedisAdapter(connection, "orders", "readers")
     await adapter.connect()
     reader = MessageReader(adapter)
-    assert (await reader.handle(1))[0].body == b"sealed"
+    assert (await reader.handle(1))[0].body == b"encrypted"
     await reader.stop()
-    assert await unverified(url) == b"PONG"
+    assert await ping_unverified(url) == b"PONG"
 
 
-async def unverified(url: str) -> bytes:
-    """What a client gets that was told to trust anybody."""
+async def ping_unverified(url: str) -> bytes:
+    """Ping with a client that does not verify certificates."""
     client: Any = broker(url, verify=False).client()
     try:
         return b"PONG" if await client.ping() else b""
@@ -83,12 +83,12 @@ async def unverified(url: str) -> bytes:
 
 
 @pytest.mark.redis
-async def test_redis_streams_trust_no_stranger(
+async def test_redis_streams_reject_an_untrusted_certificate(
     make_redis: MakeServer, certificates: Certificates, tmp_path: Path
 ) -> None:
     _, url = tls_redis(make_redis, certificates)
-    strangers = make_certificates(tmp_path / "strangers")
-    for options in ({}, {"ca_file": str(strangers.ca)}):
+    untrusted = make_certificates(tmp_path / "untrusted")
+    for options in ({}, {"ca_file": str(untrusted.ca)}):
         adapter = RedisAdapter(broker(url, **options), "orders", "readers")
         with pytest.raises(BrokerUnavailable, match="certificate"):
             await adapter.connect()
@@ -96,20 +96,20 @@ async def test_redis_streams_trust_no_stranger(
 
 
 @pytest.mark.redis
-async def test_a_server_may_ask_for_our_certificate(make_redis: MakeServer, certificates: Certificates) -> None:
+async def test_a_server_may_require_a_client_certificate(make_redis: MakeServer, certificates: Certificates) -> None:
     _, url = tls_redis(make_redis, certificates, tls_auth_clients="yes")
     trust = {"ca_file": str(certificates.ca)}
-    nameless = RedisAdapter(broker(url, **trust), "orders", "readers")
+    anonymous = RedisAdapter(broker(url, **trust), "orders", "readers")
     with pytest.raises(BrokerUnavailable):
-        await nameless.connect()
-    await nameless.close()
-    ours = {"cert_file": str(certificates.certificate), "key_file": str(certificates.key)}
-    await publish(broker(url, **trust, **ours), b"known")
+        await anonymous.connect()
+    await anonymous.close()
+    client_certificate = {"cert_file": str(certificates.certificate), "key_file": str(certificates.key)}
+    await publish(broker(url, **trust, **client_certificate), b"known")
 
 
 @pytest.mark.redis
 async def test_a_password_is_rotated_without_losing_a_message(make_redis: MakeServer) -> None:
-    """As docs/how-to/rotate-credentials.md says: both are valid for a while, consumers are replaced one by one."""
+    """As in docs/how-to/rotate-credentials.md: both passwords are valid while consumers are replaced one by one."""
     server = make_redis()
     admin: Any = Redis.from_url(server.url)
     await admin.execute_command("ACL", "SETUSER", "shop", "on", f">{OLD}", "~*", "&*", "+@all")
@@ -117,24 +117,24 @@ async def test_a_password_is_rotated_without_losing_a_message(make_redis: MakeSe
     await publish(old, b"1", b"2", b"3")
     first = RedisAdapter(old, "orders", "readers")
     await first.connect()
-    leaving = MessageReader(first)
-    await leaving.handle(1)
+    old_reader = MessageReader(first)
+    await old_reader.handle(1)
     with pytest.raises(BrokerRefused, match="refuses this user name or password"):
         await publish(new, b"too early")
 
     await admin.execute_command("ACL", "SETUSER", "shop", f">{NEW}")
     second = RedisAdapter(new, "orders", "readers")
     await second.connect()
-    arriving = MessageReader(second)
+    new_reader = MessageReader(second)
     await publish(new, b"4")
-    await leaving.stop()
+    await old_reader.stop()
 
     await admin.execute_command("ACL", "SETUSER", "shop", f"<{OLD}")
-    assert {message.body for message in await arriving.handle(3)} == {b"2", b"3", b"4"}
+    assert {message.body for message in await new_reader.handle(3)} == {b"2", b"3", b"4"}
     with pytest.raises(BrokerRefused):
         await publish(old, b"too late")
     await eventually(lambda: _nothing_pending(admin))
-    await arriving.stop()
+    await new_reader.stop()
     await admin.aclose()
 
 
@@ -148,26 +148,30 @@ async def test_the_engine_over_tls(make_redis: MakeServer, certificates: Certifi
     admin: Any = Redis.from_url(server.url)
     await admin.execute_command("ACL", "SETUSER", "shop", "on", f">{OLD}", "~*", "&*", "+@all")
     await admin.aclose()
-    named = url.replace("//", f"//shop:{OLD}@")
-    engine = build_engine(Settings(url=f"{named}?ssl_ca_certs={certificates.ca}"))
+    url_with_password = url.replace("//", f"//shop:{OLD}@")
+    engine = build_engine(Settings(url=f"{url_with_password}?ssl_ca_certs={certificates.ca}"))
     await engine.open()
     job_id = new_job_ids(1)[0]
     await engine.submit([Envelope(job_id=job_id, task="print", payload=b"{}")])
     assert [claim.job_id for claim in await engine.claim("w1", ["default"], 5, 0)] == [job_id]
     await engine.close()
-    strangers = make_certificates(tmp_path / "strangers")
-    for wrong in (f"{named}?ssl_ca_certs={strangers.ca}", named, named.replace(OLD, NEW) + "?ssl_cert_reqs=none"):
-        stranger = build_engine(Settings(url=wrong))
+    untrusted = make_certificates(tmp_path / "untrusted")
+    for wrong_url in (
+        f"{url_with_password}?ssl_ca_certs={untrusted.ca}",
+        url_with_password,
+        url_with_password.replace(OLD, NEW) + "?ssl_cert_reqs=none",
+    ):
+        untrusted_client = build_engine(Settings(url=wrong_url))
         with pytest.raises(EngineUnavailable) as caught:
-            await stranger.open()
+            await untrusted_client.open()
         assert OLD not in str(caught.value)
         assert NEW not in str(caught.value)
-        await stranger.close()
+        await untrusted_client.close()
 
 
 @pytest.fixture
 def postgres_files(certificates: Certificates) -> Iterator[Certificates]:
-    """Where the server's own user may read them, and nobody else."""
+    """Copies that only the server's user can read."""
     folder = Path(tempfile.mkdtemp(prefix="holdfast-tls-"))
     account = pwd.getpwnam("postgres") if os.geteuid() == 0 else None
     copies = []
@@ -195,8 +199,10 @@ async def test_the_ledger_over_tls(
     ]
     assert await store.fetch("SELECT count(*) FROM jobs")
     await store.close()
-    strangers = make_certificates(tmp_path / "strangers")
-    stranger = PostgresStore(f"{server.url}?sslmode=verify-full&sslrootcert={strangers.ca}", StoreOptions(pool_size=1))
+    untrusted = make_certificates(tmp_path / "untrusted")
+    untrusted_client = PostgresStore(
+        f"{server.url}?sslmode=verify-full&sslrootcert={untrusted.ca}", StoreOptions(pool_size=1)
+    )
     with pytest.raises(LedgerUnavailable, match="TLS failed"):
-        await stranger.open()
-    await stranger.close()
+        await untrusted_client.open()
+    await untrusted_client.close()

@@ -1,6 +1,6 @@
 """A message becomes a job (X4, end to end): published, consumed, run by a worker, acknowledged, recorded once.
 
-On every broker, real servers all of them, with everything in one file and with Redis beside PostgreSQL.
+On every broker, with real servers; embedded, and with Redis and PostgreSQL.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.worker.support import eventually, working
 
 pytestmark = pytest.mark.brokers
 
-PATIENCE_S: Final = 60
+TIMEOUT_S: Final = 60
 
 
 @pytest.fixture(params=["embedded", "redis and postgres"])
@@ -40,7 +40,7 @@ def stores(request: pytest.FixtureRequest, tmp_path: Path, namespace: str) -> di
 
 @pytest.fixture(params=["kafka", "rabbitmq", "sqs", "redis"])
 def broker(request: pytest.FixtureRequest, namespace: str) -> tuple[str, dict[str, Any]]:
-    """Its type and how to reach it. The queue is there, or is made when the trigger connects."""
+    """Broker type and connection. The queue exists or is created when the trigger connects."""
     match request.param:
         case "kafka":
             address = request.getfixturevalue("kafka_server").address
@@ -58,15 +58,15 @@ def broker(request: pytest.FixtureRequest, namespace: str) -> tuple[str, dict[st
             return "redis", {"url": request.getfixturevalue("redis_url")}
 
 
-async def test_consumed_run_acknowledged_and_recorded_once(
+async def test_a_message_is_consumed_run_acknowledged_and_recorded_once(
     broker: tuple[str, dict[str, Any]], stores: dict[str, Any], namespace: str
 ) -> None:
     kind, connection = broker
-    app, ran = Holdfast(**stores), list[tuple[str, Any]]()
+    app, runs = Holdfast(**stores), list[tuple[str, Any]]()
 
     @app.task
     async def handle(event_name: str, message: Any) -> str:
-        ran.append((event_name, message))
+        runs.append((event_name, message))
         return "done"
 
     entry = TriggerEntry.model_validate(
@@ -80,35 +80,39 @@ async def test_consumed_run_acknowledged_and_recorded_once(
     async with app:
         backend = backend_of(app)
         assert backend.ledger is not None
-        book = backend.ledger.triggers
+        trigger_store = backend.ledger.triggers
         trigger = build_trigger(app, entry).trigger
         async with working(app), trigger:
             await publish(kind, connection, namespace, number=1)
             await eventually(lambda: trigger.counts.consumed[ExecutionStatus.SUCCESS] == 1, "the message")
-            # The same once more, as a sender does that has lost the answer.
+            # The same message again, as a sender does whose reply was lost.
             await publish(kind, connection, namespace, number=1)
             await eventually(lambda: trigger.counts.consumed[ExecutionStatus.DUPLICATE] == 1, "its duplicate")
-            (job_id,) = {row.agent_run_id for row in await eventually(lambda: two_rows(app, namespace), "the rows")}
-            assert await app.job(job_id).result(timeout=PATIENCE_S) == "done"
+            (job_id,) = {
+                row.agent_run_id for row in await eventually(lambda: find_two_rows(app, namespace), "the rows")
+            }
+            assert await app.job(job_id).result(timeout=TIMEOUT_S) == "done"
         assert trigger.in_flight == 0
-        rows = await book.executions(None, queue_name=namespace)
+        rows = await trigger_store.executions(None, queue_name=namespace)
         (success,) = [row for row in rows if row.status == "success"]
         assert sorted(row.status for row in rows) == ["duplicate", "success"]
         assert (success.tenant_id, success.event_name, success.trace_id) == ("acme", "order.paid", "trace-1")
         assert (success.agent_run_id, success.retry_count, success.error_message) == (job_id, 0, "")
-        assert await book.executions(["acme"], queue_name=namespace, message_id=success.message_id) == [success]
-        view = await app.job(job_id).info()
-        assert (view.state, view.tenant_id, view.trace_id) == (State.SUCCEEDED, "acme", "trace-1")
-    assert ran == [("order.paid", {"n": 1})]
-    # Acknowledged: what the consumer had is given back by now, and the next of the group gets only what is new.
-    other = build_adapter(kind, connection, namespace, f"{namespace}-workers")
-    await other.connect()
+        assert await trigger_store.executions(["acme"], queue_name=namespace, message_id=success.message_id) == [
+            success
+        ]
+        info = await app.job(job_id).info()
+        assert (info.state, info.tenant_id, info.trace_id) == (State.SUCCEEDED, "acme", "trace-1")
+    assert runs == [("order.paid", {"n": 1})]
+    # Acknowledged: the closed consumer has released its messages, and the next one of the group gets only new ones.
+    next_consumer = build_adapter(kind, connection, namespace, f"{namespace}-workers")
+    await next_consumer.connect()
     try:
         await publish(kind, connection, namespace, number=2)
-        async with asyncio.timeout(PATIENCE_S):
-            assert (await anext(aiter(other.consume()))).body == b'{"n": 2}'
+        async with asyncio.timeout(TIMEOUT_S):
+            assert (await anext(aiter(next_consumer.consume()))).body == b'{"n": 2}'
     finally:
-        await other.close()
+        await next_consumer.close()
 
 
 async def publish(kind: str, connection: dict[str, Any], queue: str, *, number: int) -> None:
@@ -126,7 +130,7 @@ async def publish(kind: str, connection: dict[str, Any], queue: str, *, number: 
         await publisher.close()
 
 
-async def two_rows(app: Holdfast, queue: str) -> list[Any]:
+async def find_two_rows(app: Holdfast, queue: str) -> list[Any]:
     backend = backend_of(app)
     assert backend.ledger is not None
     rows = await backend.ledger.triggers.executions(None, queue_name=queue)

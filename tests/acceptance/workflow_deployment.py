@@ -1,5 +1,7 @@
-"""The example `workflow_apply` as it is deployed: a web server, workers, MongoDB and a model, each a process of its own
-(the model: a thread), on real stores. Everything can be killed and brought back."""
+"""The example `workflow_apply` as it is deployed: a web server, workers, MongoDB and a model, on real stores.
+
+Each part is a separate process (the model: a thread) that tests can kill and restart.
+"""
 
 from __future__ import annotations
 
@@ -24,26 +26,26 @@ from tests.effects.test_mongo import MongoServer
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-PATIENCE_S = 90.0
+TIMEOUT_S = 90.0
 
 
-def until(condition: Callable[[], Any], what: str) -> Any:
-    """Wait for a condition, and fail loudly instead of hanging."""
-    deadline = time.monotonic() + PATIENCE_S
+def wait_until(condition: Callable[[], Any], what: str) -> Any:
+    """Wait for a condition. Fails after `TIMEOUT_S`."""
+    deadline = time.monotonic() + TIMEOUT_S
     while not (found := condition()):
-        assert time.monotonic() < deadline, f"waited {PATIENCE_S:g} s for {what} in vain"
+        assert time.monotonic() < deadline, f"timed out after {TIMEOUT_S:g} s waiting for {what}"
         time.sleep(0.03)
     return found
 
 
 class Model:
-    """A stand-in for a model that speaks OpenAI's protocol: it says what it was asked, backwards."""
+    """A fake model with OpenAI's protocol: it returns the prompt reversed."""
 
     def __init__(self) -> None:
         self.prompts: list[str] = []
-        #: Status of the next answers, in order; then 200.
+        #: Status of the next responses, in order; then 200.
         self.statuses: list[int] = []
-        #: Cleared, it keeps callers waiting.
+        #: While it is cleared, callers wait.
         self.open = threading.Event()
         self.open.set()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -66,44 +68,44 @@ class Model:
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
-                asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                request = json.loads(self.rfile.read(int(self.headers["content-length"])))
                 assert self.path == "/v1/chat/completions"
-                prompt = asked["messages"][0]["content"]
+                prompt = request["messages"][0]["content"]
                 model.prompts.append(prompt)
-                model.open.wait(PATIENCE_S)
+                model.open.wait(TIMEOUT_S)
                 status = model.statuses.pop(0) if model.statuses else 200
-                said = {"choices": [{"message": {"role": "assistant", "content": prompt[::-1]}}]}
-                body = json.dumps(said if status == 200 else {"error": {"message": "no"}}).encode()
+                completion = {"choices": [{"message": {"role": "assistant", "content": prompt[::-1]}}]}
+                body = json.dumps(completion if status == 200 else {"error": {"message": "no"}}).encode()
                 try:
                     self.send_response(status)
                     self.send_header("content-length", str(len(body)))
                     self.end_headers()
                     self.wfile.write(body)
                 except ConnectionError:
-                    return  # the worker that asked is dead
+                    return  # the calling worker was killed
 
             def log_message(self, *_: object) -> None:
                 return
 
         return Handler
 
-    def asked(self, prompts: Iterable[str]) -> int:
-        """How often it was asked one of these."""
-        wanted = set(prompts)
-        return sum(prompt in wanted for prompt in self.prompts)
+    def count_calls(self, prompts: Iterable[str]) -> int:
+        """Count the calls with one of these prompts."""
+        counted = set(prompts)
+        return sum(prompt in counted for prompt in self.prompts)
 
 
 @dataclass(frozen=True)
 class Stores:
-    """Where a deployment keeps its jobs."""
+    """The stores of a deployment."""
 
     url: str
     ledger: str
     namespace: str
 
 
-class World:
-    """A deployment, and a client for each of its doors. Deployments may share a model and a MongoDB."""
+class WorkflowDeployment:
+    """A deployment with its HTTP clients. Deployments can share a model and a MongoDB."""
 
     def __init__(self, folder: Path, stores: Stores, model: Model, mongo: MongoServer, **settings: str) -> None:
         self.folder = folder
@@ -129,25 +131,33 @@ class World:
 
     # Processes -------------------------------------------------------------------------------------
 
-    def spawn(self, name: str, *words: str) -> subprocess.Popen[bytes]:
+    def spawn(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
         with (self.folder / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, *words], cwd=self.folder, env=self.environment, stdout=log, stderr=log
+                [sys.executable, *arguments], cwd=self.folder, env=self.environment, stdout=log, stderr=log
             )
         self._processes.append(process)
         return process
 
     def start_web(self) -> None:
-        words = ["workflow_apply.web:web", "--host", "127.0.0.1", "--port", str(self.port), "--log-level", "warning"]
-        self.spawn("web", "-m", "uvicorn", *words)
+        arguments = [
+            "workflow_apply.web:web",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self.port),
+            "--log-level",
+            "warning",
+        ]
+        self.spawn("web", "-m", "uvicorn", *arguments)
 
     def start_worker(self) -> None:
-        """One, if none runs: `worker-1`, and `worker-2` after that one was killed."""
+        """Start a worker if none runs: `worker-1`, or `worker-2` after that one was killed."""
         if self._worker is None:
             self._workers += 1
             name = f"worker-{self._workers}"
-            place = f"{EXAMPLES / 'workflow_apply' / 'tasks.py'}:app"
-            self._worker = self.spawn(name, "-m", "holdfast", "worker", place, "--name", name)
+            app_location = f"{EXAMPLES / 'workflow_apply' / 'tasks.py'}:app"
+            self._worker = self.spawn(name, "-m", "holdfast", "worker", app_location, "--name", name)
 
     def kill_worker(self) -> None:
         assert self._worker is not None
@@ -156,24 +166,34 @@ class World:
         self._worker = None
 
     def token(self) -> str:
-        """An operator's, made by the program."""
+        """Return an operator's token, created by the CLI."""
         if self._token is None:
-            words = [sys.executable, "-m", "holdfast", "token", "create", "ops", "--role", "operator", "--all-tenants"]
-            made = subprocess.run(words, cwd=self.folder, env=self.environment, capture_output=True, check=True)
+            arguments = [
+                sys.executable,
+                "-m",
+                "holdfast",
+                "token",
+                "create",
+                "ops",
+                "--role",
+                "operator",
+                "--all-tenants",
+            ]
+            made = subprocess.run(arguments, cwd=self.folder, env=self.environment, capture_output=True, check=True)
             self._token = made.stdout.decode().strip()
         return self._token
 
     def print_logs(self) -> None:
-        """The end of each; pytest shows it if the test has failed."""
+        """Print the end of each log; pytest shows it if the test has failed."""
         for log in sorted(self.folder.glob("*.log")):
             print(f"--- {log}\n{log.read_text(errors='replace')[-4000:]}")
 
-    def tell_to_stop(self) -> None:
+    def terminate(self) -> None:
         for process in self._processes:
             process.terminate()
 
     def stop(self) -> None:
-        self.tell_to_stop()
+        self.terminate()
         for process in self._processes:
             try:
                 process.wait(15)
@@ -181,16 +201,16 @@ class World:
                 process.kill()
                 process.wait()
 
-    # Doors -----------------------------------------------------------------------------------------
+    # Clients ---------------------------------------------------------------------------------------
 
     def caller(self) -> httpx.Client:
-        return httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=PATIENCE_S, trust_env=False)
+        return httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=TIMEOUT_S, trust_env=False)
 
     def operator(self) -> httpx.Client:
         return httpx.Client(
             base_url=f"http://127.0.0.1:{self.port}/holdfast",
             headers={"authorization": f"Bearer {self.token()}"},
-            timeout=PATIENCE_S,
+            timeout=TIMEOUT_S,
             trust_env=False,
         )
 
@@ -199,7 +219,7 @@ class World:
             return list(client.workflows.stages.find({"workflow_id": {"$in": workflow_ids}}))
 
     def wait_for_web(self) -> None:
-        until(self._web_is_up, "the web server")
+        wait_until(self._web_is_up, "the web server")
 
     def _web_is_up(self) -> bool:
         with self.caller() as http:
@@ -210,24 +230,28 @@ class World:
 
 
 @contextmanager
-def deployed(folder: Path, beside: Stores, inside: Stores, **settings: str) -> Iterator[tuple[World, World]]:
-    """Two deployments: one with a worker beside the web process, one with the worker in it (requirement H4). They start
-    at the same time."""
+def run_deployments(
+    folder: Path, separate: Stores, in_web: Stores, **settings: str
+) -> Iterator[tuple[WorkflowDeployment, WorkflowDeployment]]:
+    """Run two deployments: one with a separate worker, one with the worker in the web process (requirement H4).
+
+    They start at the same time.
+    """
     mongo, model = MongoServer(folder), Model()
     mongo.start()
-    worlds = []
+    deployments = []
     try:
-        for name, stores in (("beside", beside), ("inside", inside)):
+        for name, stores in (("separate", separate), ("in_web", in_web)):
             (folder / name).mkdir()
-            own = settings | {"HOLDFAST_HTTP_WORKER": str(name == "inside").lower()}
-            worlds.append(World(folder / name, stores, model, mongo, **own))
-            worlds[-1].start_web()
-        worlds[0].start_worker()
-        yield worlds[0], worlds[1]
+            own_settings = settings | {"HOLDFAST_HTTP_WORKER": str(name == "in_web").lower()}
+            deployments.append(WorkflowDeployment(folder / name, stores, model, mongo, **own_settings))
+            deployments[-1].start_web()
+        deployments[0].start_worker()
+        yield deployments[0], deployments[1]
     finally:
-        for world in worlds:
-            world.tell_to_stop()
-        for world in worlds:
-            world.stop()
+        for deployment in deployments:
+            deployment.terminate()
+        for deployment in deployments:
+            deployment.stop()
         mongo.kill()
         model.stop()

@@ -1,4 +1,4 @@
-"""Flat or growing: the rule that a long run is judged by, on series made up by a seed."""
+"""Flat or growing: the rule that judges a long run, on generated series with a fixed seed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def noise(share: float) -> Callable[[float], float]:
     return lambda level: level * random_.gauss(1, share)
 
 
-def test_flat_is_flat() -> None:
+def test_a_constant_series_is_flat() -> None:
     verdict = judge(series(lambda _: 80 * MB), MEMORY)
     assert (verdict.word, verdict.level, verdict.growth, verdict.peak) == (FLAT, 80 * MB, 0, 80 * MB)
 
@@ -79,12 +79,12 @@ def test_handles_that_are_never_closed_are_growth() -> None:
     assert judge(series(lambda at: 20 + (at // 60) % 2), COUNT).word == FLAT
 
 
-def test_a_few_wild_samples_change_nothing() -> None:
+def test_outliers_do_not_change_the_verdict() -> None:
     random_ = random.Random(3)
     assert judge(series(lambda _: 80 * MB if random_.random() > 0.1 else 800 * MB), MEMORY).word == FLAT
 
 
-def test_what_shrinks_does_not_fail() -> None:
+def test_a_shrinking_series_does_not_fail() -> None:
     verdict = judge(series(lambda at: 800 * MB - at * MB / 10), MEMORY)
     assert (verdict.word, verdict.fails) == (SHRINKING, False)
 
@@ -95,21 +95,21 @@ def test_growth_below_the_floor_or_the_share_is_flat() -> None:
     assert judge(series(lambda at: 100 + at / 1_000), Limit(0.005, 0.5)).word == GROWING
 
 
-def test_too_few_samples_say_nothing_and_reported_is_not_judged() -> None:
+def test_short_series_and_series_without_a_limit_are_not_judged() -> None:
     assert judge(series(lambda at: at * MB, minutes=1), MEMORY).word == TOO_SHORT
     assert judge([], MEMORY).word == TOO_SHORT
     assert judge(series(lambda at: at * MB), None).word == REPORTED
 
 
-def test_a_page_of_a_short_run_claims_nothing() -> None:
-    found = Endurance("2026-11-16", {}, minutes=1, top_per_s=10, wanted_per_s=5, expire_s=5, every_s=5)
-    found.verdicts["Redis: keys"] = judge([], LENGTH)
-    assert "**Too short to say what grows.**" in text(found, "picture.png")
-    found.verdicts["Redis: keys"] = judge(series(lambda _: 1), LENGTH)
-    assert "**Nothing grows.**" in text(found, "picture.png")
+def test_the_page_of_a_short_run_makes_no_claim() -> None:
+    endurance = Endurance("2026-11-16", {}, minutes=1, top_per_s=10, wanted_per_s=5, expire_s=5, every_s=5)
+    endurance.verdicts["Redis: keys"] = judge([], LENGTH)
+    assert "**Too short to say what grows.**" in text(endurance, "picture.png")
+    endurance.verdicts["Redis: keys"] = judge(series(lambda _: 1), LENGTH)
+    assert "**Nothing grows.**" in text(endurance, "picture.png")
 
 
-def test_slope_and_floor() -> None:
+def test_the_slope_and_rise_of_a_line_are_exact() -> None:
     line = [(float(at), 3.0 * at) for at in range(20)]
     assert theil_sen(line) == pytest.approx(3)
     assert rise(line) == 3 * 14

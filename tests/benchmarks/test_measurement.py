@@ -1,4 +1,4 @@
-"""The parts of the benchmarks that decide what is measured and what is said about it."""
+"""The parts of the benchmarks that decide what is measured and reported."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ from benchmarks.usage import tree_cpu_s
         (["--only", "rivals"], ("audited", *RIVALS)),
     ],
 )
-def test_the_long_stage_runs_when_it_is_asked_for(arguments: list[str], stages: tuple[str, ...]) -> None:
+def test_the_long_stage_runs_only_on_request(arguments: list[str], stages: tuple[str, ...]) -> None:
     assert parse(arguments).stages == stages
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--only", "nothing"], ["--peers", "nobody"], ["--ledger-sketch", "/no/such/file"]]
+    "arguments", [["--only", "nothing"], ["--peers", "unknown"], ["--ledger-sketch", "/no/such/file"]]
 )
-def test_a_mistake_ends_the_program(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
+def test_an_invalid_argument_exits_with_code_2(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as exited:
         parse(arguments)
-    assert ended.value.code == 2
+    assert exited.value.code == 2
 
 
 def test_peers_can_be_chosen() -> None:
@@ -65,30 +65,30 @@ def test_every_stage_can_be_run() -> None:
 
 def test_the_page_has_medians_and_ratios() -> None:
     results = Results("2026-11-15T12:00:00+00:00", {"cores": "2"}, {"rounds": 3})
-    for round_number, (ours, theirs) in enumerate([(9_000, 10_000), (12_000, 10_000), (12_000, 10_000)], 1):
-        results.add("audited", OURS_LEDGER, round_number, ours)
-        results.add("audited", PGQUEUER, round_number, theirs)
+    for round_number, (our_rate, peer_rate) in enumerate([(9_000, 10_000), (12_000, 10_000), (12_000, 10_000)], 1):
+        results.add("audited", OURS_LEDGER, round_number, our_rate)
+        results.add("audited", PGQUEUER, round_number, peer_rate)
     results.summarise(Audited.measures)
     text = page([results])
     assert "| until all is recorded, jobs/s | 12,000 | 10,000 |" in text
     assert "| until all is recorded, × pgqueuer | 1.20 | 1.00 |" in text
 
 
-def test_a_consumer_is_compared_with_both_of_faststreams() -> None:
+def test_a_consumer_is_compared_with_both_faststream_sides() -> None:
     results = Results("2026-11-15T12:00:00+00:00", {}, {})
     for side, rate in ((OURS_LEDGER, 9_000), (FASTSTREAM, 6_000), (FASTSTREAM_PUSH, 3_000)):
         results.add("kafka", side, 1, rate)
     results.summarise(ConsumeKafka.measures)
     console = Console(width=120, record=True, file=StringIO())
     report.print_tables(console, results, [cast(Stage, ConsumeKafka)])
-    ours = next(line for line in console.export_text().splitlines() if OURS_LEDGER in line)
-    assert ours.split()[-4:] == ["9,000", "9,000", "1.50", "3.00"]
+    our_line = next(line for line in console.export_text().splitlines() if OURS_LEDGER in line)
+    assert our_line.split()[-4:] == ["9,000", "9,000", "1.50", "3.00"]
 
 
-async def test_what_is_watched_is_measured_from_the_first_that_is_done() -> None:
+async def test_the_rate_is_measured_from_the_first_finished_job() -> None:
     counts = iter([0, 0, 10, 40, 110])
-    answer = await watched(lambda: next(counts), 110)
-    assert answer["rate"] > 0
+    measured = await watched(lambda: next(counts), 110)
+    assert measured["rate"] > 0
     assert next(counts, None) is None
 
 
@@ -99,7 +99,7 @@ def test_cpu_of_ended_children_is_counted() -> None:
     assert tree_cpu_s(os.getpid()) - before > 0.05
 
 
-def test_the_account_of_a_request_on_a_loaded_machine(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_of_requests_on_a_loaded_machine(capsys: pytest.CaptureFixture[str]) -> None:
     steps = {step: number * 1_000_000 for number, step in enumerate(loaded.STEPS)}
     slow = {**steps, "answered": 39_000_000, "got": 40_000_000}
     waited = {"caller": 1.0, "service": 5.0, "Redis": 1.0}

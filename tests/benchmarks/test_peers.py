@@ -1,4 +1,4 @@
-"""The list of peers, their environments and their scripts agree; nothing is installed for this."""
+"""The list of peers, their environments and their scripts agree. Nothing is installed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _script(peer: Peer) -> str:
     return (ROOT / Path(*peer.module.split("."))).with_suffix(".py").read_text()
 
 
-def test_every_peer_has_an_environment_of_its_own() -> None:
+def test_every_peer_has_a_separate_environment() -> None:
     assert [*(peer.name for peer in FIELD), "faststream"] == list(venv.PEERS)
     assert len({venv.python(name) for name in venv.PEERS}) == len(venv.PEERS)
 
@@ -46,31 +46,31 @@ def test_the_field_names_every_side_once() -> None:
 
 
 @_BY_NAME
-def test_a_peer_says_how_it_is_run(peer: Peer) -> None:
+def test_a_peer_has_its_settings(peer: Peer) -> None:
     assert peer.settings
     assert peer.bulk
     assert peer.slow
     assert 0 < peer.share <= 1
-    # Where its jobs lie in tables, they are looked at; only there.
+    # Only peers with jobs in tables have a query for the jobs that are left.
     assert bool(peer.left) == (peer.store == ON_POSTGRES)
 
 
 @_BY_NAME
-def test_its_script_has_all_roles_and_nothing_of_ours(peer: Peer) -> None:
+def test_a_peers_script_has_all_roles_and_does_not_import_holdfast(peer: Peer) -> None:
     script = _script(peer)
     modules = {node.module for node in ast.walk(ast.parse(script)) if isinstance(node, ast.ImportFrom)}
     assert not [module for module in modules if module and module.startswith("holdfast")]
     for role in ("produce", "work", "slow_work"):
         assert f'"{role}":' in script
-    # Tuned against crashes where the field says so, and only there.
+    # The script handles tuning if and only if the peer has tuned settings.
     assert ("is_tuned(spec)" in script) == bool(peer.tuned)
 
 
-def test_an_environment_that_cannot_be_made_is_a_reason_and_the_others_go_on(
+def test_an_environment_that_cannot_be_created_is_reported_and_the_others_continue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(venv, "FOLDER", tmp_path)
-    said: list[str] = []
+    messages: list[str] = []
 
     def run(command: list[str]) -> str:
         if "venv" in command:
@@ -79,18 +79,18 @@ def test_an_environment_that_cannot_be_made_is_a_reason_and_the_others_go_on(
         return "not installed: no such version" if any("huey" in word for word in command[1:]) else ""
 
     monkeypatch.setattr(venv, "_run", run)
-    found = venv.ensure(["huey", "rq"], said.append)
-    assert found == {"huey": "(not installed: no such version)", "rq": venv.PEERS["rq"].version}
-    assert not venv.is_there(found["huey"])
-    assert venv.is_there(found["rq"])
-    assert len(said) == 3
-    # What is there is not made again; what failed is.
-    said.clear()
-    assert venv.ensure(["huey", "rq"], said.append) == found
-    assert not any(line.startswith("rq") for line in said)
+    versions = venv.ensure(["huey", "rq"], messages.append)
+    assert versions == {"huey": "(not installed: no such version)", "rq": venv.PEERS["rq"].version}
+    assert not venv.is_there(versions["huey"])
+    assert venv.is_there(versions["rq"])
+    assert len(messages) == 3
+    # Existing environments are kept; failed ones are created again.
+    messages.clear()
+    assert venv.ensure(["huey", "rq"], messages.append) == versions
+    assert not any(line.startswith("rq") for line in messages)
 
 
-def test_a_diary_survives_a_line_cut_short(tmp_path: Path) -> None:
+def test_a_diary_with_a_truncated_line_can_be_read(tmp_path: Path) -> None:
     path = tmp_path / "diary"
     assert not read(path).began
     diary = Diary(path)
@@ -106,7 +106,7 @@ def test_a_diary_survives_a_line_cut_short(tmp_path: Path) -> None:
     assert list(entries.ended_ns) == [1]
 
 
-def test_what_a_process_has_forked_is_found_whoever_of_its_threads_did_it() -> None:
+def test_children_started_by_any_thread_are_found() -> None:
     started: list[subprocess.Popen[bytes]] = []
     thread = threading.Thread(target=lambda: started.append(subprocess.Popen(["sleep", "60"])))
     thread.start()
@@ -118,7 +118,7 @@ def test_what_a_process_has_forked_is_found_whoever_of_its_threads_did_it() -> N
         started[0].wait()
 
 
-def test_a_killed_child_takes_its_own_children_along(tmp_path: Path) -> None:
+def test_killing_a_child_kills_its_children_too(tmp_path: Path) -> None:
     (tmp_path / "forks.py").write_text(
         "import subprocess, sys\n"
         "child = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
@@ -131,5 +131,5 @@ def test_a_killed_child_takes_its_own_children_along(tmp_path: Path) -> None:
     child.close()
     deadline = time.monotonic() + 20
     while grandchild.is_running():
-        assert time.monotonic() < deadline, "it outlived the child that had started it"
+        assert time.monotonic() < deadline, "the grandchild outlived its parent"
         time.sleep(0.02)

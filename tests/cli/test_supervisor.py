@@ -12,7 +12,7 @@ import pytest
 
 from holdfast.cli.lifecycle import Supervisor
 from holdfast.errors import InvalidOption
-from tests.worker.support import PATIENCE_S, eventually
+from tests.worker.support import TIMEOUT_S, eventually
 
 #: Writes its pid, and ends at the first (or second) SIGTERM.
 PROGRAM = """
@@ -46,7 +46,7 @@ async def test_processes_are_kept_and_stopped(tmp_path: Path) -> None:
     await eventually(lambda: len(written(tmp_path)) == 4, "one that ended well to be replaced")
     assert supervisor.restarts == 2
     supervisor.stop()
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(TIMEOUT_S):
         await running
     assert supervisor.pids == []
 
@@ -61,7 +61,7 @@ async def test_a_second_stop_hurries(tmp_path: Path) -> None:
     # Two signals of one kind that arrive together count as one: wait for the first to be taken.
     await eventually(lambda: _taken(supervisor.pids[0]))
     supervisor.stop()
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(TIMEOUT_S):
         await running
 
 
@@ -75,7 +75,7 @@ async def test_processes_that_do_not_end_are_killed(tmp_path: Path) -> None:
     running = asyncio.create_task(supervisor.run())
     await eventually(lambda: written(tmp_path))
     supervisor.stop()
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(TIMEOUT_S):
         await running
 
 
@@ -111,7 +111,7 @@ async def _restarted(supervisor: Supervisor) -> None:
     running = asyncio.create_task(supervisor.run())
     await eventually(lambda: supervisor.restarts >= 3, "three restarts")
     supervisor.stop()
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(TIMEOUT_S):
         await running
 
 

@@ -1,4 +1,4 @@
-"""Apps of the worker tests, for callers."""
+"""Fixtures of the worker tests, for client tests."""
 
 from tests.worker.conftest import app as app
 from tests.worker.conftest import both as both

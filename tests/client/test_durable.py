@@ -1,4 +1,4 @@
-"""Durable submission: what a caller is told, and when (requirement L4)."""
+"""Durable submission: what `submit` returns or raises, and when (requirement L4)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.worker.support import eventually, working
 
 
 class Engine:
-    """Takes everything, once its feed has a reader."""
+    """Accepts every job once its feed has a reader."""
 
     def __init__(self, *, read: bool = True) -> None:
         self.options = EngineOptions(ledger=True)
@@ -37,7 +37,7 @@ class Engine:
         self.calls += 1
         for envelope in envelopes:
             if envelope.queue not in self.readers:
-                raise FeedDetached(envelope.queue, "nobody reads")
+                raise FeedDetached(envelope.queue, "no reader")
         receipts = []
         for envelope in envelopes:
             first = self.first.setdefault(envelope.idempotency_key or envelope.job_id, envelope.job_id)
@@ -52,26 +52,26 @@ class Engine:
         self.readers.add(queue)
 
     async def restore_keys(self, queue: str, keys: Sequence[SubmissionKey]) -> None:
-        assert queue not in self.readers, "keys come before intake opens"
+        assert queue not in self.readers, "keys must be restored before intake opens"
         self.keys += keys
 
 
 class Ledger:
-    """Has what it is told to have; all three roles that a submitter sees."""
+    """Has the jobs that the test sets; implements all three roles that a submitter uses."""
 
     def __init__(self) -> None:
         self.projection: Any = self
         self.recovery = self
-        self.has: set[JobKey] = set()
-        self.everything = True
+        self.recorded_keys: set[JobKey] = set()
+        self.records_all = True
         self.down = 0
-        self.asked: list[int] = []
+        self.calls_received: list[int] = []
         self.known: list[SubmissionKey] = []
 
     async def wait_recorded(self, keys: Sequence[JobKey], wait_ms: int) -> set[JobKey]:
-        self.asked.append(len(keys))
+        self.calls_received.append(len(keys))
         self._answer()
-        found = set(keys) if self.everything else self.has & set(keys)
+        found = set(keys) if self.records_all else self.recorded_keys & set(keys)
         if found != set(keys):
             await asyncio.sleep(wait_ms / 1000)
         return found
@@ -90,10 +90,10 @@ class Ledger:
     def _answer(self) -> None:
         if self.down:
             self.down -= 1
-            raise LedgerUnavailable("gone fishing")
+            raise LedgerUnavailable("unreachable")
 
 
-def desk(engine: Engine, ledger: Ledger | None, timeout_s: float = 5.0) -> BatchingSubmitter:
+def make_submitter(engine: Engine, ledger: Ledger | None, timeout_s: float = 5.0) -> BatchingSubmitter:
     return BatchingSubmitter(engine, ledger, durable_timeout_s=timeout_s)  # type: ignore[arg-type]
 
 
@@ -101,44 +101,44 @@ def envelope(**fields: Any) -> Envelope:
     return Envelope(job_id=new_job_ids(1)[0], task="t", payload=b"{}", **{"durable": True} | fields)
 
 
-async def test_callers_at_the_same_moment_share_the_look_up() -> None:
+async def test_concurrent_callers_share_the_ledger_query() -> None:
     ledger = Ledger()
-    submitter = desk(Engine(), ledger)
+    submitter = make_submitter(Engine(), ledger)
     receipts = await asyncio.gather(*(submitter.submit(envelope()) for _ in range(100)))
     assert len({receipt.job_id for receipt in receipts}) == 100
-    assert sum(ledger.asked) == 100
-    assert len(ledger.asked) <= 3
+    assert sum(ledger.calls_received) == 100
+    assert len(ledger.calls_received) <= 3
 
 
-async def test_those_who_are_not_durable_do_not_wait() -> None:
+async def test_a_submission_that_is_not_durable_does_not_wait() -> None:
     ledger = Ledger()
-    ledger.everything = False
-    submitter = desk(Engine(), ledger)
+    ledger.records_all = False
+    submitter = make_submitter(Engine(), ledger)
     waiting = asyncio.create_task(submitter.submit(envelope()))
     await submitter.submit(envelope(durable=False))
     assert not waiting.done()
     waiting.cancel()
 
 
-async def test_too_late_means_accepted_but_not_yet_durable() -> None:
+async def test_a_timeout_means_accepted_but_not_yet_durable() -> None:
     ledger = Ledger()
-    ledger.everything = False
-    submitter = desk(Engine(), ledger, 0.05)
-    sent = envelope()
+    ledger.records_all = False
+    submitter = make_submitter(Engine(), ledger, 0.05)
+    submitted = envelope()
     with pytest.raises(NotDurableYet) as caught:
-        await submitter.submit(sent)
-    assert caught.value.job_id == sent.job_id
+        await submitter.submit(submitted)
+    assert caught.value.job_id == submitted.job_id
     with pytest.raises(NotDurableYet):
         await submitter.submit_many([envelope(), envelope()])
 
 
-async def test_one_that_is_late_holds_up_no_duplicate_of_another() -> None:
+async def test_a_late_submission_does_not_delay_a_duplicate_of_another() -> None:
     ledger = Ledger()
-    ledger.everything = False
+    ledger.records_all = False
     engine = Engine()
-    submitter = desk(engine, ledger, 0.2)
+    submitter = make_submitter(engine, ledger, 0.2)
     engine.first["known"] = "first"
-    ledger.has.add(JobKey("default", "default", "first"))
+    ledger.recorded_keys.add(JobKey("default", "default", "first"))
     late = asyncio.create_task(submitter.submit(envelope()))
     receipt = await submitter.submit(envelope(idempotency_key="known"))
     assert receipt == Receipt("first", duplicate=True)
@@ -147,63 +147,63 @@ async def test_one_that_is_late_holds_up_no_duplicate_of_another() -> None:
         await late
 
 
-async def test_a_ledger_that_comes_back_in_time_is_waited_for() -> None:
+async def test_a_ledger_that_recovers_in_time_is_waited_for() -> None:
     ledger = Ledger()
     ledger.down = 2
-    sent = envelope()
-    assert (await desk(Engine(), ledger).submit(sent)).job_id == sent.job_id
+    submitted = envelope()
+    assert (await make_submitter(Engine(), ledger).submit(submitted)).job_id == submitted.job_id
     assert ledger.down == 0
 
 
-async def test_without_a_ledger_it_is_a_wrong_call() -> None:
+async def test_a_durable_submission_without_a_ledger_is_an_error() -> None:
     engine = Engine()
     with pytest.raises(InvalidOption, match="HOLDFAST_LEDGER"):
-        await desk(engine, None).submit(envelope())
+        await make_submitter(engine, None).submit(envelope())
     with pytest.raises(InvalidOption):
-        await desk(engine, None).submit_many([envelope()])
+        await make_submitter(engine, None).submit_many([envelope()])
     assert engine.calls == 0
 
 
-# The gate ------------------------------------------------------------------------------------------
+# Intake ------------------------------------------------------------------------------------------
 
 
-async def test_an_engine_without_a_memory_gets_its_keys_before_it_takes_jobs() -> None:
+async def test_an_engine_that_lost_its_data_gets_its_keys_before_it_accepts_jobs() -> None:
     engine, ledger = Engine(read=False), Ledger()
     ledger.known = [SubmissionKey("default", f"k{number}", f"j{number}", 10**15) for number in range(5)]
-    submitter = desk(engine, ledger)
+    submitter = make_submitter(engine, ledger)
     await asyncio.gather(*(submitter.submit(envelope(durable=False)) for _ in range(10)))
-    assert engine.keys == ledger.known, "once for all callers"
+    assert engine.keys == ledger.known, "restored once for all callers"
     assert engine.readers == {"default"}
 
 
-async def test_a_ledger_that_is_down_does_not_stop_intake(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_unreachable_ledger_does_not_stop_intake(caplog: pytest.LogCaptureFixture) -> None:
     engine, ledger = Engine(read=False), Ledger()
     ledger.down = 10
-    await desk(engine, ledger).submit(envelope(durable=False))
+    await make_submitter(engine, ledger).submit(envelope(durable=False))
     assert engine.readers == {"default"}
     assert "accepts jobs without the idempotency keys" in caplog.text
 
 
-async def test_a_ledger_that_is_silent_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_ledger_that_does_not_answer_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, ledger = Engine(read=False), Ledger()
     submitter = BatchingSubmitter(engine, ledger)  # type: ignore[arg-type]
     submitter._ledger_probe = LedgerProbe(answer_s=0.2, silent_s=60)
-    asked: list[float] = []
+    calls_received: list[float] = []
 
     async def queues() -> list[str]:
-        asked.append(time.monotonic())
+        calls_received.append(time.monotonic())
         await asyncio.sleep(3_600)
         return []
 
     monkeypatch.setattr(ledger, "queues", queues)
     for queue in ("one", "two", "three"):
         await submitter.submit(Envelope(job_id=new_job_ids(1)[0], task="t", payload=b"[]", queue=queue))
-    assert len(asked) == 1
+    assert len(calls_received) == 1
     await submitter.close()
     assert len(asyncio.all_tasks()) == 1
 
 
-async def test_a_refill_that_takes_long_is_not_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_long_restore_of_keys_is_not_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, ledger = Engine(read=False), Ledger()
     submitter = BatchingSubmitter(engine, ledger)  # type: ignore[arg-type]
     submitter._ledger_probe = LedgerProbe(answer_s=0.1)
@@ -219,8 +219,10 @@ async def test_a_refill_that_takes_long_is_not_cut_short(monkeypatch: pytest.Mon
     assert engine.keys == known
 
 
-@pytest.mark.parametrize("error", [SchemaMismatch("the ledger", None, "0001"), InvalidOption("somebody else's")])
-async def test_a_ledger_that_is_wrong_does_not_stop_intake(
+@pytest.mark.parametrize(
+    "error", [SchemaMismatch("the ledger", None, "0001"), InvalidOption("another deployment's ledger")]
+)
+async def test_an_unusable_ledger_does_not_stop_intake(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine, ledger = Engine(read=False), Ledger()
@@ -234,13 +236,13 @@ async def test_a_ledger_that_is_wrong_does_not_stop_intake(
     assert "without the idempotency keys of the ledger" in caplog.text
 
 
-async def test_who_waits_when_it_is_closed_knows_that_the_job_is_accepted() -> None:
+async def test_closing_the_submitter_ends_durable_waits() -> None:
     engine, ledger = Engine(), Ledger()
-    ledger.everything = False
+    ledger.records_all = False
     submitter = BatchingSubmitter(engine, ledger, durable_timeout_s=60)  # type: ignore[arg-type]
     first, second = (Envelope(job_id=job_id, task="t", payload=b"[]", durable=True) for job_id in new_job_ids(2))
     one, many = asyncio.create_task(submitter.submit(first)), asyncio.create_task(submitter.submit_many([second]))
-    await eventually(lambda: len(ledger.asked) == 2)
+    await eventually(lambda: len(ledger.calls_received) == 2)
     await submitter.close()
     with pytest.raises(NotDurableYet):
         await one
@@ -249,21 +251,21 @@ async def test_who_waits_when_it_is_closed_knows_that_the_job_is_accepted() -> N
     assert len(asyncio.all_tasks()) == 1
 
 
-async def test_a_store_that_forgets_again_and_again_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_submit_fails_if_the_reader_is_detached_repeatedly(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(read=False)
 
-    async def forget(queue: str, epoch: str, *, keys_restored: bool) -> None:
+    async def detach_reader(queue: str, epoch: str, *, keys_restored: bool) -> None:
         engine.readers.clear()
 
-    monkeypatch.setattr(engine, "attach_reader", forget)
+    monkeypatch.setattr(engine, "attach_reader", detach_reader)
     with pytest.raises(FeedDetached):
-        await desk(engine, Ledger()).submit(envelope(durable=False))
+        await make_submitter(engine, Ledger()).submit(envelope(durable=False))
 
 
-# For real ------------------------------------------------------------------------------------------
+# Real stores -------------------------------------------------------------------------------------
 
 
-async def test_embedded_every_submission_is_durable(tmp_path: Path) -> None:
+async def test_every_embedded_submission_is_durable(tmp_path: Path) -> None:
     app = Holdfast(f"sqlite:///{tmp_path / 'holdfast.db'}")
 
     @app.task
@@ -296,12 +298,12 @@ async def test_a_durable_submission_is_in_the_ledger_when_it_returns(
         jobs += await work.options(durable=True).submit_many([(number,) for number in range(600)])
         keys = {JobKey("default", job.queue, job.id) for job in jobs}
         recorded = await ledger.recovery.histories(list(keys))
-        assert all(story for story in recorded.values())
+        assert all(history for history in recorded.values())
         assert len(recorded) == 601
 
 
 @pytest.mark.redis
-async def test_redis_without_a_ledger_refuses(redis_url: str, namespace: str) -> None:
+async def test_redis_without_a_ledger_refuses_durable_submissions(redis_url: str, namespace: str) -> None:
     app = Holdfast(redis_url, namespace=namespace)
 
     @app.task
@@ -313,8 +315,10 @@ async def test_redis_without_a_ledger_refuses(redis_url: str, namespace: str) ->
 
 
 @pytest.mark.redis
-async def test_nobody_brings_it_to_the_ledger(redis_url: str, namespace: str, ledger_url: str) -> None:
-    """No worker, no upkeep: accepted, and the caller is told that it is not durable yet. Later it is."""
+async def test_without_a_projector_a_submission_is_not_durable_yet(
+    redis_url: str, namespace: str, ledger_url: str
+) -> None:
+    """Without worker and upkeep the job is accepted, but not durable yet. It becomes durable later."""
     app = Holdfast(redis_url, ledger=ledger_url, namespace=namespace, durable_timeout_s=0.3)
 
     @app.task
@@ -328,7 +332,7 @@ async def test_nobody_brings_it_to_the_ledger(redis_url: str, namespace: str, le
         assert ledger is not None
         async with working(app):
 
-            async def there() -> Any:
+            async def find_history() -> Any:
                 return (await ledger.recovery.histories([key]))[key]
 
-            await eventually(there, "the job to reach the ledger")
+            await eventually(find_history, "the job to reach the ledger")

@@ -1,4 +1,4 @@
-"""What a caller does: submit, wait, look, cancel; from a loop, from a thread, from a script."""
+"""Client calls: submit, wait, read, cancel; from an event loop, from a thread, from a script."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from holdfast.testing.inline import ManualClock
 from tests.worker.support import Faults, eventually, working
 
 
-async def test_the_same_key_gives_the_first_job(both: Holdfast) -> None:
+async def test_the_same_key_returns_the_first_job(both: Holdfast) -> None:
     @both.task
     async def work(number: int) -> int:
         return number
@@ -52,12 +52,12 @@ async def test_options_reach_the_job(app: Holdfast, clock: ManualClock) -> None:
     retry = Retry(max_retries=7)
     at = datetime.fromtimestamp(clock.now_ms() / 1000, UTC) + timedelta(hours=1)
     later = await work.options(run_at=at, priority="high", retry=retry, queue="quick", context={"a": 1}).submit()
-    held = await work.options(hold=True).submit()
-    views = [await job.info() for job in (later, held, await work.submit())]
-    assert (views[0].queue, views[0].meta.priority, views[0].meta.retry) == ("quick", Priority.HIGH, retry)
-    assert views[0].meta.context == {"a": 1}
-    assert [view.state for view in views] == [State.QUEUED, State.WAITING_APPROVAL, State.QUEUED]
-    assert (views[2].queue, views[2].meta.priority) == ("slow", Priority.LOW)
+    on_hold = await work.options(hold=True).submit()
+    infos = [await job.info() for job in (later, on_hold, await work.submit())]
+    assert (infos[0].queue, infos[0].meta.priority, infos[0].meta.retry) == ("quick", Priority.HIGH, retry)
+    assert infos[0].meta.context == {"a": 1}
+    assert [info.state for info in infos] == [State.QUEUED, State.WAITING_APPROVAL, State.QUEUED]
+    assert (infos[2].queue, infos[2].meta.priority) == ("slow", Priority.LOW)
     stats = await app.engine.stats("quick")
     assert (stats.states[State.QUEUED], stats.delayed) == (1, 1)
 
@@ -68,15 +68,15 @@ async def test_a_delayed_job_runs_when_it_is_due(both: Holdfast) -> None:
         return "done"
 
     async with working(both) as worker:
-        began = asyncio.get_running_loop().time()
+        started_at = asyncio.get_running_loop().time()
         job = await work.options(delay=0.3).submit()
         assert await job.state() is State.QUEUED
         assert await job.result(60) == "done"
-        assert asyncio.get_running_loop().time() - began > 0.25
+        assert asyncio.get_running_loop().time() - started_at > 0.25
         assert worker.finished == 1
 
 
-async def test_results_come_back_as_the_function_says(app: Holdfast) -> None:
+async def test_results_have_the_annotated_type(app: Holdfast) -> None:
     @app.task
     async def days(start: datetime) -> dict[str, datetime]:
         return {"next": start + timedelta(days=1)}
@@ -88,10 +88,10 @@ async def test_results_come_back_as_the_function_says(app: Holdfast) -> None:
         assert await app.job(job.id).result(60) == {"next": "2030-01-02T00:00:00Z"}
 
 
-async def test_waiting_ends_as_the_job_does(app: Holdfast) -> None:
+async def test_result_raises_what_the_job_ended_with(app: Holdfast) -> None:
     @app.task(retry=Retry(max_retries=0))
     async def fail() -> None:
-        raise ValueError("no good")
+        raise ValueError("invalid")
 
     @app.task(on_exhausted="suspend", retry=Retry(max_retries=0))
     async def park() -> None:
@@ -108,19 +108,19 @@ async def test_waiting_ends_as_the_job_does(app: Holdfast) -> None:
     with pytest.raises(TransitionInvalid):
         await cancelled.cancel()
     async with working(app):
-        with pytest.raises(JobFailed, match="TASK_ERROR: no good") as failed:
+        with pytest.raises(JobFailed, match="TASK_ERROR: invalid") as failed:
             await waiting.result(60)
         assert (failed.value.state, failed.value.error_code) == ("failed", "TASK_ERROR")
         suspended = await park.submit()
-        await eventually(lambda: _state(suspended, State.SUSPENDED))
+        await eventually(lambda: _is_in_state(suspended, State.SUSPENDED))
         with pytest.raises(WaitTimeout):
             await suspended.result(0.05)
-    for ask in (app.job("nobody").info, app.job("nobody").result, app.job("nobody").cancel):
+    for call in (app.job("unknown").info, app.job("unknown").result, app.job("unknown").cancel):
         with pytest.raises(UnknownJob):
-            await ask()
+            await call()
 
 
-async def _state(job: Any, state: State) -> bool:
+async def _is_in_state(job: Any, state: State) -> bool:
     return (await job.state()) is state
 
 
@@ -130,7 +130,7 @@ async def test_arguments_are_checked_before_anything_is_sent(app: Holdfast, url:
 
     await app.open()
     anything: Any = work
-    for args, kwargs in ((("x",), {}), ((), {}), ((1, 2), {}), ((1,), {"number": 1}), ((), {"nobody": 1})):
+    for args, kwargs in ((("x",), {}), ((), {}), ((1, 2), {}), ((1,), {"number": 1}), ((), {"unknown": 1})):
         with pytest.raises(InvalidPayload):
             await anything.submit(*args, **kwargs)
     for calls in ([1], [(1,), ("x",)], ["12"]):
@@ -150,7 +150,7 @@ async def test_arguments_are_checked_before_anything_is_sent(app: Holdfast, url:
         wordy.options(context={"a": "x" * 30})
 
 
-async def test_submitting_by_name(app: Holdfast, url: str) -> None:
+async def test_jobs_can_be_submitted_by_task_name(app: Holdfast, url: str) -> None:
     @app.task(queue="mail", priority="high")
     async def work(number: int) -> int:
         return number
@@ -159,13 +159,13 @@ async def test_submitting_by_name(app: Holdfast, url: str) -> None:
     assert (job.queue, (await job.info()).meta.priority) == ("mail", Priority.HIGH)
     assert (await app.submit_raw("work", b'{"number": 2}', idempotency_key="k")).duplicate
     with pytest.raises(UnknownTask):
-        await app.submit_raw("nobody", b"{}")
+        await app.submit_raw("unknown", b"{}")
     with pytest.raises(InvalidPayload):
         await app.submit_raw("work", b'{"number": "x"}')
     async with Holdfast(url) as sender:
-        assert (await sender.submit_raw("whatever", b"{}")).queue == "default"
+        assert (await sender.submit_raw("unregistered", b"{}")).queue == "default"
         with pytest.raises(InvalidPayload, match="cannot be read as JSON"):
-            await sender.submit_raw("whatever", b"{")
+            await sender.submit_raw("unregistered", b"{")
 
 
 async def test_concurrent_submissions_share_calls(url: str, faults: Faults) -> None:
@@ -186,7 +186,7 @@ async def test_concurrent_submissions_share_calls(url: str, faults: Faults) -> N
         assert faults.count("submit") == 7
 
 
-async def test_a_queue_that_refuses_intake_refuses_only_its_own(url: str) -> None:
+async def test_a_queue_that_refuses_intake_does_not_affect_other_queues(url: str) -> None:
     app = Holdfast(url)
 
     @app.task
@@ -194,13 +194,13 @@ async def test_a_queue_that_refuses_intake_refuses_only_its_own(url: str) -> Non
 
     async with app:
         await app.engine.set_control("full", QueueControl(intake_paused=True))
-        answers = await asyncio.gather(
+        results = await asyncio.gather(
             *(work.options(queue=queue).submit() for queue in ("full", "open", "full", "open")), return_exceptions=True
         )
-        assert [isinstance(answer, IntakeRefused) for answer in answers] == [True, False, True, False]
+        assert [isinstance(result, IntakeRefused) for result in results] == [True, False, True, False]
 
 
-async def test_a_caller_that_gives_up_takes_nobody_with_it(url: str, faults: Faults) -> None:
+async def test_a_cancelled_caller_does_not_cancel_others(url: str, faults: Faults) -> None:
     app = Holdfast(url)
 
     @app.task
@@ -214,8 +214,8 @@ async def test_a_caller_that_gives_up_takes_nobody_with_it(url: str, faults: Fau
         assert (await app.engine.stats("default")).states[State.QUEUED] == 2
 
 
-def test_the_blocking_door(url: str) -> None:
-    """A script without an event loop; and the same app on a loop, and from several threads."""
+def test_blocking_calls_from_scripts_threads_and_loops(url: str) -> None:
+    """A script without an event loop; then the same app on a loop and from several threads."""
     app = Holdfast(url)
 
     @app.task
@@ -242,7 +242,7 @@ def test_the_blocking_door(url: str) -> None:
 
     asyncio.run(work())
     assert [thread for thread in threading.enumerate() if thread.name == "holdfast-portal"] == []
-    assert job.result_sync(60) == 42  # it opens again
+    assert job.result_sync(60) == 42  # the portal opens again
     asyncio.run(app.close())
 
 
@@ -255,17 +255,17 @@ def test_an_app_serves_one_event_loop_after_another(url: str) -> None:
     first = asyncio.run(work.submit())
     second = asyncio.run(work.submit())
 
-    async def look() -> list[State]:
+    async def read_states() -> list[State]:
         async with app:
             return [await job.state() for job in (first, second)]
 
-    assert asyncio.run(look()) == [State.QUEUED, State.QUEUED]
+    assert asyncio.run(read_states()) == [State.QUEUED, State.QUEUED]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
-def test_the_door_opens_again_in_a_forked_process(redis_url: str, namespace: str) -> None:
-    """As under a pre-forking web server that submitted before it forked."""
+def test_the_portal_opens_again_in_a_forked_process(redis_url: str, namespace: str) -> None:
+    """As in a pre-forking web server that submitted a job before it forked."""
     app = Holdfast(redis_url, namespace=namespace)
 
     @app.task
@@ -274,12 +274,12 @@ def test_the_door_opens_again_in_a_forked_process(redis_url: str, namespace: str
     work.submit_sync()
     child = os.fork()
     if not child:
-        ended = 1
+        exit_code = 1
         try:
             work.submit_sync()
-            ended = 0
+            exit_code = 0
         finally:
-            os._exit(ended)
+            os._exit(exit_code)
     assert os.waitpid(child, 0)[1] == 0
 
     async def count() -> int:
@@ -289,7 +289,7 @@ def test_the_door_opens_again_in_a_forked_process(redis_url: str, namespace: str
     assert asyncio.run(count()) == 2
 
 
-async def test_a_task_may_submit_more(both: Holdfast) -> None:
+async def test_a_task_can_submit_jobs(both: Holdfast) -> None:
     @both.task
     async def child(number: int) -> int:
         return number + 1

@@ -1,4 +1,4 @@
-"""`submit_many`: many calls, each with its own options if it has any, on both engines and inline."""
+"""`submit_many`: calls with and without own options, on both engines and inline."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def work(both: Holdfast) -> Task[..., str]:
 
 
 @pytest.fixture(params=["engine", "inline"])
-async def place(request: pytest.FixtureRequest, both: Holdfast) -> AsyncIterator[Holdfast]:
-    """A worker beside the test, or none."""
+async def running_app(request: pytest.FixtureRequest, both: Holdfast) -> AsyncIterator[Holdfast]:
+    """An app with a worker in the background, or in inline mode."""
     if request.param == "inline":
         with inline(both):
             yield both
@@ -36,7 +36,7 @@ async def place(request: pytest.FixtureRequest, both: Holdfast) -> AsyncIterator
             yield both
 
 
-async def test_each_call_has_its_own_options(place: Holdfast, work: Task[..., str]) -> None:
+async def test_each_call_has_its_own_options(running_app: Holdfast, work: Task[..., str]) -> None:
     jobs = await work.options(tenant_id="acme", context={"user": "ada"}).submit_many(
         [
             (1,),
@@ -54,12 +54,12 @@ async def test_each_call_has_its_own_options(place: Holdfast, work: Task[..., st
         "5 e acme ada",
     ]
     assert [job.queue for job in jobs] == ["default", "default", "mail", "default", "default"]
-    views = [await job.info() for job in jobs]
-    assert [view.idempotency_key for view in views] == [jobs[0].id, "two", *(job.id for job in jobs[2:])]
-    assert [view.meta.priority for view in views][:2] == [Priority.NORMAL, Priority.HIGH]
+    infos = [await job.info() for job in jobs]
+    assert [info.idempotency_key for info in infos] == [jobs[0].id, "two", *(job.id for job in jobs[2:])]
+    assert [info.meta.priority for info in infos][:2] == [Priority.NORMAL, Priority.HIGH]
 
 
-async def test_known_keys_are_reported_in_the_order_of_the_calls(place: Holdfast, work: Task[..., str]) -> None:
+async def test_known_keys_are_reported_in_the_order_of_the_calls(running_app: Holdfast, work: Task[..., str]) -> None:
     first = await work.options(idempotency_key="b").submit(0, "first")
     keys = ["a", "b", None, "a", "c", "b"]
     jobs = await work.submit_many(
@@ -83,14 +83,14 @@ async def test_more_calls_than_a_batch_keep_their_options(both: Holdfast, work: 
     async with both:
         jobs = await work.submit_many(calls())
         for number in (0, 1, MAX_BATCH - 1, MAX_BATCH, MAX_BATCH + 1, 2 * MAX_BATCH):
-            view = await jobs[number].info()
-            assert view.payload == b'{"number":%d}' % number
-            assert view.idempotency_key == (f"k{number}" if number % 2 else jobs[number].id)
+            info = await jobs[number].info()
+            assert info.payload == b'{"number":%d}' % number
+            assert info.idempotency_key == (f"k{number}" if number % 2 else jobs[number].id)
 
 
 async def test_a_delayed_call_waits_and_the_others_do_not(both: Holdfast, work: Task[..., str]) -> None:
     async with both, working(both):
-        # The call's own time goes before; None is no option.
+        # The call's own time takes precedence; None is not an option.
         now, later, at = await work.options(delay=3600, tenant_id="acme").submit_many(
             [
                 work.options(delay=0).bind(1),
@@ -104,7 +104,7 @@ async def test_a_delayed_call_waits_and_the_others_do_not(both: Holdfast, work: 
         assert (await later.info()).tenant_id == "acme"
 
 
-async def test_one_mistake_and_none_is_sent(both: Holdfast, work: Task[..., str]) -> None:
+async def test_one_invalid_call_sends_none(both: Holdfast, work: Task[..., str]) -> None:
     async with both:
         good = work.options(idempotency_key="k").bind(1)
         anything: Any = work

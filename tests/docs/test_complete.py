@@ -1,4 +1,4 @@
-"""The pages name everything that is there: members of the public classes, codes, alerts; and nothing that is gone."""
+"""The pages are complete (members of public classes, codes, alerts) and name nothing that does not exist."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tools.cli_reference import walk
 ROOT: Final = Path(__file__).resolve().parents[2]
 PYTHON_PAGE: Final = (ROOT / "docs" / "reference" / "python.md").read_text(encoding="utf-8")
 CODES_PAGE: Final = (ROOT / "docs" / "reference" / "failure-codes.md").read_text(encoding="utf-8")
-#: Pages for users, whose text is about what there is today.
+#: Pages for users, which describe the current release.
 PAGES: Final = [
     ROOT / "README.md",
     *(
@@ -37,7 +37,7 @@ PAGES: Final = [
     ),
 ]
 
-#: Public by name, but plumbing between holdfast's own modules.
+#: Public by name, but internal to holdfast.
 INTERNAL: Final[dict[type, frozenset[str]]] = {
     Task: frozenset({"spec"}),
     Context: frozenset({"begun"}),
@@ -47,7 +47,7 @@ INTERNAL: Final[dict[type, frozenset[str]]] = {
 
 
 def attributes(kind: type) -> Iterator[str]:
-    """What instances have: methods, properties, and what the constructors of the class and its bases set."""
+    """Yield methods, properties, and attributes that the class and its bases assign."""
     for base in kind.__mro__:
         if not base.__module__.startswith("holdfast"):
             continue
@@ -66,8 +66,8 @@ def members(kind: type) -> set[str]:
 
 
 def parameters(function: Any) -> set[str]:
-    given = inspect.signature(function).parameters.values()
-    return {one.name for one in given if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)} - {"self"}
+    all_parameters = inspect.signature(function).parameters.values()
+    return {one.name for one in all_parameters if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)} - {"self"}
 
 
 def fields(kind: type) -> set[str]:
@@ -75,14 +75,14 @@ def fields(kind: type) -> set[str]:
 
 
 def section(heading: str) -> str:
-    """The part of the Python page under this heading."""
+    """Return the section of the Python page with this heading."""
     found = re.search(rf"^## .*{re.escape(heading)}.*?(?=^## |\Z)", PYTHON_PAGE, re.MULTILINE | re.DOTALL)
     assert found, f"there is no section {heading}"
     return found[0]
 
 
 def code_words(text: str) -> set[str]:
-    """Names inside of `code` and of blocks of code."""
+    """Return the names inside `code` spans and code blocks."""
     without_blocks = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     return set(re.findall(r"\w+", " ".join([*re.findall(r"`([^`]+)`", without_blocks), *blocks])))
@@ -100,7 +100,7 @@ NAMED: Final[dict[str, tuple[str, set[str]]]] = {
     "RequireApproval": ("`app.guard`", fields(RequireApproval)),
     "Deny": ("`app.guard`", fields(Deny)),
     "GuardRequest": ("`app.guard`", fields(GuardRequest)),
-    "Consent": ("`Context`", {"approval_id", "by", "at_ms", "reason"}),
+    "Approval": ("`Context`", {"approval_id", "by", "at_ms", "reason"}),
     "Outbox": ("`app.outbox`", members(Outbox) | parameters(Outbox.add)),
     "ledger": ("`app.ledger`", members(LedgerClient)),
     "Worker": ("`Worker(", members(Worker) | (parameters(Worker.__init__) - {"app"})),
@@ -109,24 +109,24 @@ NAMED: Final[dict[str, tuple[str, set[str]]]] = {
 
 @pytest.mark.parametrize("name", NAMED)
 def test_the_python_page_names_all_members_and_parameters(name: str) -> None:
-    heading, wanted = NAMED[name]
-    assert wanted, name
-    assert sorted(wanted - code_words(section(heading))) == []
+    heading, expected = NAMED[name]
+    assert expected, name
+    assert sorted(expected - code_words(section(heading))) == []
 
 
-def test_the_python_page_names_all_that_can_be_imported() -> None:
+def test_the_python_page_names_all_public_imports() -> None:
     assert sorted(set(holdfast.__all__) - {"__version__"} - code_words(PYTHON_PAGE)) == []
 
 
 @pytest.mark.parametrize("kind", INTERNAL, ids=lambda kind: kind.__name__)
-def test_what_is_left_out_is_there_and_is_not_documented(kind: type) -> None:
+def test_undocumented_members_exist(kind: type) -> None:
     assert set(attributes(kind)) >= INTERNAL[kind]
 
 
 # Codes ---------------------------------------------------------------------------------------------
 
 _CODE: Final = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")
-#: Words of others: settings, SQLite's and Kafka's names, `os.sysconf`.
+#: Not codes: settings, names of SQLite, Kafka and `os.sysconf`.
 _FOREIGN: Final = ("HOLDFAST_", "SQLITE_", "SASL_", "SC_")
 #: Metavars of the command line.
 _METAVARS: Final = {"DLQ_ID"}
@@ -146,27 +146,27 @@ def test_every_code_in_the_sources_is_on_the_page() -> None:
 
 # Numbers and commands in prose ---------------------------------------------------------------------
 
-_WORDS: Final = (
+_NUMBER_WORDS: Final = (
     *("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen"),
     *("fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty"),
 )
-_NUMBERS: Final = {word: number for number, word in enumerate(_WORDS, start=2)}
+_NUMBERS: Final = {word: number for number, word in enumerate(_NUMBER_WORDS, start=2)}
 
 
-def test_pages_have_as_many_alerts_as_there_are() -> None:
+def test_pages_state_the_right_number_of_alerts() -> None:
     rules = yaml.safe_load((ROOT / "ops" / "prometheus" / "rules.yml").read_text(encoding="utf-8"))
     alerts = [rule["alert"] for group in rules["groups"] for rule in group["rules"] if "alert" in rule]
-    told = {
+    stated = {
         (page.name, _NUMBERS.get(word.lower()) or int(word))
         for page in PAGES
         for word in re.findall(
             rf"\b({'|'.join(_NUMBERS)}|\d+) alerts\b", page.read_text(encoding="utf-8"), re.IGNORECASE
         )
     }
-    assert told == {("monitor.md", len(alerts))}
+    assert stated == {("monitor.md", len(alerts))}
 
 
-def test_no_page_says_that_a_command_is_missing() -> None:
+def test_no_page_says_that_a_command_is_not_implemented() -> None:
     stale = [
         f"{page.relative_to(ROOT)}: {line}"
         for page in PAGES
@@ -176,12 +176,11 @@ def test_no_page_says_that_a_command_is_missing() -> None:
     assert stale == []
 
 
-#: Read by something else than the settings.
-#: A code, and variables that Kubernetes sets and holdfast ignores.
+#: Not settings: a code, and variables that Kubernetes sets and holdfast ignores.
 _OTHER_VARIABLES: Final = frozenset(
     {"HOLDFAST_ERROR", "HOLDFAST_PORT", "HOLDFAST_PORT_8080_TCP", "HOLDFAST_SERVICE_HOST"}
 )
-#: Words of the command line in a span or a block of code: `holdfast` and what follows on that line.
+#: A command line in a code span or block: `holdfast` and the rest of the line.
 _CALL: Final = re.compile(r"(?:^|[`$(&|]|=\s?)\s*holdfast ((?:[\w-]+)(?:[^`\n|&#;)]*))", re.MULTILINE)
 _SHARED: Final = {"--help", "-h", "--version"}
 
@@ -196,22 +195,22 @@ def test_every_command_and_option_on_a_page_exists() -> None:
     wrong = []
     for page in PAGES:
         for call in _CALL.findall(_code(page.read_text(encoding="utf-8"))):
-            words = call.split()
+            arguments = call.split()
             if ". " in call:
-                # A sentence that begins with the name.
+                # A sentence that starts with the name.
                 continue
-            name = next((name for name in (" ".join(words[:2]), words[0]) if name in options), None)
+            name = next((name for name in (" ".join(arguments[:2]), arguments[0]) if name in options), None)
             if name is None:
-                if not (len(words) == 1 and any(path.startswith(f"{words[0]} ") for path in options)):
+                if not (len(arguments) == 1 and any(path.startswith(f"{arguments[0]} ") for path in options)):
                     wrong.append(f"{page.name}: holdfast {call}")
                 continue
-            used = {word.partition("=")[0] for word in words if word.startswith("--") and word != "--"}
+            used = {word.partition("=")[0] for word in arguments if word.startswith("--") and word != "--"}
             wrong += [f"{page.name}: holdfast {call}: no {option}" for option in used - options[name] - _SHARED]
     assert wrong == []
 
 
 def _code(text: str) -> str:
-    """Spans and blocks of code, each on lines of its own."""
+    """Return code spans and blocks, each on separate lines."""
     blocks = re.findall(r"^```(?:sh|text)?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     indented = re.findall(r"^    (.+)$", text, re.MULTILINE)
     return "\n".join([*blocks, *indented, *re.findall(r"`([^`\n]+)`", text)])

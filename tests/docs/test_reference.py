@@ -30,18 +30,18 @@ def first_cells(page: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| `")]
 
 
-def test_every_error_code_is_explained_under_its_class() -> None:
-    explained = {row[0].strip("`"): row[1].strip("`") for row in first_cells("failure-codes.md") if len(row) == 4}
-    assert explained == ERROR_CODES
+def test_every_error_code_is_documented_with_its_class() -> None:
+    documented = {row[0].strip("`"): row[1].strip("`") for row in first_cells("failure-codes.md") if len(row) == 4}
+    assert documented == ERROR_CODES
 
 
-def test_every_failure_code_is_explained_and_no_other() -> None:
+def test_exactly_the_failure_codes_are_documented() -> None:
     assert len(FAILURE_CODES) >= 8
-    explained = {row[0].strip("`") for row in first_cells("failure-codes.md") if len(row) == 3}
-    assert explained - set(ERROR_CODES) == FAILURE_CODES - set(ERROR_CODES)
+    documented = {row[0].strip("`") for row in first_cells("failure-codes.md") if len(row) == 3}
+    assert documented - set(ERROR_CODES) == FAILURE_CODES - set(ERROR_CODES)
 
 
-def test_every_setting_is_there_with_its_default() -> None:
+def test_every_setting_is_documented_with_its_default() -> None:
     rows = {row[0].strip("`"): row[1].strip("`") for row in first_cells("settings.md") if len(row) == 3}
     defaults = {
         name: field.get_default(call_default_factory=True, validated_data={})
@@ -63,7 +63,7 @@ def test_every_generated_part_is_on_one_page() -> None:
     assert sorted(named) == sorted(PARTS)
 
 
-def test_links_between_pages_lead_somewhere() -> None:
+def test_links_between_pages_are_valid() -> None:
     root = DOCS.parent
     pages = [*root.glob("*.md"), *DOCS.rglob("*.md")]
     broken = [

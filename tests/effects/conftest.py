@@ -1,4 +1,4 @@
-"""Apps of the worker tests, for effects and steps."""
+"""Fixtures of the worker tests, for effects and steps."""
 
 from tests.worker.conftest import app as app
 from tests.worker.conftest import both as both

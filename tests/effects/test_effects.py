@@ -1,4 +1,4 @@
-"""Effects as tasks see them (requirement E2): once for each key, or in doubt; on every pair of engine and ledger."""
+"""Effects in tasks (requirement E2): once for each key, or in doubt; on every pair of engine and ledger."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Receipt(BaseModel):
     number: int
 
 
-class World:
-    """What effects act on."""
+class ExternalSystem:
+    """The external system that effects act on."""
 
     def __init__(self) -> None:
         self.acts: list[Any] = []
@@ -72,8 +72,8 @@ async def embedded(tmp_path: Path) -> AsyncIterator[Holdfast]:
 
 
 @pytest.fixture
-def world() -> World:
-    return World()
+def external() -> ExternalSystem:
+    return ExternalSystem()
 
 
 def effects(app: Holdfast) -> EffectStore:
@@ -82,25 +82,25 @@ def effects(app: Holdfast) -> EffectStore:
     return backend.ledger.effects
 
 
-async def settled(app: Holdfast, job: Job[Any], state: State) -> JobInfo:
-    # With a ledger a dead letter waits for its record, which is not the point here.
-    wanted = (State.DLQ_PENDING, State.DLQ_RECORDED, State.FAILED) if state is State.FAILED else (state,)
+async def wait_settled(app: Holdfast, job: Job[Any], state: State) -> JobInfo:
+    # With a ledger, a dead letter waits to be recorded; these tests do not wait for that.
+    accepted_states = (State.DLQ_PENDING, State.DLQ_RECORDED, State.FAILED) if state is State.FAILED else (state,)
 
-    async def look() -> JobInfo | None:
-        (view,) = await app.engine.get(job.queue, [job.id])
-        return view if view is not None and view.state in wanted else None
+    async def find_info() -> JobInfo | None:
+        (info,) = await app.engine.get(job.queue, [job.id])
+        return info if info is not None and info.state in accepted_states else None
 
-    view: JobInfo = await eventually(look, f"the job to be {state}")
-    return view
+    info: JobInfo = await eventually(find_info, f"the job to be {state}")
+    return info
 
 
-async def test_it_runs_once_and_whoever_comes_later_gets_its_result(app: Holdfast, world: World) -> None:
+async def test_an_effect_runs_once_and_later_calls_get_its_result(app: Holdfast, external: ExternalSystem) -> None:
     @app.task
     async def publish(ctx: Context, text: str) -> list[str]:
-        first = await ctx.effect(f"publish:{text}", world.publish, text)
+        first = await ctx.effect(f"publish:{text}", external.publish, text)
         if ctx.attempt == 1 and text == "a":
             raise ConnectionError("after the effect")
-        return [first, await ctx.effect(f"publish:{text}", world.publish, text)]
+        return [first, await ctx.effect(f"publish:{text}", external.publish, text)]
 
     async with working(app):
         retried, plain = await publish.submit("a"), await publish.submit("b")
@@ -108,14 +108,14 @@ async def test_it_runs_once_and_whoever_comes_later_gets_its_result(app: Holdfas
         assert await plain.result(60) == ["published b"] * 2
         again = await publish.submit("a")
         assert await again.result(60) == ["published a"] * 2
-    assert sorted(world.acts) == ["a", "b"]
+    assert sorted(external.acts) == ["a", "b"]
 
 
-async def test_duplicates_at_once_on_two_workers_are_one_act(app: Holdfast, world: World) -> None:
+async def test_concurrent_duplicates_on_two_workers_act_once(app: Holdfast, external: ExternalSystem) -> None:
     gate = asyncio.Event()
 
     async def slow(text: str) -> str:
-        world.acts.append(text)
+        external.acts.append(text)
         await gate.wait()
         return text.upper()
 
@@ -125,48 +125,48 @@ async def test_duplicates_at_once_on_two_workers_are_one_act(app: Holdfast, worl
 
     async with working(app, concurrency=5), working(app, concurrency=5):
         jobs = [await publish.submit() for _ in range(10)]
-        await eventually(lambda: world.acts, "the effect to begin")
+        await eventually(lambda: external.acts, "the effect to begin")
         await asyncio.sleep(0.1)
         gate.set()
         assert [await job.result(60) for job in jobs] == ["X"] * 10
-    assert world.acts == ["x"]
+    assert external.acts == ["x"]
 
 
-async def test_a_key_belongs_to_a_tenant(app: Holdfast, world: World) -> None:
+async def test_a_key_belongs_to_a_tenant(app: Holdfast, external: ExternalSystem) -> None:
     @app.task
     async def publish(ctx: Context) -> str:
-        return await ctx.effect("same", world.publish, ctx.tenant_id)
+        return await ctx.effect("same", external.publish, ctx.tenant_id)
 
     async with working(app):
         jobs = [await publish.options(tenant_id=name).submit() for name in ("a", "b")]
         assert [await job.result(60) for job in jobs] == ["published a", "published b"]
-    assert sorted(world.acts) == ["a", "b"]
+    assert sorted(external.acts) == ["a", "b"]
 
 
-async def test_results_have_their_types_the_first_time_and_later(embedded: Holdfast, world: World) -> None:
+async def test_results_have_their_types_the_first_time_and_later(embedded: Holdfast, external: ExternalSystem) -> None:
     @embedded.task
     async def charge(ctx: Context) -> list[str]:
-        first = await ctx.effect("charge", world.charge, 5)
-        second = await ctx.effect("charge", world.charge, 5)
+        first = await ctx.effect("charge", external.charge, 5)
+        second = await ctx.effect("charge", external.charge, 5)
         return [type(first).__name__, type(second).__name__, str(first == second)]
 
     async with working(embedded):
         assert await (await charge.submit()).result(60) == ["Receipt", "Receipt", "True"]
 
 
-async def test_a_plain_function_runs_in_a_thread(embedded: Holdfast, world: World) -> None:
+async def test_a_plain_function_runs_in_a_thread(embedded: Holdfast, external: ExternalSystem) -> None:
     @embedded.task
     async def post(ctx: Context) -> str:
-        return await ctx.effect("post", world.post, "x")
+        return await ctx.effect("post", external.post, "x")
 
     async with working(embedded):
         assert (await (await post.submit()).result(60)).startswith("holdfast-effect")
 
 
-async def test_a_plain_task_acts_by_the_blocking_door_in_its_own_thread(app: Holdfast, world: World) -> None:
+async def test_a_blocking_effect_runs_in_the_thread_of_its_task(app: Holdfast, external: ExternalSystem) -> None:
     @app.task
     def post(ctx: Context, fail: bool) -> list[str]:
-        name = ctx.blocking.effect("post", world.post, "x")
+        name = ctx.blocking.effect("post", external.post, "x")
         if fail and ctx.attempt == 1:
             raise ConnectionError("after the effect")
         return [name, threading.current_thread().name[:12]]
@@ -176,18 +176,18 @@ async def test_a_plain_task_acts_by_the_blocking_door_in_its_own_thread(app: Hol
         second = await (await post.submit(False)).result(60)
     assert first[0] == second[0]
     assert first[0].startswith("holdfast-job")
-    assert world.acts == ["x"]
+    assert external.acts == ["x"]
 
 
-async def test_the_blocking_door_says_when_it_is_the_wrong_one(embedded: Holdfast, world: World) -> None:
+async def test_a_blocking_effect_on_the_event_loop_is_an_error(embedded: Holdfast, external: ExternalSystem) -> None:
     @embedded.task
     async def post(ctx: Context) -> str:
-        return ctx.blocking.effect("post", world.post, "x")
+        return ctx.blocking.effect("post", external.post, "x")
 
     async with working(embedded):
-        view = await settled(embedded, await post.submit(), State.FAILED)
-    assert view.failure is not None
-    assert "would block the running event loop" in view.failure.message
+        info = await wait_settled(embedded, await post.submit(), State.FAILED)
+    assert info.failure is not None
+    assert "would block the running event loop" in info.failure.message
 
 
 # Wrong use -----------------------------------------------------------------------------------------
@@ -195,52 +195,54 @@ async def test_the_blocking_door_says_when_it_is_the_wrong_one(embedded: Holdfas
 
 @pytest.mark.parametrize("change", ["function", "arguments"])
 async def test_another_function_or_other_arguments_under_a_key_are_an_error(
-    app: Holdfast, world: World, change: str
+    app: Holdfast, external: ExternalSystem, change: str
 ) -> None:
     @app.task
     async def publish(ctx: Context) -> str:
-        await ctx.effect("key", world.publish, "a")
+        await ctx.effect("key", external.publish, "a")
         if change == "function":
-            return await ctx.effect("key", world.post, "a")
-        return await ctx.effect("key", world.publish, "b")
+            return await ctx.effect("key", external.post, "a")
+        return await ctx.effect("key", external.publish, "b")
 
     async with working(app):
-        view = await settled(app, await publish.submit(), State.FAILED)
-    assert view.failure is not None
-    assert view.failure.code == "TASK_FATAL"
-    assert "EffectMismatch" in view.failure.type
-    assert world.acts == ["a"]
+        info = await wait_settled(app, await publish.submit(), State.FAILED)
+    assert info.failure is not None
+    assert info.failure.code == "TASK_FATAL"
+    assert "EffectMismatch" in info.failure.type
+    assert external.acts == ["a"]
 
 
 @pytest.mark.parametrize("key", ["", "x" * 1001, "nul\0", 3])
-async def test_a_key_must_be_a_text(embedded: Holdfast, world: World, key: Any) -> None:
+async def test_a_key_must_be_a_valid_string(embedded: Holdfast, external: ExternalSystem, key: Any) -> None:
     @embedded.task
     async def publish(ctx: Context) -> str:
-        return await ctx.effect(key, world.publish, "a")
+        return await ctx.effect(key, external.publish, "a")
 
     with inline(embedded):
         job = await publish.submit()
         assert await job.state() is State.FAILED
-    assert world.acts == []
+    assert external.acts == []
 
 
-async def test_without_a_ledger_it_says_what_to_set(redis_url: str, namespace: str, world: World) -> None:
+async def test_an_effect_without_a_ledger_fails_with_the_setting_to_add(
+    redis_url: str, namespace: str, external: ExternalSystem
+) -> None:
     app = Holdfast(redis_url, namespace=namespace)
 
     @app.task
     async def publish(ctx: Context) -> str:
-        return await ctx.effect("key", world.publish, "a")
+        return await ctx.effect("key", external.publish, "a")
 
     async with app, working(app):
-        view = await settled(app, await publish.submit(), State.FAILED)
-    assert view.failure is not None
-    assert "HOLDFAST_LEDGER" in view.failure.message
-    assert view.failure.code == "TASK_FATAL"
-    assert world.acts == []
+        info = await wait_settled(app, await publish.submit(), State.FAILED)
+    assert info.failure is not None
+    assert "HOLDFAST_LEDGER" in info.failure.message
+    assert info.failure.code == "TASK_FATAL"
+    assert external.acts == []
 
 
 async def test_options_are_checked(embedded: Holdfast) -> None:
-    seen: list[str] = []
+    errors: list[str] = []
 
     @embedded.task
     async def wrong(ctx: Context) -> None:
@@ -248,19 +250,21 @@ async def test_options_are_checked(embedded: Holdfast) -> None:
             try:
                 ctx.effect.options(**options)
             except InvalidOption as exc:
-                seen.append(str(exc))
+                errors.append(str(exc))
 
     with inline(embedded):
         await (await wrong.submit()).result()
-    assert len(seen) == 4
+    assert len(errors) == 4
 
 
 # In doubt ------------------------------------------------------------------------------------------
 
 
-async def test_an_exception_leaves_it_in_doubt_and_the_job_is_suspended(app: Holdfast, world: World) -> None:
+async def test_an_exception_leaves_the_effect_in_doubt_and_suspends_the_job(
+    app: Holdfast, external: ExternalSystem
+) -> None:
     async def publish_and_break(text: str) -> str:
-        await world.publish(text)
+        await external.publish(text)
         raise ConnectionError("the answer was lost")
 
     @app.task(retry_on=ConnectionError, on_exhausted="dead_letter")
@@ -268,20 +272,20 @@ async def test_an_exception_leaves_it_in_doubt_and_the_job_is_suspended(app: Hol
         return await ctx.effect("k", publish_and_break, "a")
 
     async with working(app):
-        view = await settled(app, await publish.submit(), State.SUSPENDED)
-    assert view.failure is not None
-    assert view.failure.code == "EFFECT_IN_DOUBT"
-    assert "ConnectionError: the answer was lost" in view.failure.message
-    assert "holdfast effects resolve k" in view.failure.message
-    assert (view.meta.retry_count, world.acts) == (1, ["a"])
+        info = await wait_settled(app, await publish.submit(), State.SUSPENDED)
+    assert info.failure is not None
+    assert info.failure.code == "EFFECT_IN_DOUBT"
+    assert "ConnectionError: the answer was lost" in info.failure.message
+    assert "holdfast effects resolve k" in info.failure.message
+    assert (info.meta.retry_count, external.acts) == (1, ["a"])
 
 
-async def test_an_exception_that_proves_that_nothing_happened_frees_the_key(app: Holdfast, world: World) -> None:
+async def test_an_exception_listed_in_not_done_releases_the_key(app: Holdfast, external: ExternalSystem) -> None:
     async def refused(text: str) -> str:
-        if not world.acts:
-            world.acts.append("refused")
-            raise ConnectionRefusedError("nobody there")
-        return await world.publish(text)
+        if not external.acts:
+            external.acts.append("refused")
+            raise ConnectionRefusedError("refused")
+        return await external.publish(text)
 
     @app.task
     async def publish(ctx: Context) -> str:
@@ -289,13 +293,13 @@ async def test_an_exception_that_proves_that_nothing_happened_frees_the_key(app:
 
     async with working(app):
         assert await (await publish.submit()).result(60) == "published a"
-    assert world.acts == ["refused", "a"]
+    assert external.acts == ["refused", "a"]
 
 
-async def test_run_again_acts_at_least_once(app: Holdfast, world: World) -> None:
+async def test_run_again_acts_at_least_once(app: Holdfast, external: ExternalSystem) -> None:
     async def breaks_once(text: str) -> str:
-        await world.publish(text)
-        if len(world.acts) == 1:
+        await external.publish(text)
+        if len(external.acts) == 1:
             raise ConnectionError("the answer was lost")
         return "second"
 
@@ -305,20 +309,20 @@ async def test_run_again_acts_at_least_once(app: Holdfast, world: World) -> None
 
     async with working(app):
         assert await (await publish.submit()).result(60) == "second"
-    assert world.acts == ["a", "a"]
+    assert external.acts == ["a", "a"]
 
 
 @pytest.mark.parametrize("happened", [True, False])
-async def test_a_check_decides(app: Holdfast, world: World, happened: bool) -> None:
-    asked: list[str] = []
+async def test_a_check_resolves_an_effect_in_doubt(app: Holdfast, external: ExternalSystem, happened: bool) -> None:
+    checked_keys: list[str] = []
 
     async def check(key: str) -> Done[Receipt] | NotDone:
-        asked.append(key)
+        checked_keys.append(key)
         return Done(Receipt(number=7)) if happened else NotDone()
 
     async def charge(cents: int) -> Receipt:
-        world.acts.append(cents)
-        if len(world.acts) == 1:
+        external.acts.append(cents)
+        if len(external.acts) == 1:
             raise TimeoutError("no answer")
         return Receipt(number=cents)
 
@@ -329,12 +333,12 @@ async def test_a_check_decides(app: Holdfast, world: World, happened: bool) -> N
     async with working(app):
         assert await (await pay.submit()).result(60) == (7 if happened else 9)
         assert await (await pay.submit()).result(60) == (7 if happened else 9)
-    assert (asked, world.acts) == (["pay"], [9] if happened else [9, 9])
+    assert (checked_keys, external.acts) == (["pay"], [9] if happened else [9, 9])
 
 
-async def test_a_timeout_of_the_task_leaves_it_in_doubt(app: Holdfast, world: World) -> None:
+async def test_a_timeout_of_the_task_leaves_the_effect_in_doubt(app: Holdfast, external: ExternalSystem) -> None:
     async def hang(text: str) -> str:
-        await world.publish(text)
+        await external.publish(text)
         await asyncio.sleep(60)
         return "never"
 
@@ -343,16 +347,16 @@ async def test_a_timeout_of_the_task_leaves_it_in_doubt(app: Holdfast, world: Wo
         return await ctx.effect("k", hang, "a")
 
     async with working(app):
-        view = await settled(app, await publish.submit(), State.SUSPENDED)
-    assert view.failure is not None
-    assert view.failure.code == "EFFECT_IN_DOUBT"
-    assert "CancelledError" in view.failure.message
-    assert world.acts == ["a"]
+        info = await wait_settled(app, await publish.submit(), State.SUSPENDED)
+    assert info.failure is not None
+    assert info.failure.code == "EFFECT_IN_DOUBT"
+    assert "CancelledError" in info.failure.message
+    assert external.acts == ["a"]
 
 
-async def test_a_worker_that_drains_writes_the_doubt_down(app: Holdfast, world: World) -> None:
+async def test_a_drain_records_the_effect_as_in_doubt(app: Holdfast, external: ExternalSystem) -> None:
     async def hang(text: str) -> str:
-        await world.publish(text)
+        await external.publish(text)
         await asyncio.sleep(60)
         return "never"
 
@@ -362,17 +366,19 @@ async def test_a_worker_that_drains_writes_the_doubt_down(app: Holdfast, world: 
 
     async with working(app) as worker:
         await publish.submit()
-        await eventually(lambda: world.acts, "the effect to begin")
+        await eventually(lambda: external.acts, "the effect to begin")
         worker.drain()
         worker.drain()
-    (held,) = await effects(app).get([("default", "k")])
-    assert held is not None
-    assert (held.state, world.acts) == (EffectState.IN_DOUBT, ["a"])
+    (effect,) = await effects(app).get([("default", "k")])
+    assert effect is not None
+    assert (effect.state, external.acts) == (EffectState.IN_DOUBT, ["a"])
 
 
-async def test_a_result_that_is_no_json_is_in_doubt_and_never_runs_again(app: Holdfast, world: World) -> None:
+async def test_a_result_that_is_not_json_is_in_doubt_and_never_runs_again(
+    app: Holdfast, external: ExternalSystem
+) -> None:
     async def odd(text: str) -> object:
-        await world.publish(text)
+        await external.publish(text)
         return object()
 
     @app.task(retry_on=Exception)
@@ -380,22 +386,22 @@ async def test_a_result_that_is_no_json_is_in_doubt_and_never_runs_again(app: Ho
         await ctx.effect("k", odd, "a")
 
     @app.task
-    async def plainly(ctx: Context) -> None:
+    async def publish_without_retry_on(ctx: Context) -> None:
         await ctx.effect("k2", odd, "b")
 
     async with working(app):
-        unsaid = await settled(app, await plainly.submit(), State.SUSPENDED)
-        suspended = await settled(app, await publish.submit(), State.SUSPENDED)
-    assert unsaid.failure is not None
+        without_retry_on = await wait_settled(app, await publish_without_retry_on.submit(), State.SUSPENDED)
+        suspended = await wait_settled(app, await publish.submit(), State.SUSPENDED)
+    assert without_retry_on.failure is not None
     assert suspended.failure is not None
-    assert unsaid.failure.code == suspended.failure.code == "EFFECT_IN_DOUBT"
-    assert "has happened, but its result cannot be kept" in unsaid.failure.message
-    assert world.acts == ["b", "a"]
+    assert without_retry_on.failure.code == suspended.failure.code == "EFFECT_IN_DOUBT"
+    assert "has happened, but its result cannot be kept" in without_retry_on.failure.message
+    assert external.acts == ["b", "a"]
 
 
-async def test_a_person_resolves_it_and_the_job_goes_on(app: Holdfast, world: World) -> None:
+async def test_a_job_continues_after_its_effect_is_resolved(app: Holdfast, external: ExternalSystem) -> None:
     async def lost(text: str) -> str:
-        await world.publish(text)
+        await external.publish(text)
         raise ConnectionError("the answer was lost")
 
     @app.task
@@ -404,23 +410,23 @@ async def test_a_person_resolves_it_and_the_job_goes_on(app: Holdfast, world: Wo
 
     async with working(app):
         job = await publish.submit()
-        await settled(app, job, State.SUSPENDED)
-        (held,) = await effects(app).get([("default", "k")])
-        assert held is not None
+        await wait_settled(app, job, State.SUSPENDED)
+        (effect,) = await effects(app).get([("default", "k")])
+        assert effect is not None
         value = b'"it is there"'
-        outcome = EffectOutcome(tenant_id="default", key="k", token=held.token, state=EffectState.DONE, value=value)
+        outcome = EffectOutcome(tenant_id="default", key="k", token=effect.token, state=EffectState.DONE, value=value)
         await effects(app).conclude([outcome])
-        await app.engine.move(job.queue, job.id, State.QUEUED, actor="me", reason="looked")
+        await app.engine.move(job.queue, job.id, State.QUEUED, actor="me", reason="checked")
         assert await job.result(60) == "it is there"
-    assert world.acts == ["a"]
+    assert external.acts == ["a"]
 
 
-async def test_a_holder_that_comes_back_late_resolves_the_doubt(app: Holdfast, world: World) -> None:
-    """A thread cannot be stopped: the task times out, and the effect ends afterwards."""
+async def test_a_late_result_resolves_an_effect_in_doubt(app: Holdfast, external: ExternalSystem) -> None:
+    """A thread cannot be stopped: the effect ends after the task has timed out."""
     gate = threading.Event()
 
     def slow(text: str) -> str:
-        world.acts.append(text)
+        external.acts.append(text)
         gate.wait(20)
         return "late"
 
@@ -430,31 +436,31 @@ async def test_a_holder_that_comes_back_late_resolves_the_doubt(app: Holdfast, w
 
     async with working(app):
         job = await publish.submit()
-        await settled(app, job, State.SUSPENDED)
-        (held,) = await effects(app).get([("default", "k")])
-        assert held is not None
-        assert held.state is EffectState.IN_DOUBT
+        await wait_settled(app, job, State.SUSPENDED)
+        (effect,) = await effects(app).get([("default", "k")])
+        assert effect is not None
+        assert effect.state is EffectState.IN_DOUBT
         gate.set()
 
-        async def done() -> bool:
-            (held,) = await effects(app).get([("default", "k")])
-            return held is not None and held.state is EffectState.DONE
+        async def is_done() -> bool:
+            (effect,) = await effects(app).get([("default", "k")])
+            return effect is not None and effect.state is EffectState.DONE
 
-        await eventually(done, "the late end to be recorded")
+        await eventually(is_done, "the late end to be recorded")
         assert await (await publish.submit()).result(60) == "late"
-    assert world.acts == ["a"]
+    assert external.acts == ["a"]
 
 
-async def test_an_effect_that_was_reserved_again_meanwhile_is_loud(
-    embedded: Holdfast, world: World, caplog: pytest.LogCaptureFixture
+async def test_a_late_result_of_a_key_reserved_again_is_logged_and_counted(
+    embedded: Holdfast, external: ExternalSystem, caplog: pytest.LogCaptureFixture
 ) -> None:
     gate = threading.Event()
 
     def slow(text: str) -> str:
-        world.acts.append(text)
-        if len(world.acts) == 1:
+        external.acts.append(text)
+        if len(external.acts) == 1:
             gate.wait(20)
-        return f"number {len(world.acts)}"
+        return f"number {len(external.acts)}"
 
     @embedded.task(timeout=0.2)
     async def publish(ctx: Context) -> str:
@@ -468,25 +474,23 @@ async def test_an_effect_that_was_reserved_again_meanwhile_is_loud(
     assert "effect.duplicate" in caplog.text
 
 
-async def test_an_effect_may_be_used_again_after_its_time(embedded: Holdfast, world: World) -> None:
+async def test_a_key_can_be_used_again_after_its_ttl(embedded: Holdfast, external: ExternalSystem) -> None:
     @embedded.task
     async def publish(ctx: Context) -> str:
-        return await ctx.effect.options(ttl=timedelta(milliseconds=1))("k", world.publish, "a")
+        return await ctx.effect.options(ttl=timedelta(milliseconds=1))("k", external.publish, "a")
 
     async with working(embedded):
         await (await publish.submit()).result(60)
         await asyncio.sleep(0.01)
         await (await publish.submit()).result(60)
-    assert world.acts == ["a", "a"]
+    assert external.acts == ["a", "a"]
 
 
-async def test_a_holder_that_takes_too_long_is_waited_for_without_using_up_retries(
-    embedded: Holdfast, world: World
-) -> None:
+async def test_waiting_for_a_slow_holder_uses_up_no_retries(embedded: Holdfast, external: ExternalSystem) -> None:
     gate = asyncio.Event()
 
     async def slow(text: str) -> str:
-        world.acts.append(text)
+        external.acts.append(text)
         await gate.wait()
         return "done"
 
@@ -496,26 +500,26 @@ async def test_a_holder_that_takes_too_long_is_waited_for_without_using_up_retri
 
     async with working(embedded):
         first = await publish.submit()
-        await eventually(lambda: world.acts, "the effect to begin")
+        await eventually(lambda: external.acts, "the effect to begin")
         second = await publish.submit()
 
-        async def backed_off() -> bool:
-            (view,) = await embedded.engine.get(second.queue, [second.id])
-            return view is not None and view.meta.unavailable_count > 0
+        async def has_backed_off() -> bool:
+            (info,) = await embedded.engine.get(second.queue, [second.id])
+            return info is not None and info.meta.unavailable_count > 0
 
-        await eventually(backed_off, "the second job to back off")
+        await eventually(has_backed_off, "the second job to back off")
         gate.set()
         assert [await first.result(60), await second.result(60)] == ["done", "done"]
-        (view,) = await embedded.engine.get(second.queue, [second.id])
-    assert view is not None
-    assert (view.meta.retry_count, world.acts) == (0, ["a"])
+        (info,) = await embedded.engine.get(second.queue, [second.id])
+    assert info is not None
+    assert (info.meta.retry_count, external.acts) == (0, ["a"])
 
 
-# The ledger is away --------------------------------------------------------------------------------
+# Unreachable ledger --------------------------------------------------------------------------------
 
 
-class Broken:
-    """Effects that are away when told so: before a call, or after it (the answer is lost)."""
+class FaultyEffects:
+    """An effect store that fails on demand: before a call, or after it (the reply is lost)."""
 
     def __init__(self, real: EffectStore) -> None:
         self._real = real
@@ -525,92 +529,96 @@ class Broken:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         async def call(batch: Any) -> Any:
             if name in self.before:
-                raise LedgerUnavailable(f"{name}: away")
-            answer = await getattr(self._real, name)(batch)
+                raise LedgerUnavailable(f"{name}: unreachable")
+            reply = await getattr(self._real, name)(batch)
             if name in self.after:
                 raise LedgerUnavailable(f"{name}: the answer was lost")
-            return answer
+            return reply
 
         return call
 
 
-def break_ledger(app: Holdfast) -> Broken:
+def break_ledger(app: Holdfast) -> FaultyEffects:
     ledger: Any = backend_of(app).ledger
-    ledger.effects = Broken(ledger.effects)
-    broken: Broken = ledger.effects
-    return broken
+    ledger.effects = FaultyEffects(ledger.effects)
+    faulty_effects: FaultyEffects = ledger.effects
+    return faulty_effects
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-async def test_away_at_the_reservation_nothing_is_done_and_no_retry_used_up(
-    embedded: Holdfast, world: World, when: str
+async def test_an_outage_at_the_reservation_does_nothing_and_uses_up_no_retry(
+    embedded: Holdfast, external: ExternalSystem, when: str
 ) -> None:
-    broken = break_ledger(embedded)
+    faulty_effects = break_ledger(embedded)
 
     @embedded.task
     async def publish(ctx: Context) -> str:
-        return await ctx.effect("k", world.publish, "a")
+        return await ctx.effect("k", external.publish, "a")
 
     async with working(embedded):
-        getattr(broken, when).add("reserve")
+        getattr(faulty_effects, when).add("reserve")
         job = await publish.submit()
 
-        async def backed_off() -> bool:
-            (view,) = await embedded.engine.get(job.queue, [job.id])
-            return view is not None and view.meta.unavailable_count > 1
+        async def has_backed_off() -> bool:
+            (info,) = await embedded.engine.get(job.queue, [job.id])
+            return info is not None and info.meta.unavailable_count > 1
 
-        await eventually(backed_off, "the job to back off")
-        assert world.acts == []
-        getattr(broken, when).clear()
-        # A reservation whose answer was lost is known here to be unused: no doubt comes of it.
+        await eventually(has_backed_off, "the job to back off")
+        assert external.acts == []
+        getattr(faulty_effects, when).clear()
+        # A reservation whose reply was lost is known to be unused, so it does not put the effect in doubt.
         assert await job.result(60) == "published a"
-        (view,) = await embedded.engine.get(job.queue, [job.id])
-    assert view is not None
-    assert (view.meta.retry_count, world.acts) == (0, ["a"])
+        (info,) = await embedded.engine.get(job.queue, [job.id])
+    assert info is not None
+    assert (info.meta.retry_count, external.acts) == (0, ["a"])
 
 
-async def test_away_between_act_and_record_for_a_moment_is_waited_out(embedded: Holdfast, world: World) -> None:
-    broken = break_ledger(embedded)
-    broken.before.add("conclude")
+async def test_a_short_outage_between_effect_and_record_is_waited_out(
+    embedded: Holdfast, external: ExternalSystem
+) -> None:
+    faulty_effects = break_ledger(embedded)
+    faulty_effects.before.add("conclude")
 
     @embedded.task
     async def publish(ctx: Context) -> str:
-        return await ctx.effect("k", world.publish, "a")
+        return await ctx.effect("k", external.publish, "a")
 
     async with working(embedded):
         job = await publish.submit()
-        await eventually(lambda: world.acts, "the effect to happen")
-        broken.before.clear()
+        await eventually(lambda: external.acts, "the effect to happen")
+        faulty_effects.before.clear()
         assert await job.result(60) == "published a"
-        (view,) = await embedded.engine.get(job.queue, [job.id])
-    assert view is not None
-    assert (view.attempt, world.acts) == (1, ["a"])
+        (info,) = await embedded.engine.get(job.queue, [job.id])
+    assert info is not None
+    assert (info.attempt, external.acts) == (1, ["a"])
 
 
-async def test_away_for_long_between_act_and_record_is_in_doubt(embedded: Holdfast, world: World) -> None:
-    broken = break_ledger(embedded)
-    broken.before.add("conclude")
+async def test_a_long_outage_between_effect_and_record_is_in_doubt(
+    embedded: Holdfast, external: ExternalSystem
+) -> None:
+    faulty_effects = break_ledger(embedded)
+    faulty_effects.before.add("conclude")
 
     @embedded.task
     async def publish(ctx: Context) -> str:
-        return await ctx.effect("k", world.publish, "a")
+        return await ctx.effect("k", external.publish, "a")
 
     async with working(embedded):
         job = await publish.submit()
 
-        async def backed_off() -> bool:
-            (view,) = await embedded.engine.get(job.queue, [job.id])
-            return view is not None and view.meta.unavailable_count > 0
+        async def has_backed_off() -> bool:
+            (info,) = await embedded.engine.get(job.queue, [job.id])
+            return info is not None and info.meta.unavailable_count > 0
 
-        await eventually(backed_off, "the job to give up on the ledger")
-        broken.before.clear()
-        view = await settled(embedded, job, State.SUSPENDED)
-    assert view.failure is not None
-    assert view.failure.code == "EFFECT_IN_DOUBT"
-    assert world.acts == ["a"]
+        await eventually(has_backed_off, "the job to back off")
+        faulty_effects.before.clear()
+        info = await wait_settled(embedded, job, State.SUSPENDED)
+    assert info.failure is not None
+    assert info.failure.code == "EFFECT_IN_DOUBT"
+    assert external.acts == ["a"]
 
 
-async def test_tasks_without_effects_go_on_while_the_ledger_is_away(embedded: Holdfast) -> None:
+async def test_tasks_without_effects_run_while_the_ledger_is_unreachable(embedded: Holdfast) -> None:
     break_ledger(embedded).before.update({"reserve", "conclude", "get", "steps", "record_steps"})
 
     @embedded.task
@@ -621,20 +629,20 @@ async def test_tasks_without_effects_go_on_while_the_ledger_is_away(embedded: Ho
         assert await (await plain.submit()).result(60) == 1
 
 
-# In tests of a user's own --------------------------------------------------------------------------
+# Inline mode ---------------------------------------------------------------------------------------
 
 
-async def test_inline_mode_has_effects(embedded: Holdfast, world: World) -> None:
+async def test_inline_mode_supports_effects(embedded: Holdfast, external: ExternalSystem) -> None:
     @embedded.task
     async def publish(ctx: Context) -> str:
-        value = await ctx.effect("k", world.publish, "a")
+        value = await ctx.effect("k", external.publish, "a")
         if ctx.attempt == 1:
             raise ConnectionError("after")
         return value
 
     @embedded.task
     def post(ctx: Context) -> str:
-        return ctx.blocking.effect("p", world.post, "b")
+        return ctx.blocking.effect("p", external.post, "b")
 
     @embedded.task
     async def doubtful(ctx: Context) -> None:
@@ -647,10 +655,10 @@ async def test_inline_mode_has_effects(embedded: Holdfast, world: World) -> None
         assert await (await publish.submit()).result() == "published a"
         await (await post.submit()).result()
         assert await (await doubtful.submit()).state() is State.SUSPENDED
-    assert world.acts == ["a", "b"]
+    assert external.acts == ["a", "b"]
 
 
-async def test_an_outage_that_a_task_raises_still_passes_through(embedded: Holdfast) -> None:
+async def test_unavailable_raised_by_a_task_is_still_handled(embedded: Holdfast) -> None:
     @embedded.task
     async def down(ctx: Context) -> int:
         if ctx.attempt < 3:

@@ -1,4 +1,4 @@
-"""How the function of an effect is run."""
+"""Calls of the function of an effect."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import pytest
 from holdfast.effects.functions import call_function
 
 
-async def test_a_thread_that_ends_as_its_run_is_cancelled_is_heard() -> None:
-    told: list[str] = []
-    running = asyncio.create_task(call_function(lambda: "done", (), {}, late=told.append))
+async def test_the_result_of_a_thread_that_ends_during_cancellation_is_reported() -> None:
+    late_results: list[str] = []
+    running = asyncio.create_task(call_function(lambda: "done", (), {}, late=late_results.append))
     await asyncio.sleep(0)
-    # The loop stands still until the thread has ended: its result and the cancellation come in one turn, in this order.
+    # Blocks the loop until the thread has ended, so that one pass handles its result and then the cancellation.
     for thread in threading.enumerate():
         if thread.name == "holdfast-effect":
             thread.join()
     asyncio.get_running_loop().call_soon(running.cancel)
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert told == ["done"]
+    assert late_results == ["done"]

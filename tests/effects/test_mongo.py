@@ -1,7 +1,7 @@
-"""MongoDB (requirement E5) by its wire protocol: one document for each key, results, an outage waited out.
+"""MongoDB (requirement E5) over its wire protocol: one document for each key, results, outages.
 
-No `mongod` can be had where these run, so the server is nx-27017 (pure Python, SQLite inside): it proves that the calls
-are right, not how a replica set behaves.
+`mongod` is not available where these tests run, so the server is nx-27017 (pure Python, SQLite inside). It verifies the
+calls, not the behaviour of a replica set.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.worker.support import eventually, working
 
 
 class MongoServer:
-    """A server of our own, on a file, to be killed and brought back."""
+    """A server on a file, which tests can kill and restart."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -43,10 +43,10 @@ class MongoServer:
 
     def start(self) -> None:
         binary = Path(sys.executable).parent / "nx-27017"
-        words = ["--db", str(self.folder / "mongo.db"), "--host", "127.0.0.1", "-p", str(self.port)]
+        options = ["--db", str(self.folder / "mongo.db"), "--host", "127.0.0.1", "-p", str(self.port)]
         files = ["--log-file", str(self.folder / "nx.log"), "--pid-file", str(self.folder / "nx.pid")]
         with (self.folder / "server.log").open("ab") as log:
-            self._process = subprocess.Popen([str(binary), *words, *files], cwd=self.folder, stdout=log, stderr=log)
+            self._process = subprocess.Popen([str(binary), *options, *files], cwd=self.folder, stdout=log, stderr=log)
 
     def kill(self) -> None:
         if self._process is not None:
@@ -64,8 +64,8 @@ def server(tmp_path: Path) -> Iterator[MongoServer]:
 
 
 @pytest.fixture
-async def tidy_connects(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyMongo (4.19) leaves a socket open if its client is closed while it connects."""
+async def close_cancelled_connects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closes the socket that PyMongo (4.19) leaves open if its client is closed while it connects."""
     loop = asyncio.get_running_loop()
     connect = loop.sock_connect
 
@@ -80,15 +80,15 @@ async def tidy_connects(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-async def client(server: MongoServer, tidy_connects: None) -> AsyncIterator[AsyncMongoClient[Any]]:
+async def client(server: MongoServer, close_cancelled_connects: None) -> AsyncIterator[AsyncMongoClient[Any]]:
     async with AsyncMongoClient[Any](server.url) as client:
-        give_up_at = time.monotonic() + 20
+        deadline = time.monotonic() + 20
         while True:
             try:
                 await client.admin.command("ping")
                 break
             except PyMongoError:
-                assert time.monotonic() < give_up_at, "the server does not come up"
+                assert time.monotonic() < deadline, "the server did not start"
                 await asyncio.sleep(0.05)
         yield client
 
@@ -108,20 +108,20 @@ async def test_one_document_for_each_key(client: AsyncMongoClient[Any]) -> None:
     assert await orders.count_documents({}) == 2
 
 
-async def test_many_at_once_are_one_document(client: AsyncMongoClient[Any]) -> None:
+async def test_concurrent_upserts_make_one_document(client: AsyncMongoClient[Any]) -> None:
     orders = client.shop.orders
-    found = await asyncio.gather(*(upsert_once(orders, "k", {"number": number}) for number in range(20)))
-    assert len({document["number"] for document in found}) == 1
+    documents = await asyncio.gather(*(upsert_once(orders, "k", {"number": number}) for number in range(20)))
+    assert len({document["number"] for document in documents}) == 1
     assert await orders.count_documents({}) == 1
 
 
-async def test_a_unique_index_is_made(client: AsyncMongoClient[Any]) -> None:
+async def test_a_unique_index_is_created(client: AsyncMongoClient[Any]) -> None:
     await upsert_once(client.shop.orders, "k", {"total": 1})
     indexes = await client.shop.orders.index_information()
     assert any(index.get("unique") and len(index["key"]) == 2 for index in indexes.values()), indexes
 
 
-async def test_a_document_that_says_something_else_is_an_error(client: AsyncMongoClient[Any]) -> None:
+async def test_a_document_with_other_key_fields_is_an_error(client: AsyncMongoClient[Any]) -> None:
     with pytest.raises(UsageError, match="tenant_id"):
         await upsert_once(client.shop.orders, "k", {"tenant_id": "other"})
     with pytest.raises(UsageError, match="non-empty"):
@@ -139,7 +139,7 @@ async def test_results_are_kept_once_for_each_job(client: AsyncMongoClient[Any])
     assert await client.shop.results.count_documents({}) == 2
 
 
-async def test_an_outage_is_named(client: AsyncMongoClient[Any], server: MongoServer) -> None:
+async def test_an_outage_raises_unavailable(client: AsyncMongoClient[Any], server: MongoServer) -> None:
     await upsert_once(client.shop.orders, "k", {"total": 1})
     server.kill()
     with pytest.raises(Unavailable, match="MongoDB does not answer"):
@@ -148,37 +148,35 @@ async def test_an_outage_is_named(client: AsyncMongoClient[Any], server: MongoSe
 
 
 @pytest.mark.faults
-async def test_an_outage_is_waited_out_without_using_up_retries(
-    client: AsyncMongoClient[Any], server: MongoServer, tmp_path: Path
-) -> None:
+async def test_an_outage_uses_up_no_retries(client: AsyncMongoClient[Any], server: MongoServer, tmp_path: Path) -> None:
     retry = Retry(max_retries=0, base=0.05, cap=0.1, jitter=None)
     app = Holdfast(f"sqlite:///{tmp_path / 'holdfast.db'}", retry=retry)
 
     @app.task
-    async def by_helper(ctx: Context) -> int:
+    async def upsert_by_helper(ctx: Context) -> int:
         return int((await upsert_once(client.shop.orders, ctx.job_id, {"n": 1}, tenant_id=ctx.tenant_id))["n"])
 
     @app.task(unavailable_on=UNAVAILABLE)
-    async def by_hand(ctx: Context) -> int:
+    async def update_directly(ctx: Context) -> int:
         await client.shop.orders.update_one({"job": ctx.job_id}, {"$set": {"n": 2}}, upsert=True)
         return 2
 
     server.kill()
     async with app, working(app):
-        jobs = [await by_helper.submit(), await by_hand.submit()]
+        jobs = [await upsert_by_helper.submit(), await update_directly.submit()]
 
-        async def waited() -> bool:
-            views = await app.engine.get("default", [job.id for job in jobs])
-            return all(view is not None and view.meta.unavailable_count >= 2 for view in views)
+        async def have_backed_off() -> bool:
+            infos = await app.engine.get("default", [job.id for job in jobs])
+            return all(info is not None and info.meta.unavailable_count >= 2 for info in infos)
 
-        await eventually(waited, "both jobs to back off twice")
+        await eventually(have_backed_off, "both jobs to back off twice")
         server.start()
         assert [await job.result(60) for job in jobs] == [1, 2]
-        views = await app.engine.get("default", [job.id for job in jobs])
-    assert [(view.state, view.meta.retry_count) for view in views if view] == [(State.SUCCEEDED, 0)] * 2
+        infos = await app.engine.get("default", [job.id for job in jobs])
+    assert [(info.state, info.meta.retry_count) for info in infos if info] == [(State.SUCCEEDED, 0)] * 2
 
 
-async def test_a_key_is_a_text(client: AsyncMongoClient[Any]) -> None:
+async def test_a_key_must_be_a_string(client: AsyncMongoClient[Any]) -> None:
     for key in ("", 3, None, b"k"):
         with pytest.raises(UsageError, match="must be a non-empty string"):
             await upsert_once(client.shop.orders, key, {})  # type: ignore[arg-type]

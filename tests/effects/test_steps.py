@@ -1,4 +1,4 @@
-"""Steps and sleep (requirement E4): what a job has done is not done again when it runs again."""
+"""Steps and sleep (requirement E4): a recorded step is not repeated when the job runs again."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ async def embedded() -> AsyncIterator[Holdfast]:
         yield app
 
 
-async def settled(app: Holdfast, job: Job[Any], *states: State) -> JobInfo:
-    async def look() -> JobInfo | None:
-        (view,) = await app.engine.get(job.queue, [job.id])
-        return view if view is not None and view.state in states else None
+async def wait_state(app: Holdfast, job: Job[Any], *states: State) -> JobInfo:
+    async def find_info() -> JobInfo | None:
+        (info,) = await app.engine.get(job.queue, [job.id])
+        return info if info is not None and info.state in states else None
 
-    view: JobInfo = await eventually(look, f"the job to be one of {states}")
-    return view
+    info: JobInfo = await eventually(find_info, f"the job to be one of {states}")
+    return info
 
 
-DEAD = (State.DLQ_PENDING, State.DLQ_RECORDED, State.FAILED)
+DEAD_LETTERED = (State.DLQ_PENDING, State.DLQ_RECORDED, State.FAILED)
 
 
 async def test_a_recorded_step_does_not_run_again(app: Holdfast) -> None:
@@ -79,12 +79,12 @@ async def test_a_recorded_step_does_not_run_again(app: Holdfast) -> None:
     async with working(app):
         assert await (await article.submit("hello")).result(60) == ["Draft", "hello!"]
         assert runs == ["write", "check"]
-        # Another job has steps of its own.
+        # Another job has its own steps.
         await (await article.submit("hello")).result(60)
     assert runs == ["write", "check"] * 2
 
 
-async def test_steps_of_a_plain_task(app: Holdfast) -> None:
+async def test_a_recorded_step_of_a_plain_task_does_not_run_again(app: Holdfast) -> None:
     runs: list[str] = []
 
     def write(title: str) -> Draft:
@@ -103,7 +103,7 @@ async def test_steps_of_a_plain_task(app: Holdfast) -> None:
     assert runs == ["write"]
 
 
-async def test_other_steps_than_the_recorded_ones_suspend_the_job(app: Holdfast) -> None:
+async def test_steps_that_differ_from_the_recorded_ones_suspend_the_job(app: Holdfast) -> None:
     @app.task(retry=SOON, on_exhausted="dead_letter")
     async def article(ctx: Context) -> None:
         names = ["draft", "check"] if ctx.attempt == 1 else ["check", "draft"]
@@ -112,23 +112,23 @@ async def test_other_steps_than_the_recorded_ones_suspend_the_job(app: Holdfast)
         raise ConnectionError("again")
 
     async with working(app):
-        view = await settled(app, await article.submit(), State.SUSPENDED)
-    assert view.failure is not None
-    assert view.failure.code == "STEP_MISMATCH"
-    assert "recorded as 'draft'" in view.failure.message
-    assert "'check'" in view.failure.message
+        info = await wait_state(app, await article.submit(), State.SUSPENDED)
+    assert info.failure is not None
+    assert info.failure.code == "STEP_MISMATCH"
+    assert "recorded as 'draft'" in info.failure.message
+    assert "'check'" in info.failure.message
 
 
-async def test_a_step_whose_result_is_no_json_is_fatal(app: Holdfast) -> None:
+async def test_a_step_whose_result_is_not_json_is_fatal(app: Holdfast) -> None:
     @app.task
     async def article(ctx: Context) -> None:
         await ctx.step("draft", object)
 
     async with working(app):
-        view = await settled(app, await article.submit(), *DEAD)
-    assert view.failure is not None
-    assert view.failure.code == "TASK_FATAL"
-    assert "the result of step 'draft' cannot be written as JSON" in view.failure.message
+        info = await wait_state(app, await article.submit(), *DEAD_LETTERED)
+    assert info.failure is not None
+    assert info.failure.code == "TASK_FATAL"
+    assert "the result of step 'draft' cannot be written as JSON" in info.failure.message
 
 
 async def test_a_step_that_fails_is_not_recorded(embedded: Holdfast) -> None:
@@ -145,7 +145,7 @@ async def test_a_step_that_fails_is_not_recorded(embedded: Holdfast) -> None:
         assert await (await article.submit()).result(60) == 2
 
 
-async def test_steps_at_the_same_time_have_the_order_of_their_calls(embedded: Holdfast) -> None:
+async def test_concurrent_steps_have_the_order_of_their_calls(embedded: Holdfast) -> None:
     runs: list[int] = []
 
     async def part(number: int) -> int:
@@ -167,7 +167,7 @@ async def test_steps_at_the_same_time_have_the_order_of_their_calls(embedded: Ho
 
 @pytest.mark.parametrize("inner", ["step", "sleep"])
 @pytest.mark.parametrize("outer", ["step", "effect"])
-async def test_steps_are_not_nested(embedded: Holdfast, outer: str, inner: str) -> None:
+async def test_steps_cannot_be_nested(embedded: Holdfast, outer: str, inner: str) -> None:
     @embedded.task
     async def nested(ctx: Context) -> None:
         async def inside() -> None:
@@ -177,17 +177,17 @@ async def test_steps_are_not_nested(embedded: Holdfast, outer: str, inner: str) 
 
     with inline(embedded):
         job = await nested.submit()
-        view = backend_of(embedded).inline_submitter
-        assert view is not None
-        found = await view.get(job.queue, job.id)
+        submitter = backend_of(embedded).inline_submitter
+        assert submitter is not None
+        found = await submitter.get(job.queue, job.id)
     assert found is not None
-    # What the effect did before that, nobody knows.
+    # The effect may have acted before the error, so it is in doubt.
     assert found.state is (State.SUSPENDED if outer == "effect" else State.FAILED)
     assert found.failure is not None
     assert f"inside the function of a ctx.{outer}" in found.failure.message
 
 
-async def test_an_effect_inside_a_step_is_fine(embedded: Holdfast) -> None:
+async def test_an_effect_inside_a_step_is_allowed(embedded: Holdfast) -> None:
     acts: list[str] = []
 
     async def act() -> str:
@@ -212,7 +212,7 @@ async def test_an_effect_inside_a_step_is_fine(embedded: Holdfast) -> None:
 # Sleep -----------------------------------------------------------------------------------------------
 
 
-async def test_a_sleeping_job_takes_up_no_worker_and_begins_anew_when_it_is_time() -> None:
+async def test_a_sleeping_job_uses_no_worker_and_starts_again_when_due() -> None:
     clock = ManualClock()
     app = Holdfast("sqlite://", clock=clock, retry=SOON)
     seen: list[tuple[int, str]] = []
@@ -224,7 +224,7 @@ async def test_a_sleeping_job_takes_up_no_worker_and_begins_anew_when_it_is_time
             await ctx.sleep(timedelta(hours=1))
             seen.append((ctx.attempt, "between"))
             await ctx.sleep(60)
-        except Exception:  # noqa: BLE001 - the point: it is not caught here
+        except Exception:  # noqa: BLE001 - must not catch the interrupt of `ctx.sleep`
             seen.append((ctx.attempt, "caught"))
         seen.append((ctx.attempt, "after"))
         return ctx.retry_count
@@ -233,8 +233,8 @@ async def test_a_sleeping_job_takes_up_no_worker_and_begins_anew_when_it_is_time
         job = await nap.submit()
         await drain(app)
         assert seen == [(1, "before")]
-        view = await settled(app, job, State.QUEUED)
-        assert view.next_attempt_at_ms == clock.now_ms() + 3_600_000
+        info = await wait_state(app, job, State.QUEUED)
+        assert info.next_attempt_at_ms == clock.now_ms() + 3_600_000
         clock.advance(3_599)
         await drain(app)
         assert len(seen) == 1
@@ -247,7 +247,7 @@ async def test_a_sleeping_job_takes_up_no_worker_and_begins_anew_when_it_is_time
         assert await job.result(60) == 0
 
 
-async def test_a_short_sleep_is_waited_for_and_not_slept_again(app: Holdfast) -> None:
+async def test_a_short_sleep_is_waited_for_and_not_repeated(app: Holdfast) -> None:
     @app.task
     async def nap(ctx: Context) -> int:
         await ctx.sleep(0.05)
@@ -259,7 +259,7 @@ async def test_a_short_sleep_is_waited_for_and_not_slept_again(app: Holdfast) ->
         assert await (await nap.submit()).result(60) == 2
 
 
-async def test_a_long_sleep_on_a_real_worker(app: Holdfast) -> None:
+async def test_a_long_sleep_ends_the_attempt_on_a_real_worker(app: Holdfast) -> None:
     @app.task
     async def nap(ctx: Context) -> int:
         await ctx.sleep(1.2)
@@ -275,7 +275,7 @@ async def test_a_long_sleep_on_a_real_worker(app: Holdfast) -> None:
         assert [await job.result(60) for job in jobs] == [2, 2]
 
 
-async def test_in_a_task_group_the_first_to_wake_decides(embedded: Holdfast) -> None:
+async def test_in_a_task_group_the_shortest_sleep_decides(embedded: Holdfast) -> None:
     @embedded.task
     async def naps(ctx: Context) -> int:
         async with asyncio.TaskGroup() as group:
@@ -298,12 +298,12 @@ async def test_inline_mode_does_not_wait(embedded: Holdfast) -> None:
             assert await (await nap.submit()).result() == 2
 
 
-# Where they cannot be --------------------------------------------------------------------------------
+# Child processes -------------------------------------------------------------------------------------
 
 
-async def test_a_child_process_says_that_it_has_none(tmp_path: Path) -> None:
+async def test_steps_in_a_child_process_are_an_error(tmp_path: Path) -> None:
     process_tasks.app.configure(url=f"sqlite:///{tmp_path / 'holdfast.db'}")
     async with process_tasks.app as app, working(app):
-        view = await settled(app, await process_tasks.takes_a_step.submit(), *DEAD)
-    assert view.failure is not None
-    assert "process=True" in view.failure.message
+        info = await wait_state(app, await process_tasks.take_step.submit(), *DEAD_LETTERED)
+    assert info.failure is not None
+    assert "process=True" in info.failure.message

@@ -1,4 +1,4 @@
-"""Effects in the user's own database (requirement E3): key, write and result commit together, or not at all."""
+"""Effects in the user's database (requirement E3): key, write and result are committed together or not at all."""
 
 from __future__ import annotations
 
@@ -40,25 +40,25 @@ def context(job_id: str = "j", attempt: int = 1, tenant_id: str = "t") -> Contex
 
 
 class Bank:
-    """A user's database: money moves by `pay`."""
+    """A user's database with payments."""
 
     def __init__(self, database: Any, count: Callable[[], Awaitable[int]]) -> None:
         self.database = database
         self.count = count
 
     async def pay(self, handle: Any, cents: int) -> dict[str, int]:
-        await put(handle, cents)
+        await insert_payment(handle, cents)
         return {"paid": cents}
 
 
-async def put(handle: Any, cents: int) -> None:
+async def insert_payment(handle: Any, cents: int) -> None:
     if isinstance(handle, asyncpg.Connection | asyncpg.pool.PoolConnectionProxy):
         await handle.execute("INSERT INTO payments VALUES ($1)", cents)
     else:
         await handle.execute(text("INSERT INTO payments VALUES (:cents)"), {"cents": cents})
 
 
-def alchemy(url: str) -> str:
+def to_sqlalchemy_url(url: str) -> str:
     return url.replace("postgresql://", "postgresql+asyncpg://").replace("sqlite:///", "sqlite+aiosqlite:///")
 
 
@@ -74,7 +74,7 @@ async def bank(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
     kind: str = request.param
     sqlite = kind.startswith("sqlite")
     url = f"sqlite:///{tmp_path / 'own.db'}" if sqlite else request.getfixturevalue("empty_postgres_url")
-    engine = create_async_engine(alchemy(url))
+    engine = create_async_engine(to_sqlalchemy_url(url))
     await make_tables(engine)
 
     async def count() -> int:
@@ -101,7 +101,7 @@ async def bank(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
     await engine.dispose()
 
 
-async def test_the_write_happens_once_and_its_result_comes_back(bank: Bank) -> None:
+async def test_the_write_happens_once_and_its_result_is_returned_again(bank: Bank) -> None:
     assert await context().transaction(bank.database, "pay:1", bank.pay, 5) == {"paid": 5}
     assert await context(attempt=2).transaction(bank.database, "pay:1", bank.pay, 5) == {"paid": 5}
     assert await bank.count() == 1
@@ -109,9 +109,9 @@ async def test_the_write_happens_once_and_its_result_comes_back(bank: Bank) -> N
     assert await bank.count() == 2
 
 
-async def test_a_function_that_fails_leaves_nothing(bank: Bank) -> None:
+async def test_a_function_that_fails_writes_nothing(bank: Bank) -> None:
     async def fail(handle: Any) -> None:
-        await put(handle, 1)
+        await insert_payment(handle, 1)
         raise LookupError("no such account")
 
     with pytest.raises(LookupError):
@@ -119,17 +119,17 @@ async def test_a_function_that_fails_leaves_nothing(bank: Bank) -> None:
     assert await bank.count() == 0
 
     async def succeed(handle: Any) -> str | None:
-        await put(handle, 1)
+        await insert_payment(handle, 1)
         return None
 
-    # The key was free again, for any function.
+    # The key is released and accepts any function.
     assert await context().transaction(bank.database, "k", succeed) is None
     assert await bank.count() == 1
 
 
-async def test_a_result_that_is_no_json_leaves_nothing(bank: Bank) -> None:
+async def test_a_result_that_is_not_json_writes_nothing(bank: Bank) -> None:
     async def odd(handle: Any) -> object:
-        await put(handle, 1)
+        await insert_payment(handle, 1)
         return object()
 
     with pytest.raises(InvalidPayload):
@@ -139,7 +139,7 @@ async def test_a_result_that_is_no_json_leaves_nothing(bank: Bank) -> None:
 
 async def test_another_function_or_other_arguments_are_an_error(bank: Bank) -> None:
     async def other(handle: Any, cents: int) -> None:
-        await put(handle, cents)
+        await insert_payment(handle, cents)
 
     await context().transaction(bank.database, "k", bank.pay, 5)
     with pytest.raises(EffectMismatch, match="other arguments"):
@@ -150,13 +150,13 @@ async def test_another_function_or_other_arguments_are_an_error(bank: Bank) -> N
 
 
 @pytest.mark.parametrize("bank", ["asyncpg pool", "engine", "sessions", "sqlite", "sqlite sessions"], indirect=True)
-async def test_duplicates_at_once_wait_and_get_the_first_one_s_result(bank: Bank) -> None:
+async def test_concurrent_duplicates_wait_for_the_first_result(bank: Bank) -> None:
     runs = 0
 
     async def slow(handle: Any, cents: int) -> int:
         nonlocal runs
         runs += 1
-        await put(handle, cents)
+        await insert_payment(handle, cents)
         await asyncio.sleep(0.2)
         return runs
 
@@ -166,11 +166,11 @@ async def test_duplicates_at_once_wait_and_get_the_first_one_s_result(bank: Bank
 
 
 @pytest.mark.parametrize("bank", ["asyncpg pool", "engine"], indirect=True)
-async def test_a_duplicate_of_one_that_fails_takes_its_turn(bank: Bank) -> None:
+async def test_a_duplicate_of_a_failed_call_runs(bank: Bank) -> None:
     begun = asyncio.Event()
 
     async def flaky(handle: Any) -> str:
-        await put(handle, 1)
+        await insert_payment(handle, 1)
         if not begun.is_set():
             begun.set()
             await asyncio.sleep(0.1)
@@ -185,31 +185,31 @@ async def test_a_duplicate_of_one_that_fails_takes_its_turn(bank: Bank) -> None:
     assert await bank.count() == 1
 
 
-async def test_a_missing_table_says_how_to_make_it(empty_postgres_url: str, tmp_path: Path) -> None:
-    async def nothing(handle: Any) -> None: ...
+async def test_a_missing_table_error_names_the_command_to_create_it(empty_postgres_url: str, tmp_path: Path) -> None:
+    async def do_nothing(handle: Any) -> None: ...
 
     sqlite = create_async_engine(f"sqlite+aiosqlite:///{tmp_path / 'own.db'}")
-    postgres = create_async_engine(alchemy(empty_postgres_url))
+    postgres = create_async_engine(to_sqlalchemy_url(empty_postgres_url))
     async with asyncpg.create_pool(empty_postgres_url, min_size=0) as pool:
         for database in (sqlite, postgres, pool):
             with pytest.raises(UsageError, match="holdfast effects create-table"):
-                await context().transaction(database, "k", nothing)
+                await context().transaction(database, "k", do_nothing)
         await create_keys_table(pool)
-        await context().transaction(pool, "k", nothing)
+        await context().transaction(pool, "k", do_nothing)
     await sqlite.dispose()
     await postgres.dispose()
 
 
-async def test_what_it_does_not_know_it_says(tmp_path: Path) -> None:
-    async def nothing(handle: Any) -> None: ...
+async def test_unsupported_databases_and_open_transactions_are_errors(tmp_path: Path) -> None:
+    async def do_nothing(handle: Any) -> None: ...
 
     with pytest.raises(UsageError, match="AsyncEngine"):
-        await context().transaction("postgresql://…", "k", nothing)
+        await context().transaction("postgresql://…", "k", do_nothing)
     engine = create_async_engine(f"sqlite+aiosqlite:///{tmp_path / 'own.db'}")
     async with AsyncSession(engine) as session:
         await session.execute(text("SELECT 1"))
         with pytest.raises(UsageError, match="without an open one"):
-            await context().transaction(session, "k", nothing)
+            await context().transaction(session, "k", do_nothing)
     await engine.dispose()
 
 
@@ -217,11 +217,11 @@ CRASH = """
 import asyncio, os, sys
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import create_async_engine
-from tests.effects.test_transaction import context, put, alchemy
+from tests.effects.test_transaction import context, insert_payment, to_sqlalchemy_url
 import asyncpg
 
 async def pay(handle, cents):
-    await put(handle, cents)
+    await insert_payment(handle, cents)
     print("written", flush=True)
     await asyncio.sleep(60)
 
@@ -230,7 +230,7 @@ async def main(kind, url):
         async with asyncpg.create_pool(url, min_size=0) as pool:
             await context().transaction(pool, "k", pay, 5)
     else:
-        await context().transaction(create_async_engine(alchemy(url)), "k", pay, 5)
+        await context().transaction(create_async_engine(to_sqlalchemy_url(url)), "k", pay, 5)
 
 asyncio.run(main(*sys.argv[1:]))
 """
@@ -238,11 +238,11 @@ asyncio.run(main(*sys.argv[1:]))
 
 @pytest.mark.faults
 @pytest.mark.parametrize("kind", ["asyncpg", "sqlalchemy", "sqlite"])
-async def test_killed_between_write_and_commit_nothing_is_there_and_it_runs_again(
+async def test_a_process_killed_between_write_and_commit_writes_nothing_and_can_run_again(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     url = f"sqlite:///{tmp_path / 'own.db'}" if kind == "sqlite" else request.getfixturevalue("empty_postgres_url")
-    engine = create_async_engine(alchemy(url))
+    engine = create_async_engine(to_sqlalchemy_url(url))
     await make_tables(engine)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     process = await asyncio.create_subprocess_exec(
@@ -254,7 +254,7 @@ async def test_killed_between_write_and_commit_nothing_is_there_and_it_runs_agai
     await process.wait()
 
     async def pay(handle: Any, cents: int) -> int:
-        await put(handle, cents)
+        await insert_payment(handle, cents)
         return cents
 
     assert await context(attempt=2).transaction(engine, "k", pay, 5) == 5
@@ -265,22 +265,22 @@ async def test_killed_between_write_and_commit_nothing_is_there_and_it_runs_agai
 
 
 @pytest.mark.faults
-async def test_a_database_that_is_down_is_an_outage(make_postgres: Callable[..., PostgresServer]) -> None:
+async def test_an_unreachable_database_raises_unavailable(make_postgres: Callable[..., PostgresServer]) -> None:
     server = make_postgres(migrated=False)
-    engine = create_async_engine(alchemy(server.url))
+    engine = create_async_engine(to_sqlalchemy_url(server.url))
     await make_tables(engine)
     server.kill()
 
-    async def nothing(handle: Any) -> str:
+    async def do_nothing(handle: Any) -> str:
         return "done"
 
     with pytest.raises(Unavailable):
-        await context().transaction(engine, "k", nothing)
+        await context().transaction(engine, "k", do_nothing)
     with pytest.raises(Unavailable):
         async with asyncpg.create_pool(server.url, min_size=0) as pool:
-            await context().transaction(pool, "k", nothing)
+            await context().transaction(pool, "k", do_nothing)
     server.start()
-    assert await context().transaction(engine, "k", nothing) == "done"
+    assert await context().transaction(engine, "k", do_nothing) == "done"
 
     async def file_is_missing(handle: Any) -> None:
         raise FileNotFoundError("the user's own")
@@ -290,16 +290,16 @@ async def test_a_database_that_is_down_is_an_outage(make_postgres: Callable[...,
     await engine.dispose()
 
 
-async def test_a_plain_function_is_told_to_be_async_and_leaves_nothing(bank: Bank) -> None:
-    def plainly(_: Any, cents: int) -> int:
+async def test_a_plain_function_is_refused_and_writes_nothing(bank: Bank) -> None:
+    def pay_plainly(_: Any, cents: int) -> int:
         return cents
 
-    pay: Any = plainly
+    pay: Any = pay_plainly
     with pytest.raises(UsageError, match="takes an async function"):
         await context().transaction(bank.database, "k", pay, 5)
     assert await context().transaction(bank.database, "k", bank.pay, 5) == {"paid": 5}
 
 
-def test_a_plain_task_is_told_to_be_async() -> None:
+def test_a_transaction_in_a_plain_task_is_refused() -> None:
     with pytest.raises(UsageError, match="make the task an `async def`"):
-        context().transaction(object(), "k", put, 5).close()
+        context().transaction(object(), "k", insert_payment, 5).close()

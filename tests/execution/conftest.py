@@ -1,4 +1,4 @@
-"""Apps of the worker tests, for single runs."""
+"""Fixtures of the worker tests, for single runs."""
 
 from tests.worker.conftest import app as app
 from tests.worker.conftest import both as both

@@ -1,4 +1,4 @@
-"""Tasks that run in child processes: a child imports this module again, so they are at its top level."""
+"""Tasks that run in child processes. They are at the top level, because a child imports this module again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ AT_ONCE = Retry(max_retries=1, base=0, jitter=None)
 
 
 def _write_note(note: str) -> None:
-    """Which process runs this. At once as a whole: the test reads it as soon as it is there."""
+    """Write the id of this process, atomically: the test reads the file as soon as it exists."""
     draft = Path(f"{note}.draft")
     draft.write_text(str(ProcessId.of(os.getpid())))
     draft.rename(note)
@@ -36,10 +36,10 @@ async def nap(seconds: float) -> int:
 
 
 @app.task(process=True)
-def meet(folder: str, others: int) -> int:
-    """Returns once as many runs are in this folder at the same time."""
+def meet(folder: str, runs: int) -> int:
+    """Return when the given number of runs is in this folder at the same time."""
     Path(folder, str(os.getpid())).touch()
-    while len(os.listdir(folder)) < others:
+    while len(os.listdir(folder)) < runs:
         time.sleep(0.01)
     return os.getpid()
 
@@ -52,8 +52,8 @@ def hang(note: str) -> None:
 
 
 @app.task(process=True, timeout=0.5, retry=NO_RETRY)
-def hold_everything(note: str) -> None:
-    """As native code does that never lets go of the interpreter: no other thread of the child runs."""
+def hold_gil(note: str) -> None:
+    """Block like native code that never releases the GIL: no other thread of the child runs."""
     _write_note(note)
     ctypes.PyDLL(None).sleep(60)
 
@@ -80,10 +80,10 @@ def big(size: int) -> str:
 
 
 @app.task(process=True, retry=NO_RETRY)
-def takes_a_step(ctx: Context) -> int:
+def take_step(ctx: Context) -> int:
     return ctx.blocking.step("one", lambda: 1)
 
 
 @app.task(process=True)
-async def forget_approval(ctx: Context) -> None:
+async def drop_approval(ctx: Context) -> None:
     list[object]().append(ctx.approval("ship it?"))

@@ -1,4 +1,4 @@
-"""What becomes of one job: run on the loop, in a thread, with or without a context, ended by a verdict."""
+"""One run: on the loop, in a thread, with or without a context, ended by a verdict."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ NO_RETRY = Retry(max_retries=0)
 AT_ONCE = Retry(max_retries=3, base=0, jitter=None)
 
 
-async def outcome(app: Holdfast, job: Any) -> tuple[State, str | None]:
-    """The final state and failure code."""
-    view = await app.engine.wait_final(job.queue, job.id, 10_000)
-    assert view is not None
-    return view.state, view.failure.code if view.failure else None
+async def wait_outcome(app: Holdfast, job: Any) -> tuple[State, str | None]:
+    """Wait for the job's end. Return its final state and failure code."""
+    info = await app.engine.wait_final(job.queue, job.id, 10_000)
+    assert info is not None
+    return info.state, info.failure.code if info.failure else None
 
 
 async def test_async_and_plain_functions_run(both: Holdfast) -> None:
@@ -42,22 +42,22 @@ async def test_async_and_plain_functions_run(both: Holdfast) -> None:
         assert [await job.result(60) for job in jobs] == [2 * number for number in range(1_200)]
 
 
-async def test_the_context_tells_about_the_run(both: Holdfast) -> None:
+async def test_the_context_describes_the_run(both: Holdfast) -> None:
     @both.task(retry=AT_ONCE, queue="mail")
-    async def tell(word: str, ctx: Context) -> dict[str, Any]:
+    async def describe(word: str, ctx: Context) -> dict[str, Any]:
         if ctx.retry_count == 0:
-            raise ValueError("once more")
+            raise ValueError("retry")
         names = ("job_id", "task", "queue", "tenant_id", "attempt", "retry_count", "idempotency_key", "trace_id")
         return {name: getattr(ctx, name) for name in (*names, "run_key", "context", "cancelled")} | {"word": word}
 
     async with working(both, queues=["mail"]):
-        # Wherever the context stands at run time; type checkers know it only in the first place.
-        anywhere: Any = tell
-        options = anywhere.options(tenant_id="acme", idempotency_key="k", trace_id="t", context={"user": "ada"})
+        # At run time the context can be any parameter; type checkers know it only as the first one.
+        describe_any: Any = describe
+        options = describe_any.options(tenant_id="acme", idempotency_key="k", trace_id="t", context={"user": "ada"})
         job = await options.submit(word="x")
         assert await job.result(60) == {
             "job_id": job.id,
-            "task": "tell",
+            "task": "describe",
             "queue": "mail",
             "tenant_id": "acme",
             "attempt": 2,
@@ -69,7 +69,7 @@ async def test_the_context_tells_about_the_run(both: Holdfast) -> None:
             "cancelled": False,
             "word": "x",
         }
-        plain = await anywhere.submit("y")
+        plain = await describe_any.submit("y")
         assert (await plain.result(60))["idempotency_key"] == plain.id
 
 
@@ -117,13 +117,13 @@ class Broken(Exception):
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else str(value),
 )
 @pytest.mark.parametrize("kind", ["async", "thread"])
-async def test_whatever_a_task_raises_ends_only_that_attempt(
+async def test_any_exception_of_a_task_ends_only_that_attempt(
     app: Holdfast, kind: str, error: BaseException, code: str, runs: int
 ) -> None:
-    seen: list[int] = []
+    calls: list[int] = []
 
     def fail() -> None:
-        seen.append(1)
+        calls.append(1)
         raise error
 
     async def fail_on_loop() -> None:
@@ -137,12 +137,12 @@ async def test_whatever_a_task_raises_ends_only_that_attempt(
         return "still here"
 
     async with working(app):
-        assert await outcome(app, await task.submit()) == (State.FAILED, code)
+        assert await wait_outcome(app, await task.submit()) == (State.FAILED, code)
         assert await (await fine.submit()).result(60) == "still here"
-    assert len(seen) == runs
+    assert len(calls) == runs
 
 
-async def test_only_named_errors_retry(app: Holdfast) -> None:
+async def test_only_listed_errors_are_retried(app: Holdfast) -> None:
     runs: list[str] = []
 
     @app.task(retry=Retry(max_retries=1, base=0, jitter=None), retry_on=KeyError)
@@ -151,8 +151,8 @@ async def test_only_named_errors_retry(app: Holdfast) -> None:
         raise KeyError(kind) if kind == "key" else OSError(kind)
 
     async with working(app):
-        assert await outcome(app, await picky.submit("key")) == (State.FAILED, "TASK_ERROR")
-        assert await outcome(app, await picky.submit("os")) == (State.FAILED, "TASK_FATAL")
+        assert await wait_outcome(app, await picky.submit("key")) == (State.FAILED, "TASK_ERROR")
+        assert await wait_outcome(app, await picky.submit("os")) == (State.FAILED, "TASK_FATAL")
     assert runs == ["key", "key", "os"]
 
 
@@ -163,14 +163,14 @@ async def test_an_outage_uses_up_no_retries(app: Holdfast) -> None:
     runs: list[int] = []
 
     @app.task(retry=Retry(max_retries=0, base=0, jitter=None), unavailable_on=DatabaseDown)
-    async def wait_it_out(ctx: Context) -> int:
+    async def wait_for_database(ctx: Context) -> int:
         runs.append(1)
         if len(runs) < 4:
             raise Unavailable("down") if len(runs) % 2 else DatabaseDown
         return ctx.retry_count
 
     async with working(app):
-        assert await (await wait_it_out.submit()).result(60) == 0
+        assert await (await wait_for_database.submit()).result(60) == 0
     assert len(runs) == 4
 
 
@@ -181,14 +181,14 @@ async def test_exhausted_jobs_can_be_suspended(app: Holdfast) -> None:
 
     async with working(app):
         job = await fail.submit()
-        await eventually(lambda: _is(job, State.SUSPENDED), "suspension")
+        await eventually(lambda: _is_in_state(job, State.SUSPENDED), "suspension")
 
 
-async def _is(job: Any, state: State) -> bool:
+async def _is_in_state(job: Any, state: State) -> bool:
     return (await job.state()) is state
 
 
-async def test_what_does_not_fit_becomes_a_dead_letter_at_once(app: Holdfast) -> None:
+async def test_an_invalid_payload_is_dead_lettered_at_once(app: Holdfast) -> None:
     called: list[int] = []
 
     @app.task(on_exhausted="suspend")
@@ -197,18 +197,18 @@ async def test_what_does_not_fit_becomes_a_dead_letter_at_once(app: Holdfast) ->
 
     sender = Holdfast(app.settings.url, clock=backend_of(app).clock)
     async with working(app), sender:
-        misfit = await sender.submit_raw("strict", b'{"number": "seven"}')
-        unknown = await sender.submit_raw("nobody", b"{}")
+        invalid = await sender.submit_raw("strict", b'{"number": "seven"}')
+        unknown = await sender.submit_raw("unknown", b"{}")
         positional = await sender.submit_raw("strict", b"[7]")
-        assert await outcome(app, misfit) == (State.FAILED, "INVALID_PAYLOAD")
-        assert await outcome(app, unknown) == (State.FAILED, "UNKNOWN_TASK")
-        assert await outcome(app, positional) == (State.SUCCEEDED, None)
+        assert await wait_outcome(app, invalid) == (State.FAILED, "INVALID_PAYLOAD")
+        assert await wait_outcome(app, unknown) == (State.FAILED, "UNKNOWN_TASK")
+        assert await wait_outcome(app, positional) == (State.SUCCEEDED, None)
         with pytest.raises(JobFailed, match="import the module that defines it"):
             await unknown.result(60)
     assert called == [7]
 
 
-async def test_a_result_that_cannot_be_kept_is_fatal(url: str) -> None:
+async def test_a_result_that_cannot_be_encoded_is_fatal(url: str) -> None:
     app = Holdfast(url, payload_limit=1_000)
 
     @app.task
@@ -224,12 +224,12 @@ async def test_a_result_that_cannot_be_kept_is_fatal(url: str) -> None:
         return asyncio.sleep(0)
 
     async with app, working(app):
-        assert await outcome(app, await no_json.submit()) == (State.FAILED, "INVALID_PAYLOAD")
-        assert await outcome(app, await too_long.submit()) == (State.FAILED, "PAYLOAD_TOO_LARGE")
-        assert await outcome(app, await forgot_await.submit()) == (State.FAILED, "INVALID_PAYLOAD")
+        assert await wait_outcome(app, await no_json.submit()) == (State.FAILED, "INVALID_PAYLOAD")
+        assert await wait_outcome(app, await too_long.submit()) == (State.FAILED, "PAYLOAD_TOO_LARGE")
+        assert await wait_outcome(app, await forgot_await.submit()) == (State.FAILED, "INVALID_PAYLOAD")
 
 
-async def test_a_task_that_takes_too_long_is_stopped(app: Holdfast) -> None:
+async def test_a_task_that_exceeds_its_timeout_is_stopped(app: Holdfast) -> None:
     stopped: list[str] = []
 
     @app.task(timeout=0.05, retry=NO_RETRY)
@@ -240,12 +240,12 @@ async def test_a_task_that_takes_too_long_is_stopped(app: Holdfast) -> None:
             stopped.append(f"cleaned up, cancelled={ctx.cancelled}")
 
     async with working(app) as worker:
-        assert await outcome(app, await slow.submit()) == (State.FAILED, "TASK_TIMEOUT")
+        assert await wait_outcome(app, await slow.submit()) == (State.FAILED, "TASK_TIMEOUT")
         await eventually(lambda: worker.running == 0)
     assert stopped == ["cleaned up, cancelled=True"]
 
 
-async def test_what_a_task_returns_after_its_timeout_counts(app: Holdfast) -> None:
+async def test_a_result_returned_after_the_timeout_counts(app: Holdfast) -> None:
     @app.task(timeout=0.05, retry=NO_RETRY)
     async def finish_anyway() -> str:
         try:
@@ -268,32 +268,32 @@ async def test_a_task_that_swallows_its_cancellation_does_not_hang_the_worker(ap
                 continue
 
     @app.task
-    async def next_in_line() -> str:
+    async def next_job() -> str:
         return "served"
 
     async with working(app, concurrency=1, cancel_grace_s=0.05) as worker:
         job = await stubborn.submit()
-        behind = await next_in_line.submit()
-        assert await outcome(app, job) == (State.FAILED, "TASK_TIMEOUT")
-        assert await behind.result(60) == "served"
+        following = await next_job.submit()
+        assert await wait_outcome(app, job) == (State.FAILED, "TASK_TIMEOUT")
+        assert await following.result(60) == "served"
         await eventually(lambda: worker.running == 0)
 
 
-async def test_a_thread_that_takes_too_long_gets_its_verdict_but_keeps_its_slot(app: Holdfast) -> None:
+async def test_a_thread_that_exceeds_its_timeout_is_settled_but_keeps_its_slot(app: Holdfast) -> None:
     release = threading.Event()
-    saw: list[bool] = []
+    seen_cancelled: list[bool] = []
 
     @app.task(timeout=0.05, retry=NO_RETRY)
     def blocking(ctx: Context) -> None:
         release.wait(20)
-        saw.append(ctx.cancelled)
+        seen_cancelled.append(ctx.cancelled)
 
     async with working(app) as worker:
-        assert await outcome(app, await blocking.submit()) == (State.FAILED, "TASK_TIMEOUT")
+        assert await wait_outcome(app, await blocking.submit()) == (State.FAILED, "TASK_TIMEOUT")
         assert worker.running == 1
         release.set()
         await eventually(lambda: worker.running == 0)
-    assert saw == [True]
+    assert seen_cancelled == [True]
 
 
 @pytest.mark.parametrize("queues", ["default", [], [""]])

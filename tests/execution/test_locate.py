@@ -1,4 +1,4 @@
-"""A child finds the task of a script whatever was imported before."""
+"""A child process finds the task of a script, independent of earlier imports."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def hello() -> None: ...
 """
 
 CHILD = """
-import multiprocessing  # makes an alias of the main module, which is not the script
+import multiprocessing  # adds an alias of the main module, which is not the script
 from holdfast.execution.spec import TaskLocation, load_task
 
-place = TaskLocation("", "script.py", "hello")
-print(load_task(place).name, load_task(place) is load_task(place))
+location = TaskLocation("", "script.py", "hello")
+print(load_task(location).name, load_task(location) is load_task(location))
 """
 
 

@@ -1,4 +1,4 @@
-"""What `make dist` makes: a wheel and an sdist with the right files in them, a bill of materials, checksums."""
+"""The output of `make dist`: a wheel and an sdist with the right files, a bill of materials, checksums."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def files_below(folder: Path) -> set[str]:
 
 
 @pytest.mark.slow
-def test_a_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_release_has_the_right_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1800000000")
     folder = tmp_path / "dist"
-    # Ends with an error if `twine check --strict` finds anything.
+    # Raises if `twine check --strict` reports a problem.
     dist.build(folder)
     (wheel,) = folder.glob("*.whl")
     (sdist,) = folder.glob("*.tar.gz")
@@ -36,11 +36,11 @@ def test_a_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     names = set(zipfile.ZipFile(wheel).namelist())
     package = files_below(ROOT / "src" / "holdfast") | {"holdfast_pytest.py"}
-    about = {name for name in names if ".dist-info/" in name}
-    assert names - about == package
+    dist_info = {name for name in names if ".dist-info/" in name}
+    assert names - dist_info == package
     assert "holdfast/py.typed" in names
     assert {Path(name).suffix for name in package} >= {".py", ".lua", ".sql"}
-    assert any(name.endswith("/licenses/LICENSE") for name in about)
+    assert any(name.endswith("/licenses/LICENSE") for name in dist_info)
 
     with tarfile.open(sdist) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}
@@ -50,7 +50,7 @@ def test_a_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert inside >= {f"tests/packaging/{Path(__file__).name}", "examples/quickstart.py", "docs/index.md"}
     assert not any(part in name for name in inside for part in (".venv", ".servers", "__pycache__", ".git/"))
 
-    # `build` made the wheel from the sdist; the same comes from the tree.
+    # `build` made the wheel from the sdist; a build from the tree must be identical.
     command = [
         sys.executable,
         "-m",
@@ -68,11 +68,11 @@ def test_a_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = [line.split()[1] for line in (folder / dist.CHECKSUMS).read_text().splitlines()]
     assert listed == sorted(path.name for path in (wheel, sdist, bill))
 
-    facts = packages.wheel_metadata(wheel)
-    links = dict(text.split(", ") for text in facts.get_all("Project-URL", []))
+    metadata = packages.wheel_metadata(wheel)
+    links = dict(text.split(", ") for text in metadata.get_all("Project-URL", []))
     assert set(links) == {"Homepage", "Documentation", "Source", "Issues", "Changelog"}
     assert all(url.startswith("https://") for url in links.values())
-    check_bill(bill.read_text(), facts["Version"])
+    check_bill(bill.read_text(), metadata["Version"])
 
 
 def check_bill(text: str, version: str) -> None:

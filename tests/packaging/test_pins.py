@@ -1,4 +1,4 @@
-"""requirements/: every dependency is pinned with hashes, and no file of the project says where packages come from."""
+"""requirements/: every dependency is pinned with hashes, and no file of the project names a package host."""
 
 from __future__ import annotations
 
@@ -21,22 +21,27 @@ EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 HOSTS = re.compile(r"pythonhosted\.|pypi\.org|maven\.org|/maven2|debian\.org|npmjs\.")
 
 
-def declared(extra: str) -> list[Requirement]:
-    """What the project asks for with an extra, those of the extras that it names included."""
+def list_requirements(extra: str) -> list[Requirement]:
+    """Return the requirements of an extra, including those of the extras that it names."""
     found = []
-    for need in (Requirement(text) for text in EXTRAS[extra]):
-        found += [one for name in need.extras for one in declared(name)] if need.name == "holdfast" else [need]
+    for requirement in (Requirement(text) for text in EXTRAS[extra]):
+        found += (
+            [one for name in requirement.extras for one in list_requirements(name)]
+            if requirement.name == "holdfast"
+            else [requirement]
+        )
     return found
 
 
 @pytest.mark.parametrize(("name", "extra"), [("base", ""), ("test", "test"), ("dev", "dev")])
-def test_what_the_project_asks_for_is_pinned(name: str, extra: str) -> None:
+def test_every_requirement_of_the_project_is_pinned(name: str, extra: str) -> None:
     pins = packages.read_pins(name)
-    wanted = [Requirement(text) for text in PROJECT["dependencies"]] + (declared(extra) if extra else [])
+    requirements = [Requirement(text) for text in PROJECT["dependencies"]] + (list_requirements(extra) if extra else [])
     wrong = [
-        str(need)
-        for need in wanted
-        if (pin := pins.get(canonicalize_name(need.name))) is None or not need.specifier.contains(pin.version)
+        str(requirement)
+        for requirement in requirements
+        if (pin := pins.get(canonicalize_name(requirement.name))) is None
+        or not requirement.specifier.contains(pin.version)
     ]
     assert wrong == [], "run `make pins`"
 
@@ -50,7 +55,7 @@ def test_every_pin_has_hashes() -> None:
 
 
 @pytest.mark.parametrize(("part", "whole"), [("base", "test"), ("test", "dev")])
-def test_the_files_agree(part: str, whole: str) -> None:
+def test_the_files_pin_the_same_versions(part: str, whole: str) -> None:
     larger = packages.read_pins(whole)
     for name, pin in packages.read_pins(part).items():
         assert (pin.version, pin.hashes) == (larger[name].version, larger[name].hashes), name

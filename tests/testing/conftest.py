@@ -1,3 +1,3 @@
-"""Apps of the worker tests, for inline mode."""
+"""Fixtures of the worker tests, for inline mode."""
 
 from tests.worker.conftest import clock as clock

@@ -1,4 +1,4 @@
-"""`app.configure`: a module's app, moved for a test and put back."""
+"""`app.configure`: changes the settings of a module's app for a test and restores them."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from holdfast.errors import InvalidOption, PayloadTooLarge, UnknownJob
 from holdfast.execution.backend import backend_of
 from holdfast.testing import ManualClock, drain
 
-NOWHERE = "redis://127.0.0.1:1"
+UNREACHABLE = "redis://127.0.0.1:1"
 LEDGER = "postgresql://127.0.0.1:1/none"
 
 
 @pytest.fixture(autouse=True)
 def _configured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As on a machine that is configured for production."""
+    """Set the variables of a machine that is configured for production."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOLDFAST_URL", NOWHERE)
+    monkeypatch.setenv("HOLDFAST_URL", UNREACHABLE)
     monkeypatch.setenv("HOLDFAST_LEDGER", LEDGER)
 
 
-def make_app(**given: str) -> Holdfast:
-    app = Holdfast(**given)  # type: ignore[arg-type]
+def make_app(**settings: str) -> Holdfast:
+    app = Holdfast(**settings)  # type: ignore[arg-type]
 
     @app.task
     async def double(number: int) -> int:
@@ -38,8 +38,8 @@ def make_app(**given: str) -> Holdfast:
     return app
 
 
-def threads_end() -> bool:
-    """Whether no thread of a temporary database is left; the last ones end a moment after their close."""
+def wait_threads_ended() -> bool:
+    """Return whether all threads of temporary databases end. The last ones end shortly after the close."""
     deadline = time.monotonic() + 20
     while left := [thread for thread in threading.enumerate() if "temporary.db" in thread.name]:
         if time.monotonic() > deadline:
@@ -48,9 +48,9 @@ def threads_end() -> bool:
     return True
 
 
-@pytest.mark.parametrize("given", [{}, {"url": NOWHERE, "ledger": LEDGER}], ids=["from variables", "in code"])
-async def test_moved_into_memory_it_has_no_other_store(given: dict[str, str]) -> None:
-    app = make_app(**given)
+@pytest.mark.parametrize("settings", [{}, {"url": UNREACHABLE, "ledger": LEDGER}], ids=["from variables", "in code"])
+async def test_an_app_configured_in_memory_has_no_other_store(settings: dict[str, str]) -> None:
+    app = make_app(**settings)
     app.configure(url="sqlite://")
     assert (app.settings.ledger, app.settings.embedded) == (None, True)
     async with app:
@@ -59,17 +59,17 @@ async def test_moved_into_memory_it_has_no_other_store(given: dict[str, str]) ->
         assert await job.result(0) == 4
 
 
-def test_a_ready_made_settings_object_is_moved_too() -> None:
-    app = Holdfast(settings=Settings.load(url=NOWHERE, ledger=LEDGER))
+def test_an_app_with_a_settings_object_can_be_configured() -> None:
+    app = Holdfast(settings=Settings.load(url=UNREACHABLE, ledger=LEDGER))
     app.configure(url="sqlite://")
     assert app.settings.embedded
 
 
-def test_what_is_named_in_the_same_call_is_used() -> None:
+def test_a_ledger_in_the_same_call_is_used() -> None:
     app = make_app()
     app.configure(url="sqlite://", ledger="sqlite:///mine.db")
     assert app.settings.ledger == "sqlite:///mine.db"
-    # A later change of something else leaves it alone.
+    # A later change of another setting does not reset it.
     app.configure(concurrency=3)
     assert app.settings.ledger == "sqlite:///mine.db"
 
@@ -81,12 +81,12 @@ def test_none_unsets_and_the_environment_is_read_again(monkeypatch: pytest.Monke
     assert app.settings.ledger is None
     monkeypatch.setenv("HOLDFAST_CONCURRENCY", "9")
     app.configure(namespace="n")
-    assert (app.settings.concurrency, app.settings.ledger, app.settings.url) == (9, None, NOWHERE)
+    assert (app.settings.concurrency, app.settings.ledger, app.settings.url) == (9, None, UNREACHABLE)
     with pytest.raises(InvalidOption, match="url"):
         app.configure(url=None)
 
 
-async def test_a_block_puts_everything_back() -> None:
+async def test_a_block_restores_the_settings() -> None:
     app = make_app()
     before = app.settings
     async with app.configure(url="sqlite://", clock=ManualClock(), concurrency=3) as same:
@@ -96,14 +96,14 @@ async def test_a_block_puts_everything_back() -> None:
         assert await job.state() is State.SUCCEEDED
         assert app.engine.options.ledger is False
     assert app.settings is before
-    assert threads_end()
-    # What was in memory is gone; a second block begins with nothing.
+    assert wait_threads_ended()
+    # The in-memory data is gone; a second block starts empty.
     async with app.configure(url="sqlite://"):
         with pytest.raises(UnknownJob):
             await job.info()
 
 
-async def test_the_clock_is_the_block_s() -> None:
+async def test_the_clock_of_a_block_is_used() -> None:
     app, clock = make_app(), ManualClock()
     async with app.configure(url="sqlite://", clock=clock):
         job = await app.tasks["double"].options(delay=3600).submit(2)
@@ -113,22 +113,22 @@ async def test_the_clock_is_the_block_s() -> None:
         assert await job.result(0) == 4
 
 
-async def test_a_plain_block_closes_what_is_in_memory() -> None:
-    """A fixture that is not async cannot await the close."""
+async def test_a_plain_block_closes_in_memory_stores() -> None:
+    """A synchronous fixture cannot await the close."""
     app = make_app()
     with app.configure(url="sqlite://"):
         await app.tasks["double"].submit(2)
         await app.ledger.queries.jobs()
-    assert app.settings.url == NOWHERE
-    assert threads_end()
+    assert app.settings.url == UNREACHABLE
+    assert wait_threads_ended()
 
 
-def test_a_plain_block_after_its_event_loops_have_ended() -> None:
+def test_a_plain_block_closes_after_its_event_loops_have_ended() -> None:
     app = make_app()
     with app.configure(url="sqlite://"):
         for _ in range(2):
             assert asyncio.run(_submit_and_drain(app)) == 1
-    assert threads_end()
+    assert wait_threads_ended()
 
 
 def test_an_app_whose_event_loops_have_ended_can_be_configured() -> None:
@@ -136,7 +136,7 @@ def test_an_app_whose_event_loops_have_ended_can_be_configured() -> None:
     app.configure(url="sqlite://")
     asyncio.run(_submit_and_drain(app))
     app.configure(url="sqlite://")
-    assert threads_end()
+    assert wait_threads_ended()
     assert asyncio.run(_submit_and_drain(app)) == 1
     app.configure(concurrency=2)
 
@@ -146,17 +146,17 @@ async def _submit_and_drain(app: Holdfast) -> int:
     return await drain(app)
 
 
-def test_a_plain_block_with_submit_sync() -> None:
+def test_a_plain_block_works_with_submit_sync() -> None:
     app = make_app()
     with app.configure(url="sqlite://"):
         job = app.tasks["double"].submit_sync(2)
         asyncio.run(drain(app))
         assert job.result_sync(0) == 4
-    assert threads_end()
+    assert wait_threads_ended()
     assert not backend_of(app).portal.is_open
 
 
-async def test_a_plain_block_that_leaves_a_real_store_open_says_so(tmp_path: Path) -> None:
+async def test_a_plain_block_that_leaves_a_real_store_open_is_an_error(tmp_path: Path) -> None:
     app = make_app()
     url = f"sqlite:///{tmp_path / 'jobs.db'}"
     left: list[LoopConnections] = []
@@ -169,15 +169,15 @@ async def test_a_plain_block_that_leaves_a_real_store_open_says_so(tmp_path: Pat
 
     with pytest.raises(InvalidOption, match=r"async with app\.configure"):
         await leave_open(lambda: None)
-    assert app.settings.url == NOWHERE
-    # An error of the test itself is not hidden by it.
+    assert app.settings.url == UNREACHABLE
+    # It does not hide an error of the test itself.
     with pytest.raises(ZeroDivisionError):
         await leave_open(lambda: 1 / 0)
-    for links in left:
-        await links.close()
+    for connections in left:
+        await connections.close()
 
 
-async def test_an_app_in_memory_with_a_ledger_that_code_names_is_closed_by_its_own_loop(postgres_url: str) -> None:
+async def test_an_in_memory_app_with_an_explicit_ledger_must_be_closed_by_its_own_loop(postgres_url: str) -> None:
     app = make_app()
     async with app.configure(url="sqlite://", ledger=postgres_url):
         await app.tasks["double"].options(durable=False).submit(2)
@@ -194,7 +194,7 @@ async def test_an_app_in_memory_with_a_ledger_that_code_names_is_closed_by_its_o
     await left[0].close()
 
 
-async def test_tasks_that_were_registered_before_follow_the_settings() -> None:
+async def test_tasks_registered_earlier_use_the_new_settings() -> None:
     app = make_app()
 
     @app.task
@@ -208,25 +208,25 @@ async def test_tasks_that_were_registered_before_follow_the_settings() -> None:
         await keep.submit("x" * 100)
 
 
-async def test_a_mistake_changes_nothing() -> None:
+async def test_an_invalid_option_changes_nothing() -> None:
     app = make_app()
     with pytest.raises(InvalidOption, match="concurency"):
         app.configure(url="sqlite://", concurency=3)
-    assert app.settings.url == NOWHERE
+    assert app.settings.url == UNREACHABLE
 
 
-def test_a_plain_block_closes_an_app_that_another_thread_s_event_loop_has_open() -> None:
-    app, opened, over = make_app(), threading.Event(), threading.Event()
+def test_a_plain_block_closes_an_app_that_is_open_in_another_threads_event_loop() -> None:
+    app, opened, finished = make_app(), threading.Event(), threading.Event()
 
     async def serve() -> None:
         await app.tasks["double"].submit(2)
         opened.set()
-        await asyncio.to_thread(over.wait, 20)
+        await asyncio.to_thread(finished.wait, 20)
 
     server = threading.Thread(target=lambda: asyncio.run(serve()))
     with app.configure(url="sqlite://"):
         server.start()
         assert opened.wait(20)
-    assert threads_end()
-    over.set()
+    assert wait_threads_ended()
+    finished.set()
     server.join(20)

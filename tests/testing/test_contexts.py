@@ -1,4 +1,4 @@
-"""`make_context`: a function's unit test, without an app."""
+"""`make_context`: unit tests of task functions without an app."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def pay(ctx: Context, order: str) -> str:
     return receipt
 
 
-def test_it_says_what_the_test_says() -> None:
+def test_a_context_has_the_given_values() -> None:
     ctx = make_context(
         task="mail.send",
         job_id="j1",
@@ -52,14 +52,14 @@ def test_it_says_what_the_test_says() -> None:
     assert plain.job_id != make_context().job_id
 
 
-async def test_an_effect_acts_once_over_the_attempts_of_a_job() -> None:
+async def test_an_effect_runs_once_across_attempts() -> None:
     first = make_context()
     with pytest.raises(ConnectionError):
         await pay(first, "7")
     second = first.next_attempt()
     assert (second.attempt, second.retry_count, second.job_id) == (2, 1, first.job_id)
     assert await pay(second, "7") == "charge 1"
-    # Another context is another world.
+    # Another context shares no state.
     assert await pay(make_context(attempt=2), "7") == "charge 2"
     with pytest.raises(EffectMismatch):
         await second.effect("charge 7", charge, "8")
@@ -77,7 +77,7 @@ async def test_an_effect_that_fails_is_in_doubt() -> None:
         await ctx.next_attempt().effect("k", fail)
 
 
-async def test_steps_and_sleeps_are_known_to_the_next_attempt() -> None:
+async def test_steps_and_sleeps_are_kept_for_the_next_attempt() -> None:
     clock, taken = ManualClock(), list[str]()
 
     def take(name: str) -> str:
@@ -100,7 +100,7 @@ async def test_steps_and_sleeps_are_known_to_the_next_attempt() -> None:
         await ctx.step("another", take, "b")
 
 
-async def test_approvals_are_given_or_asked_for() -> None:
+async def test_approvals_are_returned_or_interrupt_the_run() -> None:
     ctx = make_context(approvals={"refund": "ada"})
     assert (await ctx.approval("refund", {"cents": 100})).by == ("ada",)
     with pytest.raises(ApprovalInterrupt, match="'close'"):
@@ -110,7 +110,7 @@ async def test_approvals_are_given_or_asked_for() -> None:
         await ctx.approval("refund", quorum=0)
 
 
-async def test_a_run_that_is_over_begins_nothing() -> None:
+async def test_an_ended_run_cannot_start_an_operation() -> None:
     ctx = make_context(cancelled=True)
     assert ctx.cancelled
     with pytest.raises(RunEnded):
@@ -123,33 +123,33 @@ async def test_a_run_that_is_over_begins_nothing() -> None:
     assert acts == []
 
 
-def _blocks(ctx: Context) -> tuple[str, str]:
+def _run_blocking(ctx: Context) -> tuple[str, str]:
     ctx.blocking.effect("k", acts.append, "acted")
     ctx.blocking.sleep(3600)
     return ctx.blocking.step("s", str.upper, "taken"), ctx.blocking.approval("ok").by[0]
 
 
-def test_a_plain_function_without_an_event_loop() -> None:
+def test_a_plain_function_works_without_an_event_loop() -> None:
     ctx = make_context(approvals=["ok"])
-    assert _blocks(ctx) == ("TAKEN", "test")
-    assert _blocks(ctx.next_attempt()) == ("TAKEN", "test")
+    assert _run_blocking(ctx) == ("TAKEN", "test")
+    assert _run_blocking(ctx.next_attempt()) == ("TAKEN", "test")
     assert acts == ["acted"]
 
 
-async def test_a_plain_function_beside_an_event_loop() -> None:
+async def test_a_plain_function_works_in_a_thread_of_an_event_loop() -> None:
     ctx = make_context(approvals=["ok"])
-    assert await asyncio.to_thread(_blocks, ctx) == ("TAKEN", "test")
+    assert await asyncio.to_thread(_run_blocking, ctx) == ("TAKEN", "test")
     with pytest.raises(UsageError, match=r"await ctx\.effect"):
         ctx.blocking.effect("other", acts.append, "acted")
 
 
-def test_a_context_may_be_made_before_the_event_loop() -> None:
+def test_a_context_can_be_created_before_the_event_loop() -> None:
     ctx = make_context(attempt=2)
     assert asyncio.run(pay.function(ctx, "7")) == "charge 1"
     assert asyncio.run(pay.function(ctx, "7")) == "charge 1"
 
 
-async def test_a_context_of_a_child_process_says_how_to_make_one() -> None:
+async def test_a_context_without_stores_names_make_context_in_its_error() -> None:
     ctx = make_context()
     with pytest.raises(UsageError, match="make_context"):
         _ = Context(ctx._claim).effect

@@ -1,4 +1,4 @@
-"""Inline and drain modes: an app's jobs inside a test."""
+"""Inline and drain modes: run an app's jobs inside a test."""
 
 from __future__ import annotations
 
@@ -17,51 +17,51 @@ from tests.worker.support import eventually
 
 
 @pytest.fixture
-def nowhere() -> Holdfast:
-    """An app whose store does not exist: inline mode needs none."""
+def unreachable() -> Holdfast:
+    """An app whose store is unreachable: inline mode needs none."""
     return Holdfast("redis://127.0.0.1:1")
 
 
-async def test_inline_runs_a_job_where_it_is_submitted(nowhere: Holdfast) -> None:
-    seen: list[Any] = []
+async def test_inline_runs_a_job_during_submit(unreachable: Holdfast) -> None:
+    calls: list[Any] = []
 
-    @nowhere.task(retry=Retry(max_retries=2, base=3600), queue="mail")
+    @unreachable.task(retry=Retry(max_retries=2, base=3600), queue="mail")
     async def flaky(ctx: Context, word: str) -> str:
-        seen.append((ctx.attempt, ctx.retry_count, ctx.context, word))
-        if len(seen) < 3:
-            raise Unavailable("down") if len(seen) == 1 else ValueError("again")
+        calls.append((ctx.attempt, ctx.retry_count, ctx.context, word))
+        if len(calls) < 3:
+            raise Unavailable("down") if len(calls) == 1 else ValueError("again")
         return word.upper()
 
-    @nowhere.task
+    @unreachable.task
     def plain(number: int) -> int:
         return number + 1
 
-    with inline(nowhere):
+    with inline(unreachable):
         job = await flaky.options(context={"user": "ada"}, delay=60).submit("hey")
-        assert seen == [(1, 0, {"user": "ada"}, "hey"), (2, 0, {"user": "ada"}, "hey"), (3, 1, {"user": "ada"}, "hey")]
+        assert calls == [(1, 0, {"user": "ada"}, "hey"), (2, 0, {"user": "ada"}, "hey"), (3, 1, {"user": "ada"}, "hey")]
         assert await job.result() == "HEY"
-        view = await job.info()
-        assert (view.state, view.attempt, view.meta.retry_count) == (State.SUCCEEDED, 3, 1)
+        info = await job.info()
+        assert (info.state, info.attempt, info.meta.retry_count) == (State.SUCCEEDED, 3, 1)
         assert [attempt.outcome for attempt in await job.history()] == ["retrying", "retrying", "succeeded"]
         assert [await job.result() for job in await plain.submit_many([(1,), (2,)])] == [2, 3]
         assert await asyncio.to_thread(lambda: plain.submit_sync(3).result_sync()) == 4
-    await nowhere.close()
+    await unreachable.close()
 
 
-async def test_inline_ends_jobs_as_a_worker_would(nowhere: Holdfast) -> None:
-    @nowhere.task
+async def test_inline_ends_jobs_like_a_worker(unreachable: Holdfast) -> None:
+    @unreachable.task
     async def fatal() -> None:
         raise Fatal("never")
 
-    @nowhere.task(on_exhausted="suspend", retry=Retry(max_retries=0))
+    @unreachable.task(on_exhausted="suspend", retry=Retry(max_retries=0))
     async def park() -> None:
         raise ValueError
 
-    @nowhere.task
-    async def give_up(ctx: Context) -> None:
-        await nowhere.job(ctx.job_id).cancel("by itself")
+    @unreachable.task
+    async def cancel_itself(ctx: Context) -> None:
+        await unreachable.job(ctx.job_id).cancel("by itself")
 
-    with inline(nowhere):
+    with inline(unreachable):
         failed = await fatal.submit()
         with pytest.raises(JobFailed, match="TASK_FATAL: never"):
             await failed.result()
@@ -73,36 +73,36 @@ async def test_inline_ends_jobs_as_a_worker_would(nowhere: Holdfast) -> None:
         await parked.cancel("enough")
         with pytest.raises(JobCancelled):
             await parked.result()
-        assert await (await give_up.submit()).state() is State.CANCELLED
-        held = await fatal.options(hold=True).submit()
-        assert await held.state() is State.WAITING_APPROVAL
+        assert await (await cancel_itself.submit()).state() is State.CANCELLED
+        on_hold = await fatal.options(hold=True).submit()
+        assert await on_hold.state() is State.WAITING_APPROVAL
         with pytest.raises(UnknownJob):
-            await nowhere.job("nobody").cancel()
+            await unreachable.job("unknown").cancel()
         with pytest.raises(UnknownJob):
-            await nowhere.job("nobody").result()
+            await unreachable.job("unknown").result()
         anything: Any = fatal
         with pytest.raises(InvalidPayload):
             await anything.submit(1)
 
 
-async def test_inline_knows_keys_and_unknown_tasks(nowhere: Holdfast) -> None:
+async def test_inline_handles_idempotency_keys_and_unknown_tasks(unreachable: Holdfast) -> None:
     ran: list[int] = []
     sender = Holdfast("redis://127.0.0.1:1")
 
-    @nowhere.task
+    @unreachable.task
     async def once() -> None:
         ran.append(1)
 
-    with inline(nowhere), inline(sender):
+    with inline(unreachable), inline(sender):
         first = await once.options(idempotency_key="k").submit()
         again = await once.options(idempotency_key="k").submit()
         assert (again.id, again.duplicate, ran) == (first.id, True, [1])
-        unknown = await sender.submit_raw("nobody", b"{}")
+        unknown = await sender.submit_raw("unknown", b"{}")
         with pytest.raises(JobFailed, match="UNKNOWN_TASK"):
             await unknown.result()
 
 
-async def test_drain_runs_what_is_due(clock: ManualClock) -> None:
+async def test_drain_runs_due_jobs(clock: ManualClock) -> None:
     app = Holdfast("sqlite://", clock=clock)
     runs: list[str] = []
 
@@ -136,7 +136,7 @@ async def test_drain_runs_what_is_due(clock: ManualClock) -> None:
         assert await drain(app) == 0
 
 
-async def test_drain_waits_for_a_claim_that_is_on_its_way(
+async def test_drain_waits_for_a_claim_in_flight(
     engine_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app = Holdfast(engine_url, namespace=namespace)
@@ -148,18 +148,18 @@ async def test_drain_waits_for_a_claim_that_is_on_its_way(
         await work.submit()
         claim = app.engine.claim
 
-        async def slow(*arguments: Any) -> list[Claim]:
+        async def claim_slowly(*arguments: Any) -> list[Claim]:
             claims = await claim(*arguments)
             if claims:
-                # Handed out, and for a while nobody here knows of it.
+                # Leased, but not yet known to the drain.
                 await asyncio.sleep(0.1)
             return claims
 
-        monkeypatch.setattr(app.engine, "claim", slow)
+        monkeypatch.setattr(app.engine, "claim", claim_slowly)
         assert await drain(app) == 1
 
 
-async def test_drain_takes_over_what_a_lost_worker_left(clock: ManualClock) -> None:
+async def test_drain_reclaims_jobs_of_a_lost_worker(clock: ManualClock) -> None:
     app = Holdfast("sqlite://", clock=clock)
 
     @app.task
@@ -175,49 +175,49 @@ async def test_drain_takes_over_what_a_lost_worker_left(clock: ManualClock) -> N
         assert await job.result(0) == 2
 
 
-async def test_inline_leaves_the_cancellation_of_a_test_alone(nowhere: Holdfast) -> None:
+async def test_inline_does_not_swallow_the_cancellation_of_a_test(unreachable: Holdfast) -> None:
     runs: list[str] = []
 
-    @nowhere.task
+    @unreachable.task
     async def hang() -> None:
         runs.append("hang")
         await asyncio.sleep(60)
 
-    with inline(nowhere), pytest.raises(TimeoutError):
+    with inline(unreachable), pytest.raises(TimeoutError):
         async with asyncio.timeout(0.1):
             await hang.submit()
     assert runs == ["hang"]
 
 
 @pytest.mark.parametrize("plain", [False, True])
-async def test_inline_ends_a_run_that_takes_too_long(nowhere: Holdfast, plain: bool) -> None:
-    seen: list[bool] = []
+async def test_inline_ends_a_run_at_its_timeout(unreachable: Holdfast, plain: bool) -> None:
+    cancelled: list[bool] = []
     gate = threading.Event()
 
-    @nowhere.task(timeout=0.1, retry=Retry(max_retries=1), name="plain")
+    @unreachable.task(timeout=0.1, retry=Retry(max_retries=1), name="plain")
     def in_thread(ctx: Context) -> None:
         gate.wait(0.3)
-        seen.append(ctx.cancelled)
+        cancelled.append(ctx.cancelled)
 
-    @nowhere.task(timeout=0.1, retry=Retry(max_retries=1), name="async")
+    @unreachable.task(timeout=0.1, retry=Retry(max_retries=1), name="async")
     async def on_loop(ctx: Context) -> None:
         try:
             await asyncio.sleep(60)
         finally:
-            seen.append(ctx.cancelled)
+            cancelled.append(ctx.cancelled)
 
-    with inline(nowhere):
+    with inline(unreachable):
         job = await (in_thread if plain else on_loop).submit()
         assert [attempt.failure.code for attempt in await job.history() if attempt.failure] == ["TASK_TIMEOUT"] * 2
         assert await job.state() is State.FAILED
-    await eventually(lambda: len(seen) == 2, "the threads to end")
-    assert seen == [True, True]
+    await eventually(lambda: len(cancelled) == 2, "the threads to end")
+    assert cancelled == [True, True]
 
 
 async def test_drain_runs_a_retry_that_is_due_as_soon_as_its_run_ends(
     engine_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run ends between two looks: after what is due was promoted, before what runs was counted."""
+    """The run ends between two checks: after due jobs were promoted, before running jobs were counted."""
     app, go = Holdfast(engine_url, namespace=namespace), asyncio.Event()
 
     @app.task(retry=Retry(max_retries=1, base=0, jitter=None))
@@ -229,7 +229,7 @@ async def test_drain_runs_a_retry_that_is_due_as_soon_as_its_run_ends(
 
     async with app:
         job = await fail.submit()
-        look, promote = app.engine.stats, app.engine.promote
+        read_stats, promote = app.engine.stats, app.engine.promote
 
         async def has_failed() -> bool:
             return (await job.info()).meta.retry_count == 1
@@ -239,17 +239,17 @@ async def test_drain_runs_a_retry_that_is_due_as_soon_as_its_run_ends(
                 go.set()
                 await eventually(has_failed, "the first run to fail")
 
-        async def look_then_end(*arguments: Any) -> Any:
-            seen = await look(*arguments)
+        async def read_stats_then_end(*arguments: Any) -> Any:
+            stats = await read_stats(*arguments)
             await end_the_run()
-            return seen
+            return stats
 
         async def promote_then_end(*arguments: Any) -> Any:
             promotion = await promote(*arguments)
             await end_the_run()
             return promotion
 
-        monkeypatch.setattr(app.engine, "stats", look_then_end)
+        monkeypatch.setattr(app.engine, "stats", read_stats_then_end)
         monkeypatch.setattr(app.engine, "promote", promote_then_end)
         await drain(app)
         assert await job.state() is State.SUCCEEDED

@@ -1,4 +1,4 @@
-"""Inline mode and in-memory apps do not reach the stores that variables or `holdfast.toml` name."""
+"""Inline mode and in-memory apps do not use the stores that variables or `holdfast.toml` name."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ WEBHOOK = "https://hooks.example.org/jobs"
 
 @pytest.fixture
 def configured(monkeypatch: pytest.MonkeyPatch, redis_url: str, ledger_url: str, namespace: str) -> str:
-    """Real stores in the environment, as on a machine that also runs production commands; the ledger's address."""
+    """Set real stores in the environment, as on a production machine. Returns the ledger's URL."""
     monkeypatch.setenv("HOLDFAST_URL", redis_url)
     monkeypatch.setenv("HOLDFAST_LEDGER", ledger_url)
     monkeypatch.setenv("HOLDFAST_NAMESPACE", namespace)
     return ledger_url
 
 
-def rows_of_file(path: Path, table: str) -> int:
+def count_file_rows(path: Path, table: str) -> int:
     if not path.exists():
         return 0
     with closing(sqlite3.connect(path)) as file:
         return int(file.execute(f"SELECT count(*) FROM {table}").fetchone()[0])
 
 
-async def rows(url: str, table: str) -> int:
-    """How many rows a ledger's table has; none if there is no such ledger yet."""
+async def count_rows(url: str, table: str) -> int:
+    """Count the rows of a ledger's table; 0 if the ledger does not exist yet."""
     if url.startswith("sqlite:///"):
-        return rows_of_file(Path(url.removeprefix("sqlite:///")), table)
+        return count_file_rows(Path(url.removeprefix("sqlite:///")), table)
     connection = await asyncpg.connect(url)
     try:
         return int(await connection.fetchval(f"SELECT count(*) FROM {table}"))
@@ -56,33 +56,33 @@ class Bank:
 
         @app.task
         async def pay(ctx: Context, order: str) -> str:
-            await ctx.step("look up", lambda: order)
+            await ctx.step("get order", lambda: order)
             return await ctx.effect(f"charge {order}", charge, order)
 
         @app.task
-        async def ask(ctx: Context) -> str:
+        async def request_approval(ctx: Context) -> str:
             return (await ctx.approval("refund")).by[0]
 
         self.pay = pay
-        self.ask = ask
+        self.request_approval = request_approval
 
 
-async def test_an_effect_in_a_test_does_not_keep_the_real_job_from_acting(configured: str) -> None:
+async def test_an_effect_in_a_test_does_not_suppress_the_real_effect(configured: str) -> None:
     app = Holdfast()
     bank = Bank(app)
     with inline(app):
         assert await (await bank.pay.submit("7")).result() == "charge 1"
-        assert await (await bank.ask.submit()).state() is State.WAITING_APPROVAL
+        assert await (await bank.request_approval.submit()).state() is State.WAITING_APPROVAL
         assert await (await bank.pay.submit("7")).result() == "charge 1"
     for table in ("idempotency_keys", "job_steps", "jobs", "approvals"):
-        assert await rows(configured, table) == 0, table
+        assert await count_rows(configured, table) == 0, table
     async with app, working(app):
         assert await (await bank.pay.submit("7")).result(60) == "charge 2"
     assert bank.charges == ["7", "7"]
-    assert await rows(configured, "idempotency_keys") == 1
+    assert await count_rows(configured, "idempotency_keys") == 1
 
 
-async def test_a_blocking_effect_in_a_test_stays_there_too(configured: str) -> None:
+async def test_a_blocking_effect_in_a_test_is_isolated_too(configured: str) -> None:
     app = Holdfast()
     acts: list[str] = []
 
@@ -94,10 +94,10 @@ async def test_a_blocking_effect_in_a_test_stays_there_too(configured: str) -> N
         await (await pay.submit()).result()
         await (await pay.submit()).result()
     assert acts == ["paid"]
-    assert await rows(configured, "idempotency_keys") == 0
+    assert await count_rows(configured, "idempotency_keys") == 0
 
 
-async def test_an_app_in_memory_has_nothing_to_do_with_the_configured_ledger(configured: str) -> None:
+async def test_an_in_memory_app_does_not_use_the_configured_ledger(configured: str) -> None:
     app = Holdfast("sqlite://", clock=ManualClock())
     bank = Bank(app)
     assert app.settings.embedded
@@ -108,17 +108,17 @@ async def test_an_app_in_memory_has_nothing_to_do_with_the_configured_ledger(con
         assert [row.job_id for row in (await app.ledger.queries.jobs()).jobs] == [job.id]
         await bank.pay.submit("8")
     for table in ("idempotency_keys", "job_steps", "jobs", "job_events"):
-        assert await rows(configured, table) == 0, table
-    # A worker of the real deployment has nothing to restore, and finds nothing to run.
+        assert await count_rows(configured, table) == 0, table
+    # A worker of the real deployment restores and runs nothing.
     real = Holdfast(reconcile_interval_s=0.1)
-    others = Bank(real)
+    real_bank = Bank(real)
     async with real, working(real):
-        await (await others.pay.submit("9")).result(60)
-    assert others.charges == ["9"]
+        await (await real_bank.pay.submit("9")).result(60)
+    assert real_bank.charges == ["9"]
 
 
-async def test_in_inline_mode_nothing_connects() -> None:
-    """The program under test may open its app; a store that is not there is not missed."""
+async def test_inline_mode_does_not_connect() -> None:
+    """The program under test can open its app although its stores are unreachable."""
     app = Holdfast("redis://127.0.0.1:1", ledger="postgresql://127.0.0.1:1/none", connect_timeout_s=0.2)
     bank = Bank(app)
     outside = app.job("from-outside")
@@ -134,7 +134,7 @@ async def test_in_inline_mode_nothing_connects() -> None:
     await app.close()
 
 
-async def test_inline_mode_leaves_an_open_app_as_it_was(tmp_path: Path) -> None:
+async def test_inline_mode_does_not_change_an_open_app(tmp_path: Path) -> None:
     app = Holdfast(f"sqlite:///{tmp_path / 'jobs.db'}")
     bank = Bank(app)
     async with app:
@@ -148,7 +148,7 @@ async def test_inline_mode_leaves_an_open_app_as_it_was(tmp_path: Path) -> None:
             await inside.info()
 
 
-async def test_a_denied_job_is_not_in_the_real_operators_log(configured: str) -> None:
+async def test_a_denied_job_is_not_in_the_real_audit_log(configured: str) -> None:
     app = Holdfast()
     bank = Bank(app)
 
@@ -158,10 +158,10 @@ async def test_a_denied_job_is_not_in_the_real_operators_log(configured: str) ->
 
     with inline(app), pytest.raises(Denied):
         await bank.pay.options(durable=True).submit("7")
-    assert await rows(configured, "operator_events") == 0
+    assert await count_rows(configured, "operator_events") == 0
 
 
-async def test_inline_mode_tells_no_webhook(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_inline_mode_sends_no_webhook(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_WEBHOOK_SECRET", SECRET)
     monkeypatch.setenv("HOLDFAST_WEBHOOKS", f'[{{"url": "{WEBHOOK}", "events": ["job.*"]}}]')
     app = Holdfast("redis://127.0.0.1:1", ledger="postgresql://127.0.0.1:1/none")
@@ -171,7 +171,7 @@ async def test_inline_mode_tells_no_webhook(monkeypatch: pytest.MonkeyPatch) -> 
         assert not app.settings.webhooks_enabled
 
 
-async def test_an_app_in_memory_says_why_it_has_no_webhooks(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_webhook_of_an_in_memory_app_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_WEBHOOK_SECRET", SECRET)
     async with Holdfast("sqlite://") as app:
         with pytest.raises(InvalidOption, match="in-memory"):

@@ -1,4 +1,4 @@
-"""The pytest plugin, in a project of a user's: pytest in a process of its own, with real stores in its environment."""
+"""The pytest plugin in a user's project: pytest runs in a separate process, with real stores in its environment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 
 from tests.docs.test_examples import ROOT, code_of
 
-NOWHERE = "postgresql://127.0.0.1:1/none"
+UNREACHABLE = "postgresql://127.0.0.1:1/none"
 
 INI = """
 [pytest]
@@ -37,7 +37,7 @@ async def charge(order):
 @app.task
 async def pay(ctx: Context, order: str) -> str:
     receipt = await ctx.effect(f"charge {order}", charge, order)
-    await tell.options(delay=3600).submit(order)
+    await notify.options(delay=3600).submit(order)
     return receipt
 
 
@@ -50,7 +50,7 @@ def stores_in_child() -> list[tuple[str, str | None]]:
 
 
 @app.task(queue="mail")
-def tell(order: str) -> str:
+def notify(order: str) -> str:
     return order
 """
 
@@ -79,7 +79,7 @@ def anyio_backend():
 
 
 def pytest_sessionfinish(session):
-    # An app in memory leaves nothing behind, and the program's own app is as it was.
+    # An in-memory app leaves no threads, and the program's own app is restored.
     for thread in threading.enumerate():
         if "temporary.db" in thread.name:
             thread.join(20)
@@ -95,7 +95,7 @@ import shop
 from holdfast import State
 
 
-async def paid_and_told(holdfast_worker, holdfast_clock):
+async def pay_and_notify(holdfast_worker, holdfast_clock):
     job = await shop.pay.submit("7")
     assert await job.state() is State.QUEUED
     assert await holdfast_worker.drain() == 1
@@ -108,12 +108,12 @@ async def paid_and_told(holdfast_worker, holdfast_clock):
 @pytest.mark.asyncio
 @pytest.mark.parametrize("again", [1, 2])
 async def test_with_pytest_asyncio(holdfast_worker, holdfast_clock, again):
-    await paid_and_told(holdfast_worker, holdfast_clock)
+    await pay_and_notify(holdfast_worker, holdfast_clock)
 
 
 @pytest.mark.anyio
 async def test_with_anyio(holdfast_worker, holdfast_clock):
-    await paid_and_told(holdfast_worker, holdfast_clock)
+    await pay_and_notify(holdfast_worker, holdfast_clock)
 
 
 def test_without_an_event_loop(holdfast_app, holdfast_worker):
@@ -132,7 +132,7 @@ def test_a_child_process_is_isolated_too(holdfast_worker):
 
 @pytest.mark.asyncio
 async def test_without_a_worker():
-    """The fixture of conftest.py is enough to keep a submission from the real store."""
+    """The fixture of conftest.py alone isolates a submission from the real store."""
     await shop.pay.submit("7")
 
 
@@ -141,13 +141,13 @@ class TestAnotherApp:
     def holdfast_app(self):
         return shop.app
 
-    def test_an_app_that_was_not_moved_is_refused(self, request):
+    def test_an_app_that_is_not_isolated_is_refused(self, request):
         with pytest.raises(Exception, match="holdfast_base_app"):
             request.getfixturevalue("holdfast_worker")
 '''
 
 DEFAULT = """
-async def test_an_app_of_the_test_s_own(holdfast_app, holdfast_worker):
+async def test_a_separate_app(holdfast_app, holdfast_worker):
     @holdfast_app.task
     async def double(number: int) -> int:
         return number * 2
@@ -168,31 +168,31 @@ def test_nothing_of_holdfast_is_loaded():
 
 
 class Project:
-    """A user's project, in an environment in which holdfast is installed."""
+    """A user's project in an environment with holdfast installed."""
 
-    def __init__(self, place: Path) -> None:
-        self.place = place / "project"
-        self._site = place / "site"
-        self.place.mkdir()
-        (self.place / "pytest.ini").write_text(INI)
-        # What installing the wheel leaves: this checkout may have been installed before there was a plugin.
+    def __init__(self, parent: Path) -> None:
+        self.folder = parent / "project"
+        self._site = parent / "site"
+        self.folder.mkdir()
+        (self.folder / "pytest.ini").write_text(INI)
+        # Entry points as an installed wheel has them: this checkout may have been installed before the plugin existed.
         about = self._site / "holdfast_checkout-0.dist-info"
         about.mkdir(parents=True)
         (about / "METADATA").write_text("Metadata-Version: 2.1\nName: holdfast-checkout\nVersion: 0\n")
-        points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["pytest11"]
-        lines = [f"{name} = {module}" for name, module in points.items()]
-        (about / "entry_points.txt").write_text("[pytest11]\n" + "\n".join(lines) + "\n")
+        entry_points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["pytest11"]
+        entries = [f"{name} = {module}" for name, module in entry_points.items()]
+        (about / "entry_points.txt").write_text("[pytest11]\n" + "\n".join(entries) + "\n")
 
     def pytest(self, *arguments: str, files: dict[str, str], **variables: str) -> str:
         for name, text in files.items():
-            (self.place / name).write_text(text)
+            (self.folder / name).write_text(text)
         environment = {
             name: value for name, value in os.environ.items() if not name.startswith(("HOLDFAST_", "PYTEST"))
         }
         environment |= {"PYTHONPATH": f"{self._site}{os.pathsep}{ROOT / 'src'}", **variables}
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:schemathesis", *arguments]
         done = subprocess.run(
-            command, cwd=self.place, env=environment, capture_output=True, text=True, check=False, timeout=55
+            command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False, timeout=55
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
@@ -203,16 +203,16 @@ def project(tmp_path: Path) -> Project:
     return Project(tmp_path)
 
 
-async def test_a_user_s_app_is_tested_without_its_stores(
+async def test_a_users_app_is_tested_without_its_stores(
     project: Project, redis_url: str, postgres_url: str, namespace: str
 ) -> None:
-    said = project.pytest(
+    output = project.pytest(
         files={"shop.py": SHOP, "conftest.py": CONFTEST, "test_shop.py": TESTS},
         HOLDFAST_URL=redis_url,
         HOLDFAST_LEDGER=postgres_url,
         HOLDFAST_NAMESPACE=namespace,
     )
-    assert "7 passed" in said
+    assert "7 passed" in output
     async with Redis.from_url(redis_url) as redis:
         assert [key async for key in redis.scan_iter(f"{namespace}*")] == []
     connection = await asyncpg.connect(postgres_url)
@@ -223,24 +223,26 @@ async def test_a_user_s_app_is_tested_without_its_stores(
         await connection.close()
 
 
-def test_without_an_app_of_the_user_s_there_is_an_empty_one(project: Project) -> None:
-    said = project.pytest("-o", "asyncio_mode=auto", files={"test_it.py": DEFAULT}, HOLDFAST_URL="redis://127.0.0.1:1")
-    assert "1 passed" in said
+def test_without_a_base_app_the_fixture_is_an_empty_app(project: Project) -> None:
+    output = project.pytest(
+        "-o", "asyncio_mode=auto", files={"test_it.py": DEFAULT}, HOLDFAST_URL="redis://127.0.0.1:1"
+    )
+    assert "1 passed" in output
 
 
 def test_the_how_to_page_runs_with_pytest(project: Project) -> None:
     page = ROOT / "docs" / "how-to" / "test-your-tasks.md"
-    # Of its two clocks, one test moves the script's own.
+    # The deselected test moves the script's clock, not the plugin's.
     options = ("-o", "asyncio_mode=auto", "--deselect", "test_page.py::test_the_retry_waits_a_minute")
-    said = project.pytest(*options, files={"test_page.py": code_of(page)}, HOLDFAST_LEDGER=NOWHERE)
-    assert "6 passed" in said
+    output = project.pytest(*options, files={"test_page.py": code_of(page)}, HOLDFAST_LEDGER=UNREACHABLE)
+    assert "6 passed" in output
 
 
 def test_a_run_without_its_fixtures_does_not_load_holdfast(project: Project) -> None:
     assert "1 passed" in project.pytest(files={"test_it.py": UNUSED})
 
 
-def test_it_can_be_turned_off_and_says_what_it_has(project: Project) -> None:
+def test_the_plugin_lists_its_fixtures_and_can_be_disabled(project: Project) -> None:
     assert "holdfast_worker" in project.pytest("--fixtures", files={"test_it.py": "def test_it(): ..."})
     assert "holdfast_worker" not in project.pytest("--fixtures", "-p", "no:holdfast", files={})
 

@@ -1,4 +1,4 @@
-"""The check of what the base install loads can fail, in each of its ways."""
+"""The check of imports of the base install: each of its failures."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ SQLITE = "def build():\n    from kit.postgres import Store\n"
 POSTGRES = "import asyncpg\n"
 
 
-def tree(root: Path, **files: str) -> Path:
+def write_tree(root: Path, **files: str) -> Path:
     (root / "kit").mkdir()
     for name, text in {"__init__": "", "sqlite": SQLITE, "postgres": POSTGRES, **files}.items():
         (root / "kit" / f"{name}.py").write_text(text)
     return root
 
 
-def found(root: Path, **files: str) -> list[str]:
-    return problems(read_graph(tree(root, **files)), {"kit.postgres": ("postgres",)})
+def find_problems(root: Path, **files: str) -> list[str]:
+    return problems(read_graph(write_tree(root, **files)), {"kit.postgres": ("postgres",)})
 
 
 def test_an_import_inside_a_function_or_for_types_is_not_loaded(tmp_path: Path) -> None:
-    assert found(tmp_path, types="from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import asyncpg\n") == []
+    assert (
+        find_problems(tmp_path, types="from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import asyncpg\n") == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -45,26 +47,26 @@ def test_an_import_inside_a_function_or_for_types_is_not_loaded(tmp_path: Path) 
         "from kit.postgres import Store",
     ],
 )
-def test_a_module_of_the_base_that_loads_an_optional_package_is_named(tmp_path: Path, text: str) -> None:
-    (problem,) = found(tmp_path, worker=text + "\n")
+def test_a_base_module_that_loads_an_optional_package_is_reported(tmp_path: Path, text: str) -> None:
+    (problem,) = find_problems(tmp_path, worker=text + "\n")
     assert problem.startswith("kit.worker belongs to the base and must not load asyncpg: kit.worker → ")
     assert problem.endswith("asyncpg")
 
 
-def test_one_import_is_reported_once_however_many_modules_lead_to_it(tmp_path: Path) -> None:
-    assert found(tmp_path, cli="import kit.worker\n", worker="import kit.deep\n", deep="import kit.postgres\n") == [
-        "kit.deep belongs to the base and must not load asyncpg: kit.deep → kit.postgres → asyncpg"
-    ]
+def test_an_import_reached_by_several_modules_is_reported_once(tmp_path: Path) -> None:
+    assert find_problems(
+        tmp_path, cli="import kit.worker\n", worker="import kit.deep\n", deep="import kit.postgres\n"
+    ) == ["kit.deep belongs to the base and must not load asyncpg: kit.deep → kit.postgres → asyncpg"]
 
 
 @pytest.mark.parametrize(("module", "package"), [("postgres", "hiredis"), ("worker", "numpy"), ("worker", "pytest")])
-def test_a_package_of_another_extra_or_of_none_is_a_problem(tmp_path: Path, module: str, package: str) -> None:
-    (problem,) = found(tmp_path, **{module: f"import {package}\n"})
+def test_a_package_of_another_extra_or_of_no_extra_is_a_problem(tmp_path: Path, module: str, package: str) -> None:
+    (problem,) = find_problems(tmp_path, **{module: f"import {package}\n"})
     assert problem.endswith(f" and must not load {package}: kit.{module} → {package}")
 
 
-def test_an_owner_that_is_gone_is_a_problem(tmp_path: Path) -> None:
-    assert problems(read_graph(tree(tmp_path)), {"kit.postgres": ("postgres",), "kit.redis": ("redis",)}) == [
+def test_an_owner_that_does_not_exist_is_a_problem(tmp_path: Path) -> None:
+    assert problems(read_graph(write_tree(tmp_path)), {"kit.postgres": ("postgres",), "kit.redis": ("redis",)}) == [
         "kit.redis: no such module; remove it from OWNERS"
     ]
 
@@ -73,7 +75,7 @@ def test_the_source_tree_passes() -> None:
     assert problems(read_graph(ROOT), OWNERS) == []
 
 
-def test_the_tables_name_what_the_project_declares() -> None:
+def test_the_tables_match_the_declared_dependencies() -> None:
     project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     assert extras.keys() - {"all", "dev", "test"} == EXTRAS.keys()

@@ -1,4 +1,4 @@
-"""The check of names: it passes on this tree, and finds a class that is defined twice."""
+"""The check of names passes on this tree and finds a class that is defined twice."""
 
 from __future__ import annotations
 

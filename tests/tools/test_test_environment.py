@@ -1,4 +1,4 @@
-"""The tests pass however they are started."""
+"""The tests do not depend on how they are started."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ PROBE = "tests/cli/test_terminal.py::test_watch_is_a_live_table_until_ctrl_c"
 
 
 @pytest.mark.slow
-def test_a_background_job_of_a_shell_with_settings_of_its_own(tmp_path: Path) -> None:
-    """SIGINT is ignored by inheritance, stdin is closed, and variables name other stores, widths and colours."""
+def test_tests_pass_as_a_background_job_of_a_shell_with_other_settings(tmp_path: Path) -> None:
+    """SIGINT is inherited as ignored, stdin is closed, and variables set other stores, width and colours."""
     outside = {
         "HOLDFAST_URL": "redis://127.0.0.1:1/0",
         "HOLDFAST_LEDGER": "postgresql://127.0.0.1:1/nowhere",

@@ -1,6 +1,6 @@
-"""Right and wrong calls of tasks. Not run: a test type-checks this file and compares with the comments.
+"""Valid and invalid calls of tasks. Not run: a test type-checks this file and compares the errors with the comments.
 
-A line that ends in `# error: CODE` must be refused with that code; every other line must be fine.
+A line that ends in `# error: CODE` must be refused with that code; every other line must be accepted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def crunch(ctx: Context, size: int) -> float:
 assert_type(add, Task[[int, int], int])  # error: assert-type
 
 
-async def right() -> None:
+async def valid_calls() -> None:
     assert_type(await add.submit(1), Job[int])
     assert_type(await add.submit(1, b=2), Job[int])
     assert_type(await (await add.submit(1, 2)).result(timeout=5), int)
@@ -59,7 +59,7 @@ async def book(connection: object, item: str) -> list[int]:
     return [len(item)]
 
 
-async def acts_rightly(ctx: Context) -> None:
+async def valid_effects(ctx: Context) -> None:
     assert_type(await ctx.effect("key", measure, 1), float)
     assert_type(await ctx.effect("key", measure, size=1), float)
     assert_type(await ctx.effect("key", len, "text"), int)
@@ -72,7 +72,7 @@ async def acts_rightly(ctx: Context) -> None:
     await ctx.sleep(5)
 
 
-async def acts_wrongly(ctx: Context) -> None:
+async def invalid_effects(ctx: Context) -> None:
     await ctx.effect("key", measure, "1")  # error: call-overload
     await ctx.effect("key", measure)  # error: call-overload
     await ctx.effect(1, measure, 1)  # error: call-overload
@@ -83,31 +83,31 @@ async def acts_wrongly(ctx: Context) -> None:
 
 
 @app.guard
-async def later(request: GuardRequest) -> RequireApproval | None:
+async def require_approval(request: GuardRequest) -> RequireApproval | None:
     return RequireApproval("why", quorum=2, deadline=60) if request.arguments else None
 
 
 @app.guard(name="plain")
-def plain(request: GuardRequest) -> Deny | None:
+def deny(request: GuardRequest) -> Deny | None:
     return Deny("why") if request.tenant_id else None
 
 
-assert_type(plain(GuardRequest), Deny | None)  # error: arg-type
+assert_type(deny(GuardRequest), Deny | None)  # error: arg-type
 
 
 @app.guard  # error: type-var
-def no_guard(request: int) -> str:
+def not_a_guard(request: int) -> str:
     return str(request)
 
 
-async def asks_rightly(ctx: Context) -> None:
+async def valid_approvals(ctx: Context) -> None:
     assert_type(await ctx.approval("name"), Approval)
     assert_type(await ctx.approval("name", {"any": 1}, reason="why", quorum=2, deadline=60), Approval)
     assert_type(ctx.blocking.approval("name", [1]), Approval)
     app.guard.rule("name", task="pay*", tenant="acme", when=lambda args: args["n"] > 1, then=RequireApproval("why"))
 
 
-async def asks_wrongly(ctx: Context) -> None:
+async def invalid_approvals(ctx: Context) -> None:
     await ctx.approval(1)  # error: arg-type
     await ctx.approval("name", deadline="soon")  # error: arg-type
     ctx.blocking.approval("name", quorum="2")  # error: arg-type
@@ -116,7 +116,7 @@ async def asks_wrongly(ctx: Context) -> None:
     RequireApproval()  # error: call-arg
 
 
-async def wrong() -> None:
+async def invalid_calls() -> None:
     await add.submit("1")  # error: arg-type
     await add.submit()  # error: call-arg
     await add.submit(1, 2, 3)  # error: call-arg

@@ -1,4 +1,4 @@
-"""The types that callers see: mypy accepts right calls and refuses wrong ones, each for its reason."""
+"""Types of the public API: mypy accepts valid calls and refuses invalid ones with the expected code."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import pytest
 from holdfast import Holdfast, State
 from holdfast.testing.inline import ManualClock
 from holdfast.upkeep.upkeep import Upkeep
-from tests.worker.support import PATIENCE_S, Faults, eventually
+from tests.worker.support import TIMEOUT_S, Faults, eventually
 
 
 @asynccontextmanager
@@ -23,7 +23,7 @@ async def keeping(app: Holdfast, *queues: str) -> AsyncIterator[Upkeep]:
     finally:
         upkeep.stop()
         upkeep.stop()
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(TIMEOUT_S):
             await running
 
 

@@ -1,4 +1,4 @@
-"""Clean environments with the wheel, made once for a test run."""
+"""Clean environments with the wheel, created once for a test run."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.wheel.environments import BASE, Environment, Environments
 @pytest.fixture(scope="session")
 def environments(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Environments]:
     own = tmp_path_factory.getbasetemp()
-    # The processes of a test run have folders of their own in one that they share.
+    # Each process of a test run has its own folder below a shared one.
     shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
     folder = shared / "wheel-environments"
     with (shared / "wheel-environments.users").open("w") as users:
         fcntl.flock(users, fcntl.LOCK_SH)
         yield Environments(folder)
-        # The last process that uses them removes them: hundreds of megabytes, which pytest would keep for three runs.
+        # The last user removes them: hundreds of megabytes that pytest would keep for three runs.
         with suppress(BlockingIOError):
             fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder)

@@ -1,6 +1,6 @@
-"""Clean environments with holdfast's wheel in them, made once for all processes of a test run.
+"""Clean environments with holdfast's wheel, created once for all processes of a test run.
 
-`base` has the wheel alone. The environment of an extra has what that extra brings on top, and reads the rest from
+`base` has the wheel alone. The environment of an extra has the packages that the extra adds and reads the rest from
 `base`; that of `all` reads from all of the others.
 """
 
@@ -26,17 +26,17 @@ from tests.wheel.wheelhouse import build
 
 BASE: Final = "base"
 ALL: Final = "all"
-#: Every environment that there is.
+#: All environments.
 NAMES: Final = (BASE, *EXTRAS, ALL)
-#: Python, imports and a slow machine.
-PATIENCE_S: Final = 300
+#: Enough for starting Python and its imports on a slow machine.
+TIMEOUT_S: Final = 300
 
 _PYTHON: Final = f"python{sys.version_info.major}.{sys.version_info.minor}"
 
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """A clean environment. Programs run in a folder, with no variable of the developer's own."""
+    """A clean environment. Programs run in a folder, without the developer's environment variables."""
 
     folder: Path
 
@@ -48,26 +48,26 @@ class Environment:
     def packages(self) -> Path:
         return self.folder / "lib" / _PYTHON / "site-packages"
 
-    def run(self, *words: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-        """`python …` to its end."""
-        with self.start(*words, cwd=cwd, **variables) as process:
+    def run(self, *arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Run `python …` to its end."""
+        with self.start(*arguments, cwd=cwd, **variables) as process:
             try:
-                out, errors = process.communicate(timeout=PATIENCE_S)
+                out, errors = process.communicate(timeout=TIMEOUT_S)
             finally:
                 process.kill()
-        return subprocess.CompletedProcess(words, process.returncode, out, errors)
+        return subprocess.CompletedProcess(arguments, process.returncode, out, errors)
 
-    def carry_out(self, plan: Plan, folder: Path) -> Report:
-        """The plan, by `inside.py` in this environment."""
+    def run_plan(self, plan: Plan, folder: Path) -> Report:
+        """Run the plan by `inside.py` in this environment."""
         (folder / "plan.json").write_bytes(msgspec.json.encode(plan))
         done = self.run(str(Path(inside.__file__)), "plan.json", cwd=folder)
         assert done.returncode == 0, done.stdout + done.stderr
         return msgspec.json.decode(done.stdout, type=Report)
 
-    def start(self, *words: str, cwd: Path, **variables: str) -> subprocess.Popen[str]:
-        """`python …`, running."""
+    def start(self, *arguments: str, cwd: Path, **variables: str) -> subprocess.Popen[str]:
+        """Start `python …`."""
         return subprocess.Popen(
-            [self.python, *words],
+            [self.python, *arguments],
             cwd=cwd,
             env={"PATH": os.defpath, "HOME": str(cwd), "LANG": "C.UTF-8", **variables},
             stdin=subprocess.DEVNULL,
@@ -78,28 +78,28 @@ class Environment:
 
 
 class Environments:
-    """Makes them when they are first asked for; other processes of the test run wait, and take the same ones."""
+    """Creates environments on first use; other processes of the test run wait and use the same ones."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         folder.mkdir(exist_ok=True)
 
     def get(self, name: str) -> Environment:
-        """The environment of an extra, `base` or `all`."""
+        """Return the environment of an extra, `base` or `all`."""
         environment = Environment(self._folder / name)
         if name == BASE:
-            below: list[str] = []
+            lower: list[str] = []
         else:
-            below = [BASE, *(EXTRAS if name == ALL else ())]
-        # Each has a lock of its own, taken one after the other: a process that makes one does not block the rest.
-        paths = [self.get(one).packages for one in below]
+            lower = [BASE, *(EXTRAS if name == ALL else ())]
+        # One lock for each, acquired in sequence: a process that creates one does not block the others.
+        paths = [self.get(one).packages for one in lower]
         with self._once(name) as missing:
             if missing:
                 self._make(environment, name, paths)
         return environment
 
     def wheel(self) -> Path:
-        """holdfast's own, with those of all packages beside it."""
+        """Return holdfast's wheel, in a folder with the wheels of all packages."""
         folder = self._folder / "wheels"
         with self._once("wheels") as missing:
             if missing:
@@ -107,18 +107,20 @@ class Environments:
         (wheel,) = folder.glob("holdfast-*.whl")
         return wheel
 
-    def pip(self, environment: Environment, *words: str) -> str:
-        """What pip prints; the developer's own settings and the network are left out."""
+    def pip(self, environment: Environment, *arguments: str) -> str:
+        """Run pip without the developer's settings. Return its output."""
         command = [sys.executable, "-m", "pip", "--isolated", "--disable-pip-version-check", "--no-cache-dir"]
-        done = subprocess.run([*command, "--python", environment.python, *words], capture_output=True, text=True)
+        done = subprocess.run([*command, "--python", environment.python, *arguments], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
     def install(self, environment: Environment, extra: str = "") -> str:
-        """`pip install` of the wheel, or of the wheel with an extra."""
+        """Run `pip install` for the wheel, or for the wheel with an extra."""
         wheel = self.wheel()
-        wanted = f"{wheel}[{extra}]" if extra else str(wheel)
-        return self.pip(environment, "install", "--no-index", "--no-compile", "--find-links", str(wheel.parent), wanted)
+        requirement = f"{wheel}[{extra}]" if extra else str(wheel)
+        return self.pip(
+            environment, "install", "--no-index", "--no-compile", "--find-links", str(wheel.parent), requirement
+        )
 
     def _make(self, environment: Environment, name: str, paths: list[Path]) -> None:
         venv.EnvBuilder(symlinks=True, clear=True).create(environment.folder)
@@ -129,14 +131,14 @@ class Environments:
 
     @contextmanager
     def _once(self, name: str) -> Iterator[bool]:
-        """Whether it has to be made, while nobody else makes it. A block that raises has not made it."""
-        stamp = self._folder / f"{name}.made"
+        """Yield whether it has to be created, under a lock. If the block raises, it counts as not created."""
+        marker = self._folder / f"{name}.made"
         with (self._folder / f"{name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            missing = not stamp.exists()
+            missing = not marker.exists()
             yield missing
             if missing:
-                stamp.touch()
+                marker.touch()
 
 
 def settings(**values: str) -> Mapping[str, str]:

@@ -2,8 +2,8 @@
 
     python inside.py PLAN.json
 
-The plan is a `Plan`; prints a `Report`. Calls are forked from this process, which has loaded what all commands load: a
-process of its own for each would take half a minute of imports.
+The plan is a `Plan`; prints a `Report`. Calls are forked from this process, which has loaded the modules of all
+commands: separate processes would spend half a minute on imports.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from holdfast.cli.program import program
 
 
 class Call(msgspec.Struct):
-    """A call of the program in a folder, with variables of its own."""
+    """A call of the program in a folder, with its own variables."""
 
     words: list[str]
     folder: str
@@ -36,18 +36,18 @@ class Call(msgspec.Struct):
 
 
 class Plan(msgspec.Struct):
-    """What to do, in this order."""
+    """Work items, in order."""
 
     modules: list[str] = []
     calls: list[Call] = []
     #: A folder with an app, `shop.py`: a worker runs there until a job of its task `add` has ended.
     worker: str = ""
-    #: Files of Python code; what one prints is written to `printed.txt` beside it.
+    #: Files of Python code; the output of each is written to `printed.txt` in its folder.
     pages: list[str] = []
 
 
 class Result(msgspec.Struct):
-    """What became of a call."""
+    """The result of a call."""
 
     code: int
     out: str
@@ -55,7 +55,7 @@ class Result(msgspec.Struct):
 
 
 class Report(msgspec.Struct):
-    """What became of the plan."""
+    """The result of a plan."""
 
     #: Words of every command and group whose help was shown.
     commands: list[list[str]]
@@ -80,7 +80,7 @@ def show_help(root: Any, path: tuple[str, ...]) -> None:
 
 
 def start(call: Call) -> Callable[[int], Result]:
-    """Fork it. What is returned sends it a signal, unless that is 0, and waits for its end."""
+    """Fork the call. Return a function that sends it a signal (0: none) and waits for its end."""
     folder = Path(tempfile.mkdtemp(dir=call.folder))
     pid = os.fork()
     if pid == 0:
@@ -90,7 +90,7 @@ def start(call: Call) -> Callable[[int], Result]:
         os.environ.update(call.variables)
         sys.argv = ["holdfast", *call.words]
         sys.path[0] = call.folder
-        # As at the top of a program: leaves with its exit code, and an exception with a traceback and 1.
+        # As in a program: exits with its exit code, or with a traceback and 1 after an exception.
         holdfast()
         sys.exit(0)
 

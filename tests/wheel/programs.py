@@ -1,4 +1,4 @@
-"""Files of a user's own that the tests put into their folder."""
+"""User files that the tests write into their folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ app = Holdfast()
 async def add(a: int, b: int) -> int:
     return a + b
 """
-#: Broker types that need an extra of the same name → the least that their connection says.
+#: Broker types that need an extra of the same name → their minimal connection.
 TRIGGERS: Final = {
     "kafka": "{bootstrap_servers: '127.0.0.1:9'}",
     "rabbitmq": "{}",

@@ -1,4 +1,4 @@
-"""`pip install holdfast && holdfast demo`: in the clean environment of the base install, which is small."""
+"""`pip install holdfast && holdfast demo` in the clean environment of the base install; the size of that install."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ from typing import Final
 
 import pytest
 
-from tests.wheel.environments import PATIENCE_S, Environment, settings
+from tests.wheel.environments import TIMEOUT_S, Environment, settings
 
-pytestmark = pytest.mark.timeout(3 * PATIENCE_S)
+pytestmark = pytest.mark.timeout(3 * TIMEOUT_S)
 
-#: What a base install may take on disk.
+#: Maximum size of a base install on disk.
 MEGABYTES: Final = 100
 
 
 @pytest.mark.slow
-def test_the_demo_ends_well_and_touches_no_other_store(base: Environment, tmp_path: Path) -> None:
+def test_the_demo_succeeds_and_uses_no_other_store(base: Environment, tmp_path: Path) -> None:
     (tmp_path / "holdfast.toml").write_text('namespace = "production"\n')
-    others = settings(url=f"sqlite:///{tmp_path}/jobs.db", ledger=f"sqlite:///{tmp_path}/ledger.db", token="hf_forged")
-    done = base.run("-m", "holdfast", "demo", cwd=tmp_path, **others)
+    other_stores = settings(
+        url=f"sqlite:///{tmp_path}/jobs.db", ledger=f"sqlite:///{tmp_path}/ledger.db", token="hf_forged"
+    )
+    done = base.run("-m", "holdfast", "demo", cwd=tmp_path, **other_stores)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "every job ended as expected" in done.stdout
     assert "lease lost" in done.stdout

@@ -14,31 +14,31 @@ import typer.main
 
 from holdfast.cli.program import program
 from holdfast.extras import EXTRAS
-from tests.docs.test_examples import README_PRINTS, code_of, printed_by
-from tests.wheel.environments import ALL, NAMES, PATIENCE_S, Environment, Environments, settings
+from tests.docs.test_examples import README_PRINTS, code_of, get_shown_output
+from tests.wheel.environments import ALL, NAMES, TIMEOUT_S, Environment, Environments, settings
 from tests.wheel.inside import Plan, commands
 from tests.wheel.programs import TRIGGERS, write_app, write_trigger
 from tests.wheel.wheelhouse import ROOT
 
-# The first test of each process may have to wait for environments that others make.
-pytestmark = pytest.mark.timeout(3 * PATIENCE_S)
+# The first test of each process may have to wait for environments that other processes create.
+pytestmark = pytest.mark.timeout(3 * TIMEOUT_S)
 
 TUTORIAL: Final = ROOT / "docs" / "tutorial" / "first-steps.md"
 #: Pages and what their code prints.
-PAGES: Final = {ROOT / "README.md": README_PRINTS, TUTORIAL: printed_by(TUTORIAL)}
+PAGES: Final = {ROOT / "README.md": README_PRINTS, TUTORIAL: get_shown_output(TUTORIAL)}
 #: The words of every command and group.
 COMMANDS: Final = list(commands(typer.main.get_command(program())))
 
 
 def finish_a_job(environment: Environment, folder: Path, **variables: str) -> str:
-    """A worker process takes a job that another process submits; what the worker has logged."""
+    """Run a worker process on a job that another process submits. Return the worker's log."""
     write_app(folder)
     with environment.start("-m", "holdfast", "worker", "shop.py:app", cwd=folder, **variables) as worker:
         try:
-            words = ("submit", "add", '{"a": 40, "b": 2}', "--wait", str(PATIENCE_S))
-            done = environment.run("-m", "holdfast", *words, cwd=folder, **variables)
+            arguments = ("submit", "add", '{"a": 40, "b": 2}', "--wait", str(TIMEOUT_S))
+            done = environment.run("-m", "holdfast", *arguments, cwd=folder, **variables)
             worker.send_signal(signal.SIGTERM)
-            _, log = worker.communicate(timeout=PATIENCE_S)
+            _, log = worker.communicate(timeout=TIMEOUT_S)
         finally:
             worker.kill()
     assert (done.returncode, done.stdout.split()[-1:]) == (0, ["42"]), f"{done.stdout}{done.stderr}{log}"
@@ -47,7 +47,7 @@ def finish_a_job(environment: Environment, folder: Path, **variables: str) -> st
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_help_readme_tutorial_and_a_worker_work(name: str, environments: Environments, tmp_path: Path) -> None:
+def test_help_readme_tutorial_and_a_worker_run(name: str, environments: Environments, tmp_path: Path) -> None:
     write_app(tmp_path)
     copies = [tmp_path / page.stem / "example.py" for page in PAGES]
     for page, copy in zip(PAGES, copies, strict=True):
@@ -55,7 +55,7 @@ def test_help_readme_tutorial_and_a_worker_work(name: str, environments: Environ
         copy.write_text(code_of(page))
     modules = EXTRAS.get(name, ())
     plan = Plan(modules=list(modules), worker=str(tmp_path), pages=[str(copy) for copy in copies])
-    report = environments.get(name).carry_out(plan, tmp_path)
+    report = environments.get(name).run_plan(plan, tmp_path)
     assert [tuple(path) for path in report.commands] == COMMANDS
     assert [(copy.parent / "printed.txt").read_text() for copy in copies] == list(PAGES.values())
     assert report.submit is not None
@@ -65,8 +65,8 @@ def test_help_readme_tutorial_and_a_worker_work(name: str, environments: Environ
 
 
 @pytest.mark.parametrize("command", ["dev", "worker", "upkeep", "serve", "trigger", "outbox"])
-def test_a_command_s_help_works_by_itself(command: str, base: Environment, tmp_path: Path) -> None:
-    """In a process of its own: nothing that another command has loaded helps."""
+def test_the_help_of_a_command_works_alone(command: str, base: Environment, tmp_path: Path) -> None:
+    """A separate process, which does not profit from modules that another command has loaded."""
     done = base.run("-m", "holdfast", command, "--help", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert f"holdfast {command} " in done.stdout
@@ -82,7 +82,7 @@ def test_the_program_is_on_the_path(base: Environment, tmp_path: Path) -> None:
     assert "holdfast [OPTIONS] COMMAND" in done.stdout
 
 
-# What the base can do without an extra ---------------------------------------------------------------
+# The base without an extra --------------------------------------------------------------------------
 
 TRANSACTION: Final = """
 import asyncio
@@ -136,28 +136,28 @@ def test_a_transaction_on_sqlite_works_with_the_wheel_alone(base: Environment, t
 
 def test_an_embedded_file_is_migrated_with_the_wheel_alone(base: Environment, tmp_path: Path) -> None:
     variables = settings(url="sqlite:///shop.db")
-    for words, said in ((("up",), "shop.db upgraded from nothing to"), (("status",), "as this release needs")):
-        done = base.run("-m", "holdfast", "migrate", *words, cwd=tmp_path, **variables)
-        assert (done.returncode, said in done.stderr) == (0, True), done.stderr
+    for arguments, message in ((("up",), "shop.db upgraded from nothing to"), (("status",), "as this release needs")):
+        done = base.run("-m", "holdfast", "migrate", *arguments, cwd=tmp_path, **variables)
+        assert (done.returncode, message in done.stderr) == (0, True), done.stderr
 
 
 def test_a_deployment_on_one_file_is_verified_with_the_wheel_alone(base: Environment, tmp_path: Path) -> None:
-    words = ("-m", "holdfast", "verify", "--deployment", "--json")
-    done = base.run(*words, cwd=tmp_path, **settings(url="sqlite:///shop.db"))
-    # 1: on a slow machine some criteria may run out of their time.
+    arguments = ("-m", "holdfast", "verify", "--deployment", "--json")
+    done = base.run(*arguments, cwd=tmp_path, **settings(url="sqlite:///shop.db"))
+    # 1: on a slow machine some criteria may exceed their timeout.
     assert done.returncode in (0, 1), done.stderr
-    seen = {result["id"]: result["seen"] for result in json.loads(done.stdout)["results"]}
-    assert "X1.1" in seen
-    assert [text for text in seen.values() if "ModuleNotFoundError" in text or "MissingExtra" in text] == []
+    observed = {result["id"]: result["seen"] for result in json.loads(done.stdout)["results"]}
+    assert "X1.1" in observed
+    assert [text for text in observed.values() if "ModuleNotFoundError" in text or "MissingExtra" in text] == []
 
 
-# What each extra adds --------------------------------------------------------------------------------
+# Extras ----------------------------------------------------------------------------------------------
 
 
-def test_all_is_what_the_other_extras_are_together(environments: Environments) -> None:
-    everything = environments.get(ALL)
-    assert "Successfully installed" not in environments.install(everything, ALL)
-    assert environments.pip(everything, "check").strip() == "No broken requirements found."
+def test_all_is_the_sum_of_the_other_extras(environments: Environments) -> None:
+    environment_all = environments.get(ALL)
+    assert "Successfully installed" not in environments.install(environment_all, ALL)
+    assert environments.pip(environment_all, "check").strip() == "No broken requirements found."
 
 
 @pytest.mark.redis
@@ -181,15 +181,15 @@ def test_a_ledger_on_postgres_needs_postgres_only(
 
 def test_the_service_needs_http_only(environments: Environments, tmp_path: Path) -> None:
     write_app(tmp_path)
-    words = ("-m", "holdfast", "serve", "shop.py:app", "--dev", "--port", "0")
-    with environments.get("http").start(*words, cwd=tmp_path, **settings(url="sqlite:///shop.db")) as server:
+    arguments = ("-m", "holdfast", "serve", "shop.py:app", "--dev", "--port", "0")
+    with environments.get("http").start(*arguments, cwd=tmp_path, **settings(url="sqlite:///shop.db")) as server:
         try:
             assert server.stderr is not None
             address = next(found[0] for line in server.stderr if (found := re.search(r"http://[\d.:]+", line)))
             job = {"task": "add", "payload": {"a": 40, "b": 2}}
-            reply = httpx.post(f"{address}/api/v1/jobs?wait=60", json=job, timeout=PATIENCE_S)
+            reply = httpx.post(f"{address}/api/v1/jobs?wait=60", json=job, timeout=TIMEOUT_S)
             server.send_signal(signal.SIGTERM)
-            server.communicate(timeout=PATIENCE_S)
+            server.communicate(timeout=TIMEOUT_S)
         finally:
             server.kill()
     assert (reply.status_code, reply.json()["state"], server.returncode) == (200, "succeeded", 0)
@@ -198,8 +198,8 @@ def test_the_service_needs_http_only(environments: Environments, tmp_path: Path)
 @pytest.mark.parametrize("extra", TRIGGERS)
 def test_a_broker_needs_its_own_extra_only(extra: str, environments: Environments, tmp_path: Path) -> None:
     write_trigger(tmp_path, extra)
-    words = ("-m", "holdfast", "trigger", "check", "triggers.yaml", "shop.py:app")
-    done = environments.get(extra).run(*words, cwd=tmp_path, **settings(url="sqlite:///shop.db"))
+    arguments = ("-m", "holdfast", "trigger", "check", "triggers.yaml", "shop.py:app")
+    done = environments.get(extra).run(*arguments, cwd=tmp_path, **settings(url="sqlite:///shop.db"))
     assert done.returncode == 0, done.stderr
 
 

@@ -1,4 +1,4 @@
-"""With the wheel alone: what needs an extra says so in one line, with the command that installs it, and exit code 2."""
+"""With the wheel alone, a call that needs an extra fails with one line, the command to install it, and exit code 2."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.wheel.environments import PATIENCE_S, Environment, settings
+from tests.wheel.environments import TIMEOUT_S, Environment, settings
 from tests.wheel.inside import Call, Plan, Result
 from tests.wheel.programs import APP, TRIGGERS, write_app, write_trigger
 
-pytestmark = pytest.mark.timeout(3 * PATIENCE_S)
+pytestmark = pytest.mark.timeout(3 * TIMEOUT_S)
 
 REDIS = "redis://127.0.0.1:9/0"
 POSTGRES = "postgresql://ada:s3cret-word@127.0.0.1:9/ledger"
@@ -24,8 +24,8 @@ TARGETS = '{"default": {"type": "kafka", "connection": {"bootstrap_servers": "12
 
 
 @dataclass(frozen=True)
-class Lack:
-    """A call of the program, and the extras that it lacks."""
+class MissingExtraCase:
+    """A call of the program and the extras that it needs."""
 
     words: str
     extras: str
@@ -36,59 +36,63 @@ class Lack:
     code: str = "MISSING_EXTRA"
 
 
-LACKS = [
-    Lack("worker shop.py:app", "redis", {"url": REDIS}),
-    Lack("worker shop.py:app", "redis", app=APP.replace("Holdfast()", ON_REDIS)),
-    Lack("worker shop.py:app --processes 2", "redis", {"url": REDIS}),
-    Lack("upkeep", "redis", {"url": REDIS, "ledger": "sqlite:///ledger.db"}),
-    Lack("jobs list", "redis", {"url": "redis+sentinel://127.0.0.1:9/main"}),
-    Lack("submit add {}", "redis", {"url": "rediss+cluster://127.0.0.1:9"}),
-    Lack("doctor", "postgres,redis", {"url": REDIS, "ledger": POSTGRES}),
-    Lack("submit add {}", "postgres", {"url": FILE, "ledger": POSTGRES}),
-    Lack("outbox relay", "postgres", {"url": FILE, "outbox_url": POSTGRES}),
-    Lack("migrate up", "postgres", {"url": REDIS, "ledger": POSTGRES}),
-    Lack("migrate status --ledger sqlite:///ledger.db", "postgres", {"url": REDIS}),
-    Lack(f"effects create-table --database {POSTGRES}", "postgres"),
-    Lack("verify --deployment", "postgres,redis", {"url": REDIS, "ledger": POSTGRES}),
-    Lack("verify --deployment", "redis", {"url": REDIS, "ledger": "sqlite:///ledger.db"}),
-    Lack("verify --ledger", "redis", {"url": REDIS, "ledger": "sqlite:///ledger.db"}),
-    Lack("chaos", "http,postgres,redis"),
-    Lack("serve shop.py:app --dev", "http"),
-    Lack("worker shop.py:app", "http", {"webhook_secret": SECRET}),
-    Lack("worker shop.py:app --processes 2", "http", {"webhook_secret": SECRET}),
-    Lack("upkeep", "http", {"webhook_secret": SECRET}),
-    Lack("dev shop.py:app", "tracing", {"tracing": "true"}),
-    Lack("outbox relay", "kafka", {"outbox_targets": TARGETS}),
-    Lack("worker shop.py:app", "mongo", app="import holdfast.mongo\n" + APP),
-    Lack("worker shop.py:app", "http", app="import holdfast.http\n" + APP),
-    *(Lack(CHECK, broker, trigger=(broker, "{task: add}")) for broker in TRIGGERS),
-    # Mistakes of all triggers are reported together, as one wrong call.
-    Lack(CHECK, "http", trigger=("memory", "{url: 'http://127.0.0.1:9/agent'}"), code="INVALID_OPTION"),
+CASES = [
+    MissingExtraCase("worker shop.py:app", "redis", {"url": REDIS}),
+    MissingExtraCase("worker shop.py:app", "redis", app=APP.replace("Holdfast()", ON_REDIS)),
+    MissingExtraCase("worker shop.py:app --processes 2", "redis", {"url": REDIS}),
+    MissingExtraCase("upkeep", "redis", {"url": REDIS, "ledger": "sqlite:///ledger.db"}),
+    MissingExtraCase("jobs list", "redis", {"url": "redis+sentinel://127.0.0.1:9/main"}),
+    MissingExtraCase("submit add {}", "redis", {"url": "rediss+cluster://127.0.0.1:9"}),
+    MissingExtraCase("doctor", "postgres,redis", {"url": REDIS, "ledger": POSTGRES}),
+    MissingExtraCase("submit add {}", "postgres", {"url": FILE, "ledger": POSTGRES}),
+    MissingExtraCase("outbox relay", "postgres", {"url": FILE, "outbox_url": POSTGRES}),
+    MissingExtraCase("migrate up", "postgres", {"url": REDIS, "ledger": POSTGRES}),
+    MissingExtraCase("migrate status --ledger sqlite:///ledger.db", "postgres", {"url": REDIS}),
+    MissingExtraCase(f"effects create-table --database {POSTGRES}", "postgres"),
+    MissingExtraCase("verify --deployment", "postgres,redis", {"url": REDIS, "ledger": POSTGRES}),
+    MissingExtraCase("verify --deployment", "redis", {"url": REDIS, "ledger": "sqlite:///ledger.db"}),
+    MissingExtraCase("verify --ledger", "redis", {"url": REDIS, "ledger": "sqlite:///ledger.db"}),
+    MissingExtraCase("chaos", "http,postgres,redis"),
+    MissingExtraCase("serve shop.py:app --dev", "http"),
+    MissingExtraCase("worker shop.py:app", "http", {"webhook_secret": SECRET}),
+    MissingExtraCase("worker shop.py:app --processes 2", "http", {"webhook_secret": SECRET}),
+    MissingExtraCase("upkeep", "http", {"webhook_secret": SECRET}),
+    MissingExtraCase("dev shop.py:app", "tracing", {"tracing": "true"}),
+    MissingExtraCase("outbox relay", "kafka", {"outbox_targets": TARGETS}),
+    MissingExtraCase("worker shop.py:app", "mongo", app="import holdfast.mongo\n" + APP),
+    MissingExtraCase("worker shop.py:app", "http", app="import holdfast.http\n" + APP),
+    *(MissingExtraCase(CHECK, broker, trigger=(broker, "{task: add}")) for broker in TRIGGERS),
+    # Errors of all triggers are reported together, as one invalid call.
+    MissingExtraCase(CHECK, "http", trigger=("memory", "{url: 'http://127.0.0.1:9/agent'}"), code="INVALID_OPTION"),
 ]
 
 
 def test_a_command_names_the_extra_that_it_needs(base: Environment, tmp_path: Path) -> None:
     calls = []
-    for number, lack in enumerate(LACKS):
+    for number, case in enumerate(CASES):
         folder = tmp_path / str(number)
         folder.mkdir()
-        write_trigger(folder, *lack.trigger)
-        write_app(folder, lack.app)
-        calls.append(Call(lack.words.split(), str(folder), dict(settings(**lack.settings))))
-    results = base.carry_out(Plan(calls=calls), tmp_path).calls
-    assert [problem for lack, result in zip(LACKS, results, strict=True) for problem in problems(lack, result)] == []
+        write_trigger(folder, *case.trigger)
+        write_app(folder, case.app)
+        calls.append(Call(case.words.split(), str(folder), dict(settings(**case.settings))))
+    results = base.run_plan(Plan(calls=calls), tmp_path).calls
+    assert [
+        problem for case, result in zip(CASES, results, strict=True) for problem in find_problems(case, result)
+    ] == []
 
 
-def problems(lack: Lack, result: Result) -> Iterator[str]:
-    """What is wrong with the answer: it must be one line, with the command, and exit code 2."""
-    begins, ends = f"holdfast: {lack.code}: ", f"run: pip install 'holdfast[{lack.extras}]'\n"
+def find_problems(case: MissingExtraCase, result: Result) -> Iterator[str]:
+    """Yield a problem unless the output is one line with the install command and the exit code is 2."""
+    start, end = f"holdfast: {case.code}: ", f"run: pip install 'holdfast[{case.extras}]'\n"
     one_line = result.errors.count("\n") == 1 and not result.out
-    fits = result.errors.startswith(begins) and result.errors.endswith(ends) and "s3cret-word" not in result.errors
-    if (result.code, one_line, fits) != (2, True, True):
-        yield f"{lack}: exit code {result.code}, {result.out!r}, {result.errors!r}"
+    text_matches = (
+        result.errors.startswith(start) and result.errors.endswith(end) and "s3cret-word" not in result.errors
+    )
+    if (result.code, one_line, text_matches) != (2, True, True):
+        yield f"{case}: exit code {result.code}, {result.out!r}, {result.errors!r}"
 
 
-def test_in_python_it_is_an_error_with_a_code(base: Environment, tmp_path: Path) -> None:
+def test_in_python_a_missing_extra_is_an_error_with_a_code(base: Environment, tmp_path: Path) -> None:
     script = f"""
 from holdfast import Holdfast, errors
 

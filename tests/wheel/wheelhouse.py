@@ -1,7 +1,7 @@
-"""Wheels for clean environments: holdfast's own, built from this tree, and those of every package that it may need.
+"""Wheels for clean environments: holdfast's own, built from this tree, and those of all packages that it may need.
 
-The latter are packed again from the environment that runs the tests. So pip resolves and installs as a user's does,
-with the pinned versions, and nothing is downloaded.
+The latter are packed from the environment that runs the tests. So pip resolves and installs as for a user, with the
+pinned versions, and downloads nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _INSTALLED: Final = ("INSTALLER", "RECORD", "REQUESTED", "direct_url.json")
 
 
 def build(folder: Path) -> Path:
-    """holdfast's wheel, in the folder, with every wheel that it needs with all of its extras beside it."""
+    """Build holdfast's wheel and all wheels that it needs with all extras into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pip", "--isolated", "wheel", "--quiet", "--disable-pip-version-check"]
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(folder)]
@@ -42,7 +42,7 @@ def _pack(package: Distribution, folder: Path) -> None:
     name = canonicalize_name(package.name).replace("-", "_")
     files = [str(file) for file in package.files or [] if _belongs(str(file))]
     (record,) = (str(file) for file in package.files or [] if str(file).endswith(".dist-info/RECORD"))
-    # Not compressed: they are unpacked again within seconds.
+    # Not compressed, because they are unpacked within seconds.
     with zipfile.ZipFile(folder / f"{name}-{package.version}-{tag}.whl", "w") as archive:
         for file in files:
             archive.write(str(package.locate_file(file)), file)
@@ -50,5 +50,5 @@ def _pack(package: Distribution, folder: Path) -> None:
 
 
 def _belongs(file: str) -> bool:
-    # Scripts lie outside; pip makes those that a package declares.
+    # Scripts are outside; pip creates those that a package declares.
     return not file.startswith(("..", "/")) and not file.endswith((".pyc", *_INSTALLED))

@@ -1,4 +1,4 @@
-"""An app on an SQLite file of its own, with a clock that is moved by hand, or with faults."""
+"""Apps on a separate SQLite file, with a manual clock or with faults."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def url(tmp_path: Path) -> str:
 
 @pytest.fixture
 async def app(url: str, clock: ManualClock) -> AsyncIterator[Holdfast]:
-    """Leases last 30 s by the manual clock; heartbeats come every 50 ms of real time."""
+    """Leases last 30 s of the manual clock; heartbeats come every 50 ms of real time."""
     made = Holdfast(url, clock=clock, heartbeat_interval_s=0.05, reclaim_interval_s=0.05)
     yield made
     await made.close()
@@ -37,7 +37,7 @@ async def app(url: str, clock: ManualClock) -> AsyncIterator[Holdfast]:
 
 @pytest.fixture
 async def both(engine_url: str, namespace: str) -> AsyncIterator[Holdfast]:
-    """An app on real time, once on each engine."""
+    """An app with the real clock, on each engine."""
     made = Holdfast(engine_url, namespace=namespace, heartbeat_interval_s=0.1, reclaim_interval_s=0.1)
     yield made
     await made.close()
@@ -45,15 +45,15 @@ async def both(engine_url: str, namespace: str) -> AsyncIterator[Holdfast]:
 
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
-    """Engines that apps build from now on fail as the test says."""
+    """Faults of all engines that apps build from now on."""
     faults, build, build_ledger = Faults(), factory.build_engine, ledgers.build_ledger
 
     def build_faulty(settings: Settings, clock: Clock) -> Engine:
         return FaultyEngine(build(settings, clock), faults)
 
-    def build_theirs(settings: Settings, engine: FaultyEngine, clock: Clock) -> Any:
+    def build_real_ledger(settings: Settings, engine: FaultyEngine, clock: Clock) -> Any:
         return build_ledger(settings, engine.real, clock)
 
     monkeypatch.setattr(factory, "build_engine", build_faulty)
-    monkeypatch.setattr(ledgers, "build_ledger", build_theirs)
+    monkeypatch.setattr(ledgers, "build_ledger", build_real_ledger)
     return faults

@@ -1,7 +1,7 @@
-"""An app and a worker that are made at import, before any fork, as under `gunicorn --preload`.
+"""An app and a worker that are created at import, before any fork, as under `gunicorn --preload`.
 
-`python -m tests.worker.forking_app` forks two workers. Each job writes the process that runs it into `begun-NUMBER`
-and waits for `go-PROCESS`. Settings come from the environment, the folder from FORKING_FOLDER.
+`python -m tests.worker.forking_app` forks two workers. Each job writes the pid of its process to `begun-NUMBER` and
+waits for `go-PID`. Settings come from the environment, the folder from FORKING_FOLDER.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ app = Holdfast(heartbeat_interval_s=0.2)
 async def wait(number: int) -> int:
     with (FOLDER / f"begun-{number}").open("a") as file:
         file.write(f"{os.getpid()}\n")
-    while not (FOLDER / f"go-{os.getpid()}").exists():  # noqa: ASYNC110 - another process says so
+    while not (FOLDER / f"go-{os.getpid()}").exists():  # noqa: ASYNC110 - another process creates it
         await asyncio.sleep(0.01)
     return number
 

@@ -1,4 +1,4 @@
-"""What worker tests share: a worker beside the test, and an engine that fails on demand."""
+"""Support for worker tests: a worker in the background, and an engine that fails on demand."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from holdfast.errors import EngineUnavailable
 from holdfast.observe.counters import Counters
 from holdfast.worker.worker import WorkerExit
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 
 async def eventually(condition: Callable[[], Any | Awaitable[Any]], what: str = "it") -> Any:
-    """Wait until the condition holds; it may be async. Fails loudly instead of hanging."""
-    deadline = time.monotonic() + PATIENCE_S
+    """Wait until the condition holds; it may be async. Fails after `TIMEOUT_S`."""
+    deadline = time.monotonic() + TIMEOUT_S
     while True:
         found = condition()
         if asyncio.iscoroutine(found):
             found = await found
         if found:
             return found
-        assert time.monotonic() < deadline, f"waited {PATIENCE_S:g} s for {what} in vain"
+        assert time.monotonic() < deadline, f"timed out after {TIMEOUT_S:g} s waiting for {what}"
         await asyncio.sleep(0.005)
 
 
 @asynccontextmanager
 async def working(app: Holdfast, **options: Any) -> AsyncIterator[Worker]:
-    """A worker that runs while the block does, and is drained at its end."""
+    """Run a worker during the block and drain it at the end."""
     worker = Worker(app, **options)
     running = asyncio.create_task(worker.run())
     await eventually(lambda: worker.ready or running.done(), "the worker to be ready")
@@ -40,12 +40,12 @@ async def working(app: Holdfast, **options: Any) -> AsyncIterator[Worker]:
         yield worker
     finally:
         worker.drain()
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(TIMEOUT_S):
             assert await running in set(WorkerExit)
 
 
 class Faults:
-    """How the engines of an app misbehave; shared by all of them."""
+    """Faults of an app's engines; shared by all of them."""
 
     def __init__(self) -> None:
         #: Names of methods that fail before they do anything.
@@ -59,7 +59,7 @@ class Faults:
 
 
 class FaultyEngine:
-    """An engine with faults; everything else is the real one."""
+    """Adds faults to a real engine."""
 
     def __init__(self, engine: Engine, faults: Faults) -> None:
         self._engine = engine
@@ -67,7 +67,7 @@ class FaultyEngine:
 
     @property
     def real(self) -> Engine:
-        """The one without faults, whose file an embedded ledger is in."""
+        """The engine without faults; an embedded ledger is in its file."""
         return self._engine
 
     def clone(self) -> FaultyEngine:

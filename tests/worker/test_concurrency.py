@@ -1,4 +1,4 @@
-"""How many at a time: the worker's own number, an operator's, and what is fetched ahead."""
+"""Concurrency: the worker's own setting, the operator's setting, and prefetch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.worker.support import eventually, working
 
 
 class Gauge:
-    """Counts how many are inside at the same time."""
+    """Counts runs that are inside the block at the same time."""
 
     def __init__(self) -> None:
         self.inside = 0
@@ -30,7 +30,7 @@ class Gauge:
         self.inside -= 1
 
 
-async def test_no_more_than_concurrency_run_at_a_time(both: Holdfast) -> None:
+async def test_concurrency_limits_the_number_of_runs(both: Holdfast) -> None:
     gauge = Gauge()
 
     @both.task
@@ -45,15 +45,15 @@ async def test_no_more_than_concurrency_run_at_a_time(both: Holdfast) -> None:
     assert gauge.most == 7
 
 
-async def test_concurrency_changes_while_it_runs(app: Holdfast) -> None:
+async def test_concurrency_changes_while_the_worker_runs(app: Holdfast) -> None:
     gauge = Gauge()
 
     @app.task
-    async def hold() -> None:
+    async def block() -> None:
         async with gauge:
             await gauge.go.wait()
 
-    await hold.submit_many([()] * 20)
+    await block.submit_many([()] * 20)
     async with working(app, concurrency=2) as worker:
         await eventually(lambda: gauge.inside == 2)
         worker.set_concurrency(5)
@@ -72,14 +72,14 @@ async def test_concurrency_changes_while_it_runs(app: Holdfast) -> None:
     assert gauge.most == 8
 
 
-async def test_controls_that_were_set_before_apply_from_the_start(app: Holdfast) -> None:
+async def test_existing_controls_apply_from_the_start(app: Holdfast) -> None:
     await app.open()
     await app.engine.set_control("default", QueueControl(concurrency=3))
     async with working(app) as worker:
         await eventually(lambda: worker.concurrency == 3)
 
 
-async def test_a_paused_queue_gives_nothing(both: Holdfast) -> None:
+async def test_no_jobs_are_claimed_from_a_paused_queue(both: Holdfast) -> None:
     @both.task
     async def work() -> str:
         return "done"
@@ -94,28 +94,28 @@ async def test_a_paused_queue_gives_nothing(both: Holdfast) -> None:
         assert await job.result(60) == "done"
 
 
-async def test_what_was_fetched_ahead_does_not_wait_behind_slow_jobs(app: Holdfast) -> None:
-    """Jobs in a worker's line that nothing starts are given back, so that another worker may take them."""
+async def test_prefetched_jobs_do_not_wait_behind_slow_jobs(app: Holdfast) -> None:
+    """Prefetched jobs that do not start are released, so that another worker can claim them."""
     go = asyncio.Event()
 
     @app.task
-    async def hold() -> None:
+    async def block() -> None:
         await go.wait()
 
     async with working(app, concurrency=1) as worker:
-        await hold.submit()
+        await block.submit()
         await eventually(lambda: worker.running == 1)
-        waiting = await hold.submit()
+        waiting = await block.submit()
         claims = await app.engine.claim(worker.incarnation, ["default"], 10, 1_000)
         worker._runner.accept(claims)  # type: ignore[union-attr]
         assert await waiting.state() is State.RUNNING
-        await eventually(lambda: worker.in_flight == 1, "the waiting job to be given back")
+        await eventually(lambda: worker.in_flight == 1, "the waiting job to be released")
         assert await waiting.state() is State.QUEUED
         go.set()
         await waiting.result(60)
 
 
-def test_only_quick_jobs_are_fetched_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_quick_jobs_are_prefetched(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     rate, done = Throughput(), 0
@@ -128,7 +128,7 @@ def test_only_quick_jobs_are_fetched_ahead(monkeypatch: pytest.MonkeyPatch) -> N
         now += 0.005
         done += 150
     assert 290 <= rate.prefetch(done) <= 300
-    for _ in range(30):  # and a store that takes 5 ms to answer
+    for _ in range(30):  # with a store that takes 5 ms to answer
         rate.record_claim(0.005)
     assert 435 <= rate.prefetch(done) <= 450
     for _ in range(30):  # more than a batch in 10 ms

@@ -1,4 +1,4 @@
-"""From SIGTERM to the end: finish, give back, settle, leave."""
+"""Drain: finish running jobs, release the rest, settle, deregister."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def start(app: Holdfast, **options: Any) -> tuple[Worker, asyncio.Task[Wor
     return worker, running
 
 
-async def test_what_runs_is_finished_what_waits_is_given_back(app: Holdfast) -> None:
+async def test_a_drain_finishes_running_jobs_and_releases_waiting_ones(app: Holdfast) -> None:
     go = asyncio.Event()
 
     @app.task
@@ -33,24 +33,24 @@ async def test_what_runs_is_finished_what_waits_is_given_back(app: Holdfast) -> 
     worker, running = await start(app, concurrency=2)
     jobs = await wait.submit_many((number,) for number in range(4))
     await eventually(lambda: worker.running == 2)
-    ahead = await app.engine.claim(worker.incarnation, ["default"], 1, 1_000)
-    worker._runner.accept(ahead)  # type: ignore[union-attr]
+    prefetched = await app.engine.claim(worker.incarnation, ["default"], 1, 1_000)
+    worker._runner.accept(prefetched)  # type: ignore[union-attr]
     assert worker.ready
     worker.drain()
     assert not worker.ready
-    await eventually(lambda: worker.in_flight == 2, "the waiting job to be given back")
+    await eventually(lambda: worker.in_flight == 2, "the waiting job to be released")
     assert not running.done()
     go.set()
     assert await running is WorkerExit.DRAINED
     assert [await job.result(60) for job in jobs[:2]] == [0, 1]
-    views = [await job.info() for job in jobs[2:]]
-    assert [view.state for view in views] == [State.QUEUED, State.QUEUED]
-    assert [view.meta.retry_count for view in views] == [0, 0]
-    assert all(not view.meta.history for view in views)
+    infos = [await job.info() for job in jobs[2:]]
+    assert [info.state for info in infos] == [State.QUEUED, State.QUEUED]
+    assert [info.meta.retry_count for info in infos] == [0, 0]
+    assert all(not info.meta.history for info in infos)
     assert (await app.engine.stats("default")).workers == 0
 
 
-async def test_a_second_drain_hurries_and_uses_up_no_retry(app: Holdfast) -> None:
+async def test_a_second_drain_stops_now_and_uses_up_no_retry(app: Holdfast) -> None:
     cleaned: list[str] = []
     release = threading.Event()
 
@@ -73,13 +73,13 @@ async def test_a_second_drain_hurries_and_uses_up_no_retry(app: Holdfast) -> Non
     async with asyncio.timeout(10):
         assert await running is WorkerExit.DRAINED
     for job in jobs:
-        view = await job.info()
-        assert (view.state, view.meta.retry_count) == (State.QUEUED, 0)
+        info = await job.info()
+        assert (info.state, info.meta.retry_count) == (State.QUEUED, 0)
     assert cleaned == [jobs[0].id]
     release.set()
 
 
-async def test_the_grace_time_ends(url: str) -> None:
+async def test_a_drain_ends_after_its_grace_time(url: str) -> None:
     app = Holdfast(url, drain_grace_s=0.05)
 
     @app.task
@@ -100,7 +100,7 @@ async def test_the_grace_time_ends(url: str) -> None:
         assert await job.state() is State.QUEUED
 
 
-async def test_cancelling_run_drains_in_a_hurry(app: Holdfast) -> None:
+async def test_cancelling_run_drains_without_grace_time(app: Holdfast) -> None:
     @app.task
     async def long() -> None:
         await asyncio.sleep(60)
@@ -130,8 +130,8 @@ async def test_a_worker_drained_before_it_started_ends_at_once(app: Holdfast, fa
     assert await running is WorkerExit.DRAINED
 
 
-async def test_a_claim_whose_reply_was_cut_off_is_given_back(url: str, faults: Faults) -> None:
-    """The drain cancels the waiting claim; what that had already leased must not wait for its lease to run out."""
+async def test_a_claim_whose_reply_was_lost_is_released(url: str, faults: Faults) -> None:
+    """The drain cancels the waiting claim; jobs that it has already leased must not wait until their leases expire."""
     app = Holdfast(url)
 
     @app.task
@@ -151,7 +151,7 @@ async def test_a_claim_whose_reply_was_cut_off_is_given_back(url: str, faults: F
         assert await job.state() is State.QUEUED
 
 
-async def test_a_worker_ends_itself_after_its_number_of_jobs(app: Holdfast) -> None:
+async def test_a_worker_ends_after_max_jobs(app: Holdfast) -> None:
     ran: list[int] = []
 
     @app.task
@@ -166,7 +166,7 @@ async def test_a_worker_ends_itself_after_its_number_of_jobs(app: Holdfast) -> N
     assert (states.count(State.SUCCEEDED), states.count(State.QUEUED)) == (3, 7)
 
 
-async def test_a_worker_ends_itself_when_it_has_grown(app: Holdfast) -> None:
+async def test_a_worker_ends_above_max_rss(app: Holdfast) -> None:
     async with asyncio.timeout(20):
         assert await Worker(app, max_rss=1).run() is WorkerExit.MAX_RSS
 
@@ -199,7 +199,7 @@ async def test_cancelling_a_drain_still_ends_everything(app: Holdfast) -> None:
     worker.drain()
     await eventually(lambda: worker._runner._draining, "the drain to begin")  # type: ignore[union-attr]
     running.cancel()
-    # A second time, wherever the hurried end is by then.
+    # A second cancellation, at any point of the immediate stop.
     await asyncio.sleep(0)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -211,7 +211,7 @@ async def test_cancelling_a_drain_still_ends_everything(app: Holdfast) -> None:
 
 
 @pytest.mark.parametrize("step", ["_recover_claims", "_wait_judged"])
-async def test_an_end_that_goes_wrong_leaves_no_renewer_behind(
+async def test_a_failed_drain_leaves_no_renewer_behind(
     app: Holdfast, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     async def broken(*_: Any) -> None:
@@ -227,7 +227,7 @@ async def test_an_end_that_goes_wrong_leaves_no_renewer_behind(
     assert (await app.engine.stats("default")).workers == 0
 
 
-async def test_claims_that_cannot_be_found_do_not_keep_the_rest_from_being_settled(
+async def test_failing_claim_recovery_does_not_prevent_settling(
     app: Holdfast, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     @app.task
@@ -248,14 +248,14 @@ async def test_claims_that_cannot_be_found_do_not_keep_the_rest_from_being_settl
     assert await job.state() is State.QUEUED
 
 
-async def test_a_cancelled_drain_tells_what_went_wrong_and_stays_cancelled(
+async def test_a_cancelled_drain_logs_its_error_and_stays_cancelled(
     app: Holdfast, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     entered = asyncio.Event()
 
-    async def broken(ending: Drain, *_: Any) -> None:
+    async def broken(draining: Drain, *_: Any) -> None:
         entered.set()
-        await ending._stop_now.wait()
+        await draining._stop_now.wait()
         raise RuntimeError("a bug")
 
     before = _renewers()
@@ -270,7 +270,7 @@ async def test_a_cancelled_drain_tells_what_went_wrong_and_stays_cancelled(
     assert _renewers() == before
 
 
-async def test_a_hurry_cuts_the_wait_for_the_store_short(
+async def test_cancelling_a_drain_shortens_the_wait_for_the_store(
     url: str, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("holdfast.worker.in_flight._LAST_CALL_S", 0.05)
@@ -293,7 +293,7 @@ async def test_a_hurry_cuts_the_wait_for_the_store_short(
         faults.down.clear()
 
 
-async def test_unknown_tasks_count_towards_the_number_of_jobs(url: str) -> None:
+async def test_unknown_tasks_count_towards_max_jobs(url: str) -> None:
     elsewhere, app = Holdfast(url), Holdfast(url)
 
     @elsewhere.task(name="unknown")
@@ -306,7 +306,7 @@ async def test_unknown_tasks_count_towards_the_number_of_jobs(url: str) -> None:
             assert await Worker(app, max_jobs=2).run() is WorkerExit.MAX_JOBS
 
 
-async def test_jobs_given_back_do_not_count_towards_the_number_of_jobs(app: Holdfast) -> None:
+async def test_released_jobs_do_not_count_towards_max_jobs(app: Holdfast) -> None:
     go = asyncio.Event()
 
     @app.task
@@ -317,8 +317,8 @@ async def test_jobs_given_back_do_not_count_towards_the_number_of_jobs(app: Hold
     jobs = [await work.submit()]
     await eventually(lambda: worker.running == 1)
     jobs.append(await work.submit())
-    ahead = await app.engine.claim(worker.incarnation, ["default"], 1, 1_000)
-    worker._fetcher._accept(ahead)  # type: ignore[union-attr]
+    prefetched = await app.engine.claim(worker.incarnation, ["default"], 1, 1_000)
+    worker._fetcher._accept(prefetched)  # type: ignore[union-attr]
     worker._runner.release_queued("released: the worker is busy")  # type: ignore[union-attr]
     go.set()
     async with asyncio.timeout(20):

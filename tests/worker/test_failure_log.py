@@ -1,4 +1,4 @@
-"""A failed attempt is logged with its exception, its traceback and its job; nothing in an exception breaks the log."""
+"""A failed attempt is logged with exception, traceback and job; the content of an exception cannot break the log."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def boom() -> None:
 
 
 @pytest.mark.parametrize("mode", ["loop", "thread"])
-async def test_a_retry_is_a_warning_and_the_end_an_error_both_with_the_exception(
+async def test_a_retry_logs_a_warning_and_a_final_failure_an_error_with_the_exception(
     both: Holdfast, caplog: pytest.LogCaptureFixture, mode: str
 ) -> None:
     if mode == "loop":
@@ -67,13 +67,13 @@ async def test_a_retry_is_a_warning_and_the_end_an_error_both_with_the_exception
         assert "boom()" in JsonFormatter().format(record)
 
 
-async def test_a_failure_in_a_child_process_comes_with_the_childs_traceback(
+async def test_a_failure_in_a_child_process_is_logged_with_its_traceback(
     both: Holdfast, caplog: pytest.LogCaptureFixture
 ) -> None:
     app = failing_tasks.app
     app.configure(url=both.settings.url, namespace=both.settings.namespace)
     try:
-        await failing_tasks.in_a_process.submit()
+        await failing_tasks.fail_in_process.submit()
         await drain(app)
     finally:
         await app.close()
@@ -83,7 +83,7 @@ async def test_a_failure_in_a_child_process_comes_with_the_childs_traceback(
     assert isinstance(record.exc_info[1], Exception)
     assert "tests.worker.failing_tasks.CannotBePickled" in str(record.exc_info[1])
     text = JsonFormatter().format(record)
-    assert "raise_deep" in text
+    assert "raise_in_nested_call" in text
     assert SECRET not in text
 
 
@@ -114,7 +114,7 @@ HOSTILE: list[Callable[[], BaseException]] = [
 
 @contextmanager
 def output(kind: str) -> Iterator[io.StringIO]:
-    """Everything that is logged while the block runs, as `holdfast worker` writes it."""
+    """Capture the log during the block in the format of `holdfast worker`."""
     stream = io.StringIO()
     handler: logging.Handler
     if kind == "json":
@@ -125,7 +125,7 @@ def output(kind: str) -> Iterator[io.StringIO]:
         handler.setFormatter(PlainFormatter("%(message)s"))
     logger = logging.getLogger("holdfast.worker")
     logger.addHandler(handler)
-    # pytest's own handlers cannot take these.
+    # pytest's handlers fail on these records.
     logger.propagate = False
     try:
         yield stream
@@ -135,7 +135,7 @@ def output(kind: str) -> Iterator[io.StringIO]:
 
 
 @pytest.mark.parametrize("kind", ["json", "terminal"])
-async def test_nothing_in_an_exception_breaks_the_log_or_the_worker(app: Holdfast, kind: str) -> None:
+async def test_hostile_exceptions_do_not_break_the_log_or_the_worker(app: Holdfast, kind: str) -> None:
     @app.task(retry=NEVER)
     async def fail(number: int) -> None:
         error = HOSTILE[number]()
@@ -154,12 +154,12 @@ async def test_nothing_in_an_exception_breaks_the_log_or_the_worker(app: Holdfas
         assert "\x9b" not in text
     else:
         lines = [json.loads(line) for line in text.splitlines()]
-        ours = [line for line in lines if "failed for good" in line["message"]]
-        assert len(ours) == len(HOSTILE)
-        assert all("raise error" in line["stack"] for line in ours if "cannot be" not in line["stack"])
+        failures = [line for line in lines if "failed for good" in line["message"]]
+        assert len(failures) == len(HOSTILE)
+        assert all("raise error" in line["stack"] for line in failures if "cannot be" not in line["stack"])
 
 
-async def test_a_handler_that_raises_does_not_cost_a_slot(app: Holdfast) -> None:
+async def test_a_failing_log_handler_does_not_cost_a_slot(app: Holdfast) -> None:
     class Broken(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             if record.exc_info:
@@ -178,7 +178,7 @@ async def test_a_handler_that_raises_does_not_cost_a_slot(app: Holdfast) -> None
         logging.getLogger("holdfast.worker").removeHandler(broken)
 
 
-async def test_waiting_for_a_dependency_warns_once(app: Holdfast, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_unavailable_dependency_is_warned_about_once(app: Holdfast, caplog: pytest.LogCaptureFixture) -> None:
     calls = 0
 
     @app.task(retry=Retry(base=0, jitter=None))
@@ -199,7 +199,7 @@ async def test_waiting_for_a_dependency_warns_once(app: Holdfast, caplog: pytest
     assert not any(record.exc_info for record in later[1:])
 
 
-async def test_what_is_no_failure_is_not_logged_as_one(app: Holdfast, caplog: pytest.LogCaptureFixture) -> None:
+async def test_sleep_and_success_are_not_logged_as_failures(app: Holdfast, caplog: pytest.LogCaptureFixture) -> None:
     @app.task
     async def sleep(ctx: Context) -> None:
         await ctx.sleep(3600)
@@ -216,14 +216,14 @@ async def test_what_is_no_failure_is_not_logged_as_one(app: Holdfast, caplog: py
     assert not any(record.exc_info for record in caplog.records if record.name == "holdfast.worker")
 
 
-async def test_sentry_and_others_get_a_real_exception(app: Holdfast) -> None:
-    """What an integration does with a record: `logging`'s contract, without any of our formatters."""
-    seen: list[Any] = []
+async def test_log_integrations_get_the_real_exception(app: Holdfast) -> None:
+    """An integration reads `record.exc_info`, without holdfast's formatters."""
+    errors: list[Any] = []
 
     class Capture(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             if record.exc_info and record.levelno >= logging.ERROR:
-                seen.append(record.exc_info[1])
+                errors.append(record.exc_info[1])
 
     @app.task
     async def fail() -> None:
@@ -236,7 +236,7 @@ async def test_sentry_and_others_get_a_real_exception(app: Holdfast) -> None:
         await drain(app)
     finally:
         logging.getLogger().removeHandler(capture)
-    (error,) = seen
+    (error,) = errors
     assert isinstance(error, Fatal)
     assert isinstance(error.__cause__, ValueError)
     assert error.__traceback__ is not None

@@ -1,6 +1,6 @@
-"""Processes that are forked after the app was made: pre-forking servers, multiprocessing, a bare `os.fork`.
+"""Processes that are forked after the app was created: pre-forking servers, multiprocessing, a bare `os.fork`.
 
-All of them run in processes of their own: the process of the tests has threads, and must not be forked.
+All of them fork from a separate process: the test process has threads and must not be forked.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 
 from holdfast import Holdfast, Job
 from tests.processes import ProcessId
-from tests.worker.support import PATIENCE_S, eventually
+from tests.worker.support import TIMEOUT_S, eventually
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -30,7 +30,7 @@ _JOBS = 2 * _CONCURRENCY
 
 
 class Forking:
-    """`forking_app` in processes of its own."""
+    """`forking_app` in separate processes."""
 
     def __init__(self, folder: Path, url: str, namespace: str) -> None:
         self._folder = folder
@@ -42,24 +42,24 @@ class Forking:
         }
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self, *words: str) -> None:
+    def start(self, *arguments: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", *words], cwd=_ROOT, env=self._environment, start_new_session=True
+            [sys.executable, "-W", "ignore", "-m", *arguments], cwd=_ROOT, env=self._environment, start_new_session=True
         )
 
-    def end(self) -> None:
+    def stop(self) -> None:
         if self.process is not None:
-            # Its own session: the processes that it has forked, too.
+            # Kills the whole session, with the processes that it has forked.
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
 
     def begun(self) -> list[int]:
-        """The process of each run, in no order."""
+        """Return the pid of each run, in any order."""
         files = [self._folder / f"begun-{number}" for number in range(_JOBS)]
         return [int(line) for file in files if file.exists() for line in file.read_text().split()]
 
     def finish(self, process: int) -> None:
-        """Let the jobs of this process end."""
+        """Let the jobs of this process finish."""
         (self._folder / f"go-{process}").touch()
 
 
@@ -67,7 +67,7 @@ class Forking:
 def forking(tmp_path: Path, engine_url: str, namespace: str) -> Iterator[Forking]:
     forking = Forking(tmp_path, engine_url, namespace)
     yield forking
-    forking.end()
+    forking.stop()
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ async def jobs(engine_url: str, namespace: str) -> AsyncIterator[list[Job[int]]]
 
 
 async def end_one_then_the_other(forking: Forking, jobs: list[Job[int]]) -> None:
-    """SIGTERM to one of two processes at work: it drains, and what the other runs is untouched."""
+    """Send SIGTERM to one of two working processes: it drains, and the jobs of the other continue."""
     await eventually(lambda: len(forking.begun()) == _JOBS, "all jobs to run")
     first, second = sorted(set(forking.begun()))
     ending = ProcessId.of(first)
@@ -85,18 +85,18 @@ async def end_one_then_the_other(forking: Forking, jobs: list[Job[int]]) -> None
     forking.finish(first)
     await eventually(lambda: not ending.is_running(), "the first process to end")
     forking.finish(second)
-    results = [await job.result(PATIENCE_S) for job in jobs]
+    results = [await job.result(TIMEOUT_S) for job in jobs]
     assert results == list(range(_JOBS))
     runs = forking.begun()
-    assert len(runs) == _JOBS, "jobs of the other process were released, and ran again"
+    assert len(runs) == _JOBS, "jobs of the other process were released and ran again"
 
 
-async def test_workers_that_are_forked_have_each_their_own_identity(forking: Forking, jobs: list[Job[int]]) -> None:
+async def test_forked_workers_have_separate_identities(forking: Forking, jobs: list[Job[int]]) -> None:
     forking.start("tests.worker.forking_app")
     await end_one_then_the_other(forking, jobs)
 
 
-async def test_gunicorn_with_preload_ends_one_process_without_touching_jobs_of_others(
+async def test_gunicorn_with_preload_ends_one_process_without_releasing_jobs_of_others(
     forking: Forking, jobs: list[Job[int]]
 ) -> None:
     with socket.socket() as free:
@@ -109,10 +109,10 @@ async def test_gunicorn_with_preload_ends_one_process_without_touching_jobs_of_o
     await end_one_then_the_other(forking, jobs)
 
 
-def run(script: str, *words: str) -> str:
-    """The output of a script; fails if that fails, or hangs."""
+def run(script: str, *arguments: str) -> str:
+    """Return the output of a script. Fails if the script fails or hangs."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script), *words],
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script), *arguments],
         cwd=_ROOT,
         capture_output=True,
         text=True,
@@ -133,14 +133,14 @@ app = Holdfast(sys.argv[1], namespace=sys.argv[2])
 @app.task
 async def work() -> None: ...
 
-def ended(child):
+def wait_child(child):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 """
 
 
-@pytest.mark.parametrize("does", ["await work.submit()", "sys.exit(3)"])
-def test_a_fork_inside_a_running_loop_is_a_clear_error_and_leaves_the_parent_alone(
-    engine_url: str, namespace: str, does: str
+@pytest.mark.parametrize("statement", ["await work.submit()", "sys.exit(3)"])
+def test_a_fork_inside_a_running_loop_is_a_clear_error_and_does_not_affect_the_parent(
+    engine_url: str, namespace: str, statement: str
 ) -> None:
     script = f"""
     async def main():
@@ -148,25 +148,25 @@ def test_a_fork_inside_a_running_loop_is_a_clear_error_and_leaves_the_parent_alo
             await work.submit()
             child = os.fork()
             if not child:
-                {does}
+                {statement}
                 return
-            status = await asyncio.to_thread(ended, child)
-            # The child has closed its event loop; an answer of another thread must still wake this one.
+            status = await asyncio.to_thread(wait_child, child)
+            # The child has closed its event loop; a result from another thread must still wake this one.
             job = await work.submit()
             print("parent", status, await job.state())
 
     asyncio.run(main())
     """
-    said = run(_APP + textwrap.dedent(script), engine_url, namespace)
-    failed = does.startswith("await")
-    assert f"parent {1 if failed else 3} queued" in said
-    assert ("this process was forked inside a running event loop" in said) == failed
+    output = run(_APP + textwrap.dedent(script), engine_url, namespace)
+    failed = statement.startswith("await")
+    assert f"parent {1 if failed else 3} queued" in output
+    assert ("this process was forked inside a running event loop" in output) == failed
     if failed:
-        assert "no running event loop\n" not in said.rpartition("Traceback")[2]
+        assert "no running event loop\n" not in output.rpartition("Traceback")[2]
 
 
-def test_a_forked_process_may_use_a_loop_of_its_own(engine_url: str, namespace: str) -> None:
-    """As multiprocessing does when it is called inside a running loop."""
+def test_a_forked_process_can_run_its_own_loop(engine_url: str, namespace: str) -> None:
+    """multiprocessing does this when it is called inside a running loop."""
     script = """
     async def submit():
         async with app:
@@ -175,23 +175,23 @@ def test_a_forked_process_may_use_a_loop_of_its_own(engine_url: str, namespace: 
     async def main():
         async with app:
             await work.submit()
-            parents = app.engine
+            parent_engine = app.engine
             child = os.fork()
             if not child:
-                ours = app.engine is not parents
+                replaced = app.engine is not parent_engine
                 asyncio.run(submit())
-                os._exit(0 if ours else 1)
-            print("child", await asyncio.to_thread(ended, child))
+                os._exit(0 if replaced else 1)
+            print("child", await asyncio.to_thread(wait_child, child))
             print((await app.engine.stats("default")).states)
 
     asyncio.run(main())
     """
-    said = run(_APP + textwrap.dedent(script), engine_url, namespace)
-    assert "child 0" in said
-    assert "<State.QUEUED: 'queued'>: 2" in said
+    output = run(_APP + textwrap.dedent(script), engine_url, namespace)
+    assert "child 0" in output
+    assert "<State.QUEUED: 'queued'>: 2" in output
 
 
-def test_a_lock_that_another_thread_held_at_the_fork_blocks_nobody(engine_url: str, namespace: str) -> None:
+def test_a_lock_held_by_another_thread_at_the_fork_does_not_block_the_child(engine_url: str, namespace: str) -> None:
     script = """
     import threading
     held, forked = threading.Barrier(2), threading.Event()
@@ -212,7 +212,7 @@ def test_a_lock_that_another_thread_held_at_the_fork_blocks_nobody(engine_url: s
         os._exit(0)
     forked.set()
     holder.join()
-    print("child", ended(child))
+    print("child", wait_child(child))
     """
     assert "child 0" in run(_APP + textwrap.dedent(script), engine_url, namespace)
 
@@ -223,7 +223,7 @@ def test_a_temporary_database_stays_when_a_forked_process_ends() -> None:
     child = os.fork()
     if not child:
         sys.exit()
-    print("child", ended(child))
+    print("child", wait_child(child))
     work.submit_sync()
 
     async def count():
@@ -232,20 +232,20 @@ def test_a_temporary_database_stays_when_a_forked_process_ends() -> None:
 
     asyncio.run(count())
     """
-    said = run(_APP + textwrap.dedent(script), "sqlite://", "here")
-    assert "child 0" in said
-    assert "<State.QUEUED: 'queued'>: 2" in said
+    output = run(_APP + textwrap.dedent(script), "sqlite://", "here")
+    assert "child 0" in output
+    assert "<State.QUEUED: 'queued'>: 2" in output
 
 
-def test_a_signal_to_a_forked_process_is_not_its_parents(engine_url: str, namespace: str) -> None:
-    """A task that forks (a pool of processes, say) and ends its child by a signal does not drain its worker."""
+def test_a_signal_to_a_forked_process_does_not_reach_its_parent(engine_url: str, namespace: str) -> None:
+    """A task that forks, for example a process pool, and ends its child by a signal does not drain its worker."""
     script = """
     def fork():
         child = os.fork()
         if not child:
             os.kill(os.getpid(), signal.SIGTERM)
             os._exit(0)
-        return ended(child)
+        return wait_child(child)
 
     async def main():
         loop = asyncio.get_running_loop()
@@ -257,6 +257,6 @@ def test_a_signal_to_a_forked_process_is_not_its_parents(engine_url: str, namesp
 
     asyncio.run(main())
     """
-    said = run(_APP + textwrap.dedent(script), engine_url, namespace)
-    assert "child 0" in said
-    assert "got a signal" not in said
+    output = run(_APP + textwrap.dedent(script), engine_url, namespace)
+    assert "child 0" in output
+    assert "got a signal" not in output

@@ -1,4 +1,4 @@
-"""Leases in a worker's hands: kept while its process lives, given up when they are lost or taken away."""
+"""Leases of a worker: renewed while its process runs; a run stops when its lease is lost or its job is cancelled."""
 
 from __future__ import annotations
 
@@ -18,44 +18,44 @@ from tests.worker.support import Faults, eventually, working
 
 
 async def test_a_blocked_event_loop_keeps_its_lease(engine_url: str, namespace: str) -> None:
-    """The loop stands still for longer than the lease, and a second worker waits for its chance."""
+    """The loop is blocked for longer than the lease, while a second worker tries to reclaim it."""
     app = Holdfast(
         engine_url, namespace=namespace, visibility_timeout_s=2, heartbeat_interval_s=0.1, reclaim_interval_s=0.05
     )
     rival = Holdfast(engine_url, settings=None, namespace=namespace, visibility_timeout_s=2, heartbeat_interval_s=0.1)
-    stolen: list[Any] = []
+    reclaimed_claims: list[Any] = []
     stop = threading.Event()
 
-    async def steal() -> None:
+    async def reclaim_repeatedly() -> None:
         async with rival:
             while not stop.is_set():
-                stolen.extend(await rival.engine.reclaim("rival", ["default"], 10))
+                reclaimed_claims.extend(await rival.engine.reclaim("rival", ["default"], 10))
                 await asyncio.sleep(0.05)
 
     @app.task
     async def block() -> str:
-        time.sleep(3)  # noqa: ASYNC251 - that is the point
+        time.sleep(3)  # noqa: ASYNC251 - blocks on purpose
         return "mine"
 
-    thief = threading.Thread(target=lambda: asyncio.run(steal()))
+    reclaimer = threading.Thread(target=lambda: asyncio.run(reclaim_repeatedly()))
     async with app, working(app):
         job = await block.submit()
-        thief.start()
+        reclaimer.start()
         try:
             assert await job.result(60) == "mine"
         finally:
             stop.set()
-            await asyncio.to_thread(thief.join)
-    assert stolen == []
-    assert (await _view(app, job)).attempt == 1
+            await asyncio.to_thread(reclaimer.join)
+    assert reclaimed_claims == []
+    assert (await _get_info(app, job)).attempt == 1
 
 
-async def _view(app: Holdfast, job: Any) -> Any:
+async def _get_info(app: Holdfast, job: Any) -> Any:
     async with app:
         return await job.info()
 
 
-async def test_a_lost_lease_stops_the_run_and_its_result_counts_for_nothing(
+async def test_a_lost_lease_stops_the_run_and_its_result_is_ignored(
     url: str, clock: ManualClock, faults: Faults
 ) -> None:
     app = Holdfast(url, clock=clock, heartbeat_interval_s=0.05, reclaim=False)
@@ -81,8 +81,8 @@ async def test_a_lost_lease_stops_the_run_and_its_result_counts_for_nothing(
         assert stopped == [True]
         assert worker.counters.leases_lost == 1
         assert worker.in_flight == 0
-        view = await job.info()
-        assert (view.state, view.worker, view.attempt) == (State.RUNNING, "other", 2)
+        info = await job.info()
+        assert (info.state, info.worker, info.attempt) == (State.RUNNING, "other", 2)
         await app.engine.settle([_settlement(claim, b'"other"')])
         assert await job.result(60) == "other"
 
@@ -93,8 +93,10 @@ def _settlement(claim: Any, result: bytes) -> Any:
     return Settlement(claim, Succeed(result), claim.claimed_at_ms)
 
 
-async def test_a_verdict_after_the_lease_is_refused_and_counted(url: str, clock: ManualClock, faults: Faults) -> None:
-    """As after a pause of the whole process: nobody has told this worker that its lease is gone."""
+async def test_a_verdict_after_the_lease_expired_is_refused_and_counted(
+    url: str, clock: ManualClock, faults: Faults
+) -> None:
+    """As after a pause of the whole process: the worker does not know yet that its lease is lost."""
     app = Holdfast(url, clock=clock, heartbeat_interval_s=0.05, reclaim=False)
     go = asyncio.Event()
 
@@ -132,7 +134,7 @@ async def test_cancelling_a_running_job_stops_it(both: Holdfast) -> None:
         deadline = time.monotonic() + 20
         while not ctx.cancelled and time.monotonic() < deadline:
             time.sleep(0.005)
-        ends.append("thread" if ctx.cancelled else "not told")
+        ends.append("thread" if ctx.cancelled else "not cancelled")
 
     async with working(both) as worker:
         jobs = [await long.submit(), await long_in_thread.submit()]
@@ -144,8 +146,8 @@ async def test_cancelling_a_running_job_stops_it(both: Holdfast) -> None:
         assert [await job.state() for job in jobs] == [State.CANCELLED, State.CANCELLED]
 
 
-async def test_a_job_can_be_cancelled_before_its_first_step(app: Holdfast, clock: ManualClock) -> None:
-    """Claimed ahead, waiting for a slot: the run never starts."""
+async def test_a_job_can_be_cancelled_before_it_starts(app: Holdfast, clock: ManualClock) -> None:
+    """A prefetched job that waits for a slot never starts."""
     ran: list[str] = []
     go = asyncio.Event()
 
@@ -160,7 +162,7 @@ async def test_a_job_can_be_cancelled_before_its_first_step(app: Holdfast, clock
         (claim,) = await _claim_for(app, worker, step)
         worker._runner.accept([claim])  # type: ignore[union-attr]
         await app.job(claim.job_id).cancel()
-        await eventually(lambda: worker.in_flight == 1, "the waiting job to be dropped")
+        await eventually(lambda: worker.in_flight == 1, "the waiting job to be released")
         go.set()
         await first.result(60)
     assert ran == ["first"]
@@ -171,7 +173,7 @@ async def _claim_for(app: Holdfast, worker: Any, task: Any) -> Any:
     return await app.engine.claim(worker.incarnation, ["default"], 1, 1_000)
 
 
-async def test_a_lost_lease_is_taken_over_and_run_again(app: Holdfast, clock: ManualClock) -> None:
+async def test_an_expired_lease_is_reclaimed_and_the_job_runs_again(app: Holdfast, clock: ManualClock) -> None:
     @app.task
     async def work(ctx: Context) -> int:
         return ctx.attempt
@@ -200,12 +202,12 @@ async def test_a_long_job_leaves_a_heartbeat_each_interval_and_a_short_one_none(
         entries = await both.engine.read_feed("default", "", 1_000)
         return [event for entry in entries for event in entry.events if event.type == "task.heartbeat"]
 
-    async def three() -> bool:
+    async def has_three() -> bool:
         return len(await heartbeats()) >= 3
 
     async with working(both):
         job = await long.submit()
-        await eventually(three, "three heartbeats")
+        await eventually(has_three, "three heartbeats")
         for _ in range(5):
             await (await short.submit()).result(60)
         release.set()
@@ -219,7 +221,7 @@ async def test_a_long_job_leaves_a_heartbeat_each_interval_and_a_short_one_none(
         for event in entry.events
         if event.type == "task.claimed" and event.job_id == job.id
     )
-    # The interval is 100 ms; the first beat only notices that it runs.
+    # The interval is 100 ms; the first heartbeat of a run leaves no event.
     assert len(events) <= (events[-1].at_ms - started) / 100 + 1
 
 
@@ -227,7 +229,7 @@ async def test_a_lease_settled_while_it_is_being_renewed_is_not_counted_as_lost(
     both: Holdfast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     renewing, settled = threading.Event(), threading.Event()
-    told: list[Any] = []
+    notified: list[Any] = []
     renew = Renewer._renew
 
     async def renew_late(self: Renewer, leases: Any, heartbeats: Any = ()) -> Any:
@@ -245,14 +247,14 @@ async def test_a_lease_settled_while_it_is_being_renewed_is_not_counted_as_lost(
     async with working(both) as worker:
         lost = worker.on_leases_lost
 
-        def hear(leases: Any) -> None:
+        def on_leases_lost(leases: Any) -> None:
             lost(leases)
-            told.append(leases)
+            notified.append(leases)
 
-        monkeypatch.setattr(worker, "on_leases_lost", hear)
+        monkeypatch.setattr(worker, "on_leases_lost", on_leases_lost)
         job = await work.submit()
         assert await job.result(60) == "done"
         await eventually(lambda: worker.in_flight == 0)
         settled.set()
-        await eventually(lambda: told, "the engine's word that the lease is gone")
+        await eventually(lambda: notified, "the engine to report the lease as lost")
         assert worker.counters.leases_lost == 0

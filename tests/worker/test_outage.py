@@ -1,4 +1,4 @@
-"""A store that goes away in mid-work: the worker stays, comes back, and nothing is lost or run twice."""
+"""Engine outages during work: the worker reconnects, and no job is lost or run twice."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def app(url: str, faults: Faults) -> Any:
     await made.close()
 
 
-async def test_work_goes_on_after_an_outage(app: Holdfast, faults: Faults) -> None:
+async def test_work_continues_after_an_outage(app: Holdfast, faults: Faults) -> None:
     ran: list[int] = []
 
     @app.task
@@ -47,7 +47,7 @@ async def test_work_goes_on_after_an_outage(app: Holdfast, faults: Faults) -> No
     assert sorted(ran) == list(range(100))
 
 
-async def test_verdicts_wait_for_the_engine(app: Holdfast, faults: Faults) -> None:
+async def test_verdicts_are_sent_again_until_the_engine_answers(app: Holdfast, faults: Faults) -> None:
     ran: list[int] = []
 
     @app.task
@@ -84,7 +84,7 @@ async def test_leases_of_unsettled_verdicts_are_renewed(app: Holdfast, faults: F
         await job.result(60)
 
 
-async def test_a_lost_reply_of_settle_is_no_second_end(app: Holdfast, faults: Faults) -> None:
+async def test_a_lost_reply_of_settle_does_not_settle_twice(app: Holdfast, faults: Faults) -> None:
     @app.task
     async def work() -> str:
         return "once"
@@ -100,7 +100,7 @@ async def test_a_lost_reply_of_settle_is_no_second_end(app: Holdfast, faults: Fa
 
 
 @pytest.mark.parametrize("method", ["claim", "reclaim"])
-async def test_a_lost_reply_of_a_claim_is_found_again(app: Holdfast, faults: Faults, method: str) -> None:
+async def test_a_claim_whose_reply_was_lost_is_recovered(app: Holdfast, faults: Faults, method: str) -> None:
     attempts: list[int] = []
 
     @app.task
@@ -117,7 +117,7 @@ async def test_a_lost_reply_of_a_claim_is_found_again(app: Holdfast, faults: Fau
     assert (await job.info()).attempt == 1
 
 
-async def test_a_failure_nobody_foresaw_does_not_end_the_worker(
+async def test_an_unexpected_error_does_not_end_the_worker(
     app: Holdfast, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @app.task
@@ -149,7 +149,7 @@ async def test_a_failure_nobody_foresaw_does_not_end_the_worker(
         assert await jobs[13].state() is State.RUNNING
 
 
-async def test_verdicts_that_cannot_be_told_are_given_up_in_the_end(
+async def test_verdicts_that_cannot_be_settled_are_abandoned_at_the_end(
     url: str, faults: Faults, caplog: pytest.LogCaptureFixture
 ) -> None:
     app = Holdfast(url, drain_grace_s=0)
@@ -167,7 +167,7 @@ async def test_verdicts_that_cannot_be_told_are_given_up_in_the_end(
     assert "1 verdicts were not settled" in caplog.text
 
 
-async def test_submitting_to_a_store_that_is_down_fails_at_once(
+async def test_submitting_to_an_unreachable_engine_fails_at_once(
     app: Holdfast, faults: Faults, caplog: pytest.LogCaptureFixture
 ) -> None:
     @app.task
@@ -175,10 +175,10 @@ async def test_submitting_to_a_store_that_is_down_fails_at_once(
 
     await app.open()
     faults.down.add("submit")
-    answers = await asyncio.gather(*(work.submit() for _ in range(100)), return_exceptions=True)
-    assert all(isinstance(answer, EngineUnavailable) for answer in answers)
-    lines = [record for record in caplog.records if record.levelno == logging.CRITICAL]
-    assert [record.getMessage() for record in lines] == [
+    results = await asyncio.gather(*(work.submit() for _ in range(100)), return_exceptions=True)
+    assert all(isinstance(result, EngineUnavailable) for result in results)
+    critical = [record for record in caplog.records if record.levelno == logging.CRITICAL]
+    assert [record.getMessage() for record in critical] == [
         "100 jobs could not be submitted: submit: made to fail by the test"
     ]
     with pytest.raises(EngineUnavailable):
@@ -187,7 +187,7 @@ async def test_submitting_to_a_store_that_is_down_fails_at_once(
     await work.submit()
 
 
-async def test_a_verdict_that_is_refused_again_and_again_does_not_hold_up_the_others(
+async def test_a_repeatedly_refused_verdict_does_not_delay_the_others(
     app: Holdfast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go, ran = asyncio.Event(), list[int]()
@@ -216,13 +216,13 @@ async def test_a_verdict_that_is_refused_again_and_again_does_not_hold_up_the_ot
         go.set()
         good = [job for number, job in enumerate(jobs) if number != 3]
         assert [await job.result(60) for job in good] == [0, 1, 2, 4, 5, 6, 7]
-        await eventually(lambda: worker.in_flight == 0, "the refused verdict to be left to its lease")
+        await eventually(lambda: worker.in_flight == 0, "the refused verdict to be abandoned")
         assert await jobs[3].state() is State.RUNNING
         assert sent.count(1) == 3
 
 
-async def test_refusals_that_pass_lose_nothing(app: Holdfast, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two refusals, an outage, two more: that is not three in a row."""
+async def test_temporary_refusals_lose_no_verdict(app: Holdfast, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two refusals, an outage, two refusals: not three in a row."""
     ran: list[int] = []
 
     @app.task
@@ -233,8 +233,8 @@ async def test_refusals_that_pass_lose_nothing(app: Holdfast, monkeypatch: pytes
     await app.open()
     inner: Any = app.engine
     real_settle = inner._engine.settle
-    refused, away = EngineRefused("no"), EngineUnavailable("away")
-    failures = [refused, refused, away, away, away, away, refused, refused]
+    refused, unreachable = EngineRefused("no"), EngineUnavailable("unreachable")
+    failures = [refused, refused, unreachable, unreachable, unreachable, unreachable, refused, refused]
 
     async def settle(settlements: Any) -> Any:
         if failures:
@@ -248,9 +248,7 @@ async def test_refusals_that_pass_lose_nothing(app: Holdfast, monkeypatch: pytes
     assert ran == [1]
 
 
-async def test_a_job_whose_claim_was_the_first_and_lost_is_stamped_by_the_engines_clock(
-    app: Holdfast, faults: Faults
-) -> None:
+async def test_a_job_of_a_lost_first_claim_is_timed_by_the_engines_clock(app: Holdfast, faults: Faults) -> None:
     @app.task
     async def work() -> None: ...
 
@@ -264,20 +262,20 @@ async def test_a_job_whose_claim_was_the_first_and_lost_is_stamped_by_the_engine
     assert [settlement.finished_at_ms > before_ms for settlement in settled] == [True]
 
 
-async def test_a_claim_found_after_an_outage_does_not_set_the_clock_back(app: Holdfast) -> None:
+async def test_a_claim_recovered_after_an_outage_does_not_set_the_clock_back(app: Holdfast) -> None:
     @app.task
     async def work() -> None: ...
 
     await app.open()
     await work.submit()
     await app.engine.claim("me", ["default"], 1, 0)
-    held: InFlight = set()
-    runner = Runner(backend_of(app).specs, Settler(app.engine, held), held, 1)
-    fetcher = Fetcher(app.engine, "me", ["default"], runner, held, app.settings)
+    in_flight: InFlight = set()
+    runner = Runner(backend_of(app).specs, Settler(app.engine, in_flight), in_flight, 1)
+    fetcher = Fetcher(app.engine, "me", ["default"], runner, in_flight, app.settings)
     later_ms = round(time.time() * 1000) + 3_600_000
     runner.set_engine_time(later_ms)
     await fetcher.recover_claims()
     assert runner.started == 1
     assert runner.now_ms() >= later_ms
-    await eventually(lambda: not held, "the verdict to be settled")
+    await eventually(lambda: not in_flight, "the verdict to be settled")
     await runner.close()

@@ -1,4 +1,4 @@
-"""The runner by itself: runs that are ended from outside at awkward moments."""
+"""The runner alone: runs that are stopped from outside at critical moments."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from holdfast.worker.runner import Runner
 from tests.worker.support import eventually
 
 
-class Notebook:
-    """Stands where the settler does, and writes down what it is given."""
+class RecordingSettler:
+    """Replaces the settler and records the verdicts."""
 
     def __init__(self) -> None:
         self.verdicts: list[Verdict] = []
@@ -29,87 +29,85 @@ class Notebook:
         self.verdicts.append(settlement.verdict)
 
 
-class Bench:
-    """A runner with its app, its leases, and what it said about them."""
+class Rig:
+    """A runner with its app, its runs in flight and their verdicts."""
 
     def __init__(self) -> None:
         self.app = Holdfast("sqlite://")
-        self.held: InFlight = set()
-        self.notebook = Notebook()
-        settler: Any = self.notebook
-        self.runner = Runner(backend_of(self.app).specs, settler, self.held, 2, cancel_grace_s=0.05)
+        self.in_flight: InFlight = set()
+        self.settler = RecordingSettler()
+        settler: Any = self.settler
+        self.runner = Runner(backend_of(self.app).specs, settler, self.in_flight, 2, cancel_grace_s=0.05)
         self._number = 0
 
     def accept(self, task: str) -> Run:
         self._number += 1
-        before = set(self.held)
+        before = set(self.in_flight)
         lease = Lease("default", f"job-{self._number}", "1-0", 1, "me")
         self.runner.accept([Claim(lease, task, b"{}", "default", "", "", 1, 0, 1_000, EMPTY_META)])
-        (run,) = self.held - before
+        (run,) = self.in_flight - before
         return run
 
 
 @pytest.fixture
-async def bench() -> AsyncIterator[Bench]:
-    made = Bench()
+async def rig() -> AsyncIterator[Rig]:
+    made = Rig()
     yield made
     await made.runner.close()
 
 
 @pytest.mark.parametrize("process", [False, True], ids=["loop", "process"])
-@pytest.mark.parametrize("why", [StopReason.DRAIN, StopReason.LOST])
-async def test_a_run_that_is_stopped_before_its_first_step_never_starts(
-    bench: Bench, why: StopReason, process: bool
-) -> None:
+@pytest.mark.parametrize("reason", [StopReason.DRAIN, StopReason.LOST])
+async def test_a_run_that_is_stopped_before_it_starts_never_starts(rig: Rig, reason: StopReason, process: bool) -> None:
     ran: list[int] = []
 
-    @bench.app.task(name="work", process=process)
+    @rig.app.task(name="work", process=process)
     async def work() -> None:
         ran.append(1)
 
-    run = bench.accept("work")
-    bench.runner.stop(run, why)
-    await eventually(lambda: bench.runner.running == 0)
-    expected = [] if why is StopReason.LOST else [Release("not started: the worker drains", 0, started=False)]
-    assert (ran, bench.notebook.verdicts) == ([], expected)
+    run = rig.accept("work")
+    rig.runner.stop(run, reason)
+    await eventually(lambda: rig.runner.running == 0)
+    expected = [] if reason is StopReason.LOST else [Release("not started: the worker drains", 0, started=False)]
+    assert (ran, rig.settler.verdicts) == ([], expected)
 
 
-async def test_a_draining_runner_starts_nothing(bench: Bench) -> None:
+async def test_a_draining_runner_starts_nothing(rig: Rig) -> None:
     go = asyncio.Event()
 
-    @bench.app.task
+    @rig.app.task
     async def work() -> int:
         await go.wait()
         return 1
 
     for _ in range(3):
-        bench.accept("work")
-    assert (bench.runner.running, bench.runner.queued, bench.runner.load) == (2, 1, 3)
-    bench.runner.stop_starting()
-    bench.accept("work")
-    assert bench.notebook.verdicts == [Release("not started: the worker drains")] * 2
+        rig.accept("work")
+    assert (rig.runner.running, rig.runner.queued, rig.runner.load) == (2, 1, 3)
+    rig.runner.stop_starting()
+    rig.accept("work")
+    assert rig.settler.verdicts == [Release("not started: the worker drains")] * 2
     await asyncio.sleep(0)
     go.set()
-    await eventually(lambda: bench.runner.running == 0)
-    assert bench.notebook.verdicts[2:] == [Succeed(b"1")] * 2
+    await eventually(lambda: rig.runner.running == 0)
+    assert rig.settler.verdicts[2:] == [Succeed(b"1")] * 2
 
 
-async def test_a_verdict_on_its_way_survives_a_lost_lease(bench: Bench) -> None:
-    """The renewer may be told of a lease that has just been settled; the engine's answer is what counts."""
+async def test_a_verdict_in_flight_survives_a_lost_lease(rig: Rig) -> None:
+    """The renewer may report a lease that has just been settled as lost; the settle result counts."""
 
-    @bench.app.task
+    @rig.app.task
     async def work() -> int:
         return 1
 
-    run = bench.accept("work")
+    run = rig.accept("work")
     await eventually(lambda: run.settlement)
-    bench.runner.stop(run, StopReason.LOST)
-    assert run in bench.held
-    assert bench.notebook.verdicts == [Succeed(b"1")]
+    rig.runner.stop(run, StopReason.LOST)
+    assert run in rig.in_flight
+    assert rig.settler.verdicts == [Succeed(b"1")]
 
 
-async def test_a_run_out_of_time_that_then_loses_its_lease_gets_no_verdict(bench: Bench) -> None:
-    @bench.app.task(timeout=30)
+async def test_a_timed_out_run_that_then_loses_its_lease_gets_no_verdict(rig: Rig) -> None:
+    @rig.app.task(timeout=30)
     async def slow() -> None:
         try:
             await asyncio.sleep(60)
@@ -117,72 +115,72 @@ async def test_a_run_out_of_time_that_then_loses_its_lease_gets_no_verdict(bench
             await asyncio.sleep(0.02)
             raise
 
-    run = bench.accept("slow")
+    run = rig.accept("slow")
     await asyncio.sleep(0)
-    bench.runner.stop(run, StopReason.TIMEOUT)
-    bench.runner.stop(run, StopReason.DRAIN)
+    rig.runner.stop(run, StopReason.TIMEOUT)
+    rig.runner.stop(run, StopReason.DRAIN)
     assert run.stopped is StopReason.TIMEOUT
-    bench.runner.stop(run, StopReason.LOST)
-    await eventually(lambda: bench.runner.running == 0)
-    assert (bench.notebook.verdicts, bench.held) == ([], set())
+    rig.runner.stop(run, StopReason.LOST)
+    await eventually(lambda: rig.runner.running == 0)
+    assert (rig.settler.verdicts, rig.in_flight) == ([], set())
 
 
-async def test_an_error_on_the_way_out_of_a_timeout_is_still_a_timeout(bench: Bench) -> None:
-    @bench.app.task(timeout=0.02, retry=Retry(max_retries=1))
+async def test_an_error_during_cleanup_after_a_timeout_is_still_a_timeout(rig: Rig) -> None:
+    @rig.app.task(timeout=0.02, retry=Retry(max_retries=1))
     async def messy() -> None:
         try:
             await asyncio.sleep(60)
         finally:
             raise KeyError("cleaning up went wrong")
 
-    bench.accept("messy")
-    await eventually(lambda: bench.runner.running == 0)
-    (verdict,) = bench.notebook.verdicts
+    rig.accept("messy")
+    await eventually(lambda: rig.runner.running == 0)
+    (verdict,) = rig.settler.verdicts
     assert isinstance(verdict, RetryLater)
     assert verdict.failure.code == "TASK_TIMEOUT"
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-async def test_even_a_coroutine_that_swallows_everything_is_thrown_away(bench: Bench) -> None:
-    @bench.app.task(timeout=0.02, retry=Retry(max_retries=1))
+async def test_a_coroutine_that_swallows_every_exception_is_abandoned(rig: Rig) -> None:
+    @rig.app.task(timeout=0.02, retry=Retry(max_retries=1))
     async def unkillable() -> None:
         while True:
             try:
                 await asyncio.sleep(0.01)
-            except BaseException:  # noqa: BLE001 - as bad as it gets
+            except BaseException:  # noqa: BLE001 - swallows everything on purpose
                 continue
 
-    bench.accept("unkillable")
-    await eventually(lambda: bench.runner.running == 0)
-    assert [type(verdict) for verdict in bench.notebook.verdicts] == [RetryLater]
+    rig.accept("unkillable")
+    await eventually(lambda: rig.runner.running == 0)
+    assert [type(verdict) for verdict in rig.settler.verdicts] == [RetryLater]
 
 
 async def test_a_thread_that_outlives_its_loop_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
     go, started = threading.Event(), threading.Event()
 
-    def live_and_die() -> None:
-        async def live() -> None:
-            bench = Bench()
+    def run_loop() -> None:
+        async def run_task() -> None:
+            rig = Rig()
 
-            @bench.app.task
+            @rig.app.task
             def work(ctx: Context) -> None:
                 started.set()
                 go.wait(20)
 
-            bench.accept("work")
+            rig.accept("work")
             await asyncio.to_thread(started.wait, 20)
 
-        asyncio.run(live())
+        asyncio.run(run_task())
 
-    await asyncio.to_thread(live_and_die)
+    await asyncio.to_thread(run_loop)
     go.set()
     await eventually(lambda: "its thread ended after the worker" in caplog.text)
 
 
-def test_verdicts_are_stamped_by_the_engines_clock() -> None:
-    async def stamp() -> int:
-        runner = Bench().runner
+def test_verdicts_are_timed_by_the_engines_clock() -> None:
+    async def read_time() -> int:
+        runner = Rig().runner
         runner.set_engine_time(5_000_000)
         return runner.now_ms()
 
-    assert 5_000_000 <= asyncio.run(stamp()) < 5_060_000
+    assert 5_000_000 <= asyncio.run(read_time()) < 5_060_000
