@@ -11,7 +11,7 @@ from tests.cli.harness import SAMPLE_APP, Shell, environment
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Shell:
-    """A folder with `sample.py` in it; leases are short, so that a dead worker's jobs come back soon."""
+    """A folder with `sample.py` in it; leases are short, so that jobs of a dead worker are reclaimed soon."""
     (tmp_path / "sample.py").write_text(SAMPLE_APP)
     more = {
         "HOLDFAST_VISIBILITY_TIMEOUT_S": "2",

@@ -1,4 +1,4 @@
-"""A deployment on each pair of stores that a ledger can be asked on, and the command line on it."""
+"""A deployment on each pair of stores with a ledger, and the command line on it."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ class Deployment(InProcess):
 
         return asyncio.run(run())
 
-    def become(self, name: str, role: str, *tenants: str) -> None:
-        """Whoever calls the program from now on."""
+    def act_as(self, name: str, role: str, *tenants: str) -> None:
+        """Call the program with a token of this principal from now on."""
         words = [word for tenant in tenants for word in ("--tenant", tenant)] or ["--all-tenants"]
         token = self.run("token", "create", name, "--role", role, *words).stdout.strip()
         self._monkeypatch.setenv("HOLDFAST_TOKEN", token)
 
 
 def deployed(pair: str, request: pytest.FixtureRequest, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Deployment:
-    """One of `PAIRS`, or `redis`: that alone."""
+    """One of `PAIRS`, or `redis` without a ledger."""
     monkeypatch.chdir(folder)
     engine, _, ledger = pair.partition("+")
     namespace: str = request.getfixturevalue("namespace")

@@ -1,4 +1,4 @@
-"""Running the program as a shell would, and waiting for what it does."""
+"""Run the program as a shell does, and wait for its results."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests import forked
 
 T = TypeVar("T")
 
-#: Python, imports and a slow machine; what the tests wait for themselves has its own deadline.
-PATIENCE_S: Final = 60
+#: Enough for Python, imports and a slow machine.
+TIMEOUT_S: Final = 60
 SOURCE: Final = Path(holdfast.__file__).resolve().parent.parent
 EXAMPLES: Final = SOURCE.parent / "examples"
 
@@ -43,8 +43,8 @@ async def add(a: int, b: int = 1) -> int:
 
 
 @app.task
-async def refuse(why: str) -> None:
-    raise Fatal(why)
+async def refuse(reason: str) -> None:
+    raise Fatal(reason)
 
 
 @app.task(retry=Retry(max_retries=1, base=0.05, jitter=None))
@@ -69,7 +69,7 @@ async def elsewhere() -> str:
 
 @dataclass(frozen=True)
 class Shell:
-    """A working directory with a sample app in it, and a database of its own."""
+    """A working directory with a sample app and its own database."""
 
     folder: Path
     environment: dict[str, str]
@@ -78,9 +78,9 @@ class Shell:
         return [sys.executable, "-m", "holdfast", *words]
 
     def run(self, *words: str, code: int | None = 0, **environment: str) -> subprocess.CompletedProcess[str]:
-        """Run to the end; the exit code must be as told."""
+        """Run to the end, and check the exit code."""
         variables = self.environment | environment
-        done = forked.run(self.command(*words), cwd=self.folder, env=variables, timeout=PATIENCE_S)
+        done = forked.run(self.command(*words), cwd=self.folder, env=variables, timeout=TIMEOUT_S)
         if code is not None:
             assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
@@ -89,10 +89,10 @@ class Shell:
         """The one JSON document on stdout."""
         return json.loads(self.run(*words, "--json", code=code).stdout)
 
-    def view(self, job_id: str, queue: str = "default") -> JobInfo:
-        """The job as the engine has it: quicker than the program, for waiting."""
+    def info(self, job_id: str, queue: str = "default") -> JobInfo:
+        """Read the job from the engine, which is quicker than the program."""
 
-        async def look() -> JobInfo | None:
+        async def read() -> JobInfo | None:
             engine = build_engine(Settings.load(url=self.environment["HOLDFAST_URL"]))
             await engine.open()
             try:
@@ -100,20 +100,20 @@ class Shell:
             finally:
                 await engine.close()
 
-        view = asyncio.run(look())
-        assert view is not None, f"the engine does not know job {job_id}"
-        return view
+        info = asyncio.run(read())
+        assert info is not None, f"the engine does not know job {job_id}"
+        return info
 
-    def wait_state(self, job_id: str, wanted: State) -> JobInfo:
+    def wait_state(self, job_id: str, expected: State) -> JobInfo:
         """Wait until the job is in this state."""
 
-        def look() -> JobInfo | None:
-            view = self.view(job_id)
-            return view if view.state is wanted else None
+        def check() -> JobInfo | None:
+            info = self.info(job_id)
+            return info if info.state is expected else None
 
-        view = eventually(look, what=f"job {job_id} to be {wanted}")
-        assert view is not None
-        return view
+        info = eventually(check, what=f"job {job_id} to be {expected}")
+        assert info is not None
+        return info
 
     def wait_begun(self, job_id: str) -> None:
         """Wait until the code of `slow` runs. A job that is only claimed is released when its worker is drained."""
@@ -150,35 +150,35 @@ class Process:
         return text in self.log.read_text(errors="replace")
 
     def wait_log(self, text: str) -> None:
-        """Wait until it has logged this; it must not have ended by then."""
+        """Wait until the process has logged this; it must not have ended by then."""
 
-        def look() -> bool:
+        def check() -> bool:
             if not self.logged(text) and self.process.poll() is not None:
                 raise AssertionError(f"ended with {self.process.returncode}:\n{self.log.read_text()}")
             return self.logged(text)
 
-        eventually(look, what=f"{text!r} in the log")
+        eventually(check, what=f"{text!r} in the log")
 
     def end(self) -> int:
-        """SIGTERM, and its exit code."""
+        """Send SIGTERM, and return the exit code."""
         self.process.terminate()
-        return self.process.wait(PATIENCE_S)
+        return self.process.wait(TIMEOUT_S)
 
 
-def eventually(look: Callable[[], T], *, what: str = "a condition", within_s: float = PATIENCE_S) -> T:
-    """What `look` returns once that is true."""
-    give_up_at = time.monotonic() + within_s
+def eventually(check: Callable[[], T], *, what: str = "a condition", within_s: float = TIMEOUT_S) -> T:
+    """Wait until `check` returns a true value, and return it."""
+    deadline = time.monotonic() + within_s
     while True:
-        seen = look()
-        if seen:
-            return seen
-        if time.monotonic() > give_up_at:
+        result = check()
+        if result:
+            return result
+        if time.monotonic() > deadline:
             raise AssertionError(f"waited {within_s:g} s for {what}")
         time.sleep(0.05)
 
 
 def environment(folder: Path, **more: str) -> dict[str, str]:
-    """This environment, without any setting of holdfast's, and with the sources on the path."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("HOLDFAST_")}
-    path = os.pathsep.join(filter(None, [str(SOURCE), kept.get("PYTHONPATH", "")]))
-    return kept | {"PYTHONPATH": path, "HOLDFAST_URL": f"sqlite:///{folder}/jobs.db", "COLUMNS": "200"} | more
+    """This environment without holdfast settings, and with the sources on the path."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("HOLDFAST_")}
+    path = os.pathsep.join(filter(None, [str(SOURCE), inherited.get("PYTHONPATH", "")]))
+    return inherited | {"PYTHONPATH": path, "HOLDFAST_URL": f"sqlite:///{folder}/jobs.db", "COLUMNS": "200"} | more

@@ -1,4 +1,4 @@
-"""Jobs that have been through everything, for tests of `holdfast explain`: the same on every pair of stores."""
+"""Jobs with every kind of history, for tests of `holdfast explain`: the same on every pair of stores."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.operations.deployment import ADA, APPROVER, BOB, person
 CAROL: Final = person("carol", Role.APPROVER)
 
 
-#: Does something, yields the job that it is about, and goes on once what is due has run.
-Hihistory = Callable[["Histories", str], AsyncIterator[Job[Any]]]
+#: Makes moves, yields the job that it is about, and continues after due jobs have run.
+History = Callable[["Histories", str], AsyncIterator[Job[Any]]]
 
 
 class Histories:
-    """An app, and what its jobs go through."""
+    """An app, and the histories of its jobs."""
 
     def __init__(self, app: Holdfast) -> None:
         self.app = app
@@ -65,9 +65,9 @@ class Histories:
             await ctx.sleep(3_600)
 
         @app.task
-        async def ask(ctx: Context) -> str:
-            consent = await ctx.approval("send it?", {"to": "all"}, reason="many people get it", quorum=2)
-            return ", ".join(consent.by)
+        async def send(ctx: Context) -> str:
+            approval = await ctx.approval("send it?", {"to": "all"}, reason="it has many recipients", quorum=2)
+            return ", ".join(approval.by)
 
         @app.task
         async def transfer(amount: int) -> int:
@@ -75,17 +75,17 @@ class Histories:
 
         app.guard.rule("transfers", task="transfer", then=RequireApproval("it is money", deadline=timedelta(days=1)))
         self.fetch, self.second_time, self.charge, self.call, self.order = fetch, second_time, charge, call, order
-        self.publish, self.nap, self.ask, self.transfer = publish, nap, ask, transfer
+        self.publish, self.nap, self.send, self.transfer = publish, nap, send, transfer
 
     async def _lose(self) -> None:
         raise ConnectionError("the answer was lost")
 
     @property
-    def offices(self) -> Operations:
+    def operations(self) -> Operations:
         return Operations.for_app(self.app)
 
     async def make_all(self) -> dict[str, str]:
-        """All histories side by side, each in a queue of its own; the ids of their jobs."""
+        """Make all histories concurrently, each in its own queue; return the ids of their jobs."""
         histories = {name: history(self, name) for name, history in HISTORIES.items()}
         ids: dict[str, str] = {}
         while histories:
@@ -99,12 +99,12 @@ class Histories:
             await self.app.ledger.wait_caught_up(timeout=60)
         return ids
 
-    async def approval_of(self, job: Job[Any]) -> str:
-        ask = (await job.info()).meta.approval_request
-        assert ask is not None
-        return ask.approval_id
+    async def get_approval_id(self, job: Job[Any]) -> str:
+        request = (await job.info()).meta.approval_request
+        assert request is not None
+        return request.approval_id
 
-    async def letter_of(self, job: Job[Any]) -> str:
+    async def get_dlq_id(self, job: Job[Any]) -> str:
         return (await job.info()).meta.dlq_id
 
     async def claim(self, queue: str) -> Claim:
@@ -116,148 +116,152 @@ async def _once(task: Task[Any, Any], queue: str, *arguments: Any, **options: An
     yield await task.options(queue=queue, **options).submit(*arguments)
 
 
-async def _cancelled(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
-    job = await at.fetch.options(queue=queue, delay=3_600).submit()
-    await at.offices.jobs.cancel(ADA, job.id, queue=queue, reason="customer withdrew")
+async def _cancelled(histories: Histories, queue: str) -> AsyncIterator[Job[Any]]:
+    job = await histories.fetch.options(queue=queue, delay=3_600).submit()
+    await histories.operations.jobs.cancel(ADA, job.id, queue=queue, reason="customer withdrew")
     yield job
 
 
-async def _cancelled_while_running(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
-    job = await at.fetch.options(queue=queue).submit()
-    await at.claim(queue)
-    await at.offices.jobs.cancel(ADA, job.id, queue=queue, reason="")
+async def _cancelled_while_running(histories: Histories, queue: str) -> AsyncIterator[Job[Any]]:
+    job = await histories.fetch.options(queue=queue).submit()
+    await histories.claim(queue)
+    await histories.operations.jobs.cancel(ADA, job.id, queue=queue, reason="")
     yield job
 
 
-async def _expedited(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
-    job = await at.fetch.options(queue=queue, delay=3_600).submit()
-    await at.offices.jobs.expedite(ADA, job.id, queue=queue, reason="it is urgent")
+async def _expedited(histories: Histories, queue: str) -> AsyncIterator[Job[Any]]:
+    job = await histories.fetch.options(queue=queue, delay=3_600).submit()
+    await histories.operations.jobs.expedite(ADA, job.id, queue=queue, reason="it is urgent")
     yield job
 
 
-async def _suspended_by_an_operator(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
-    job = await at.fetch.options(queue=queue, delay=3_600).submit()
-    await at.offices.jobs.suspend(ADA, job.id, queue=queue, reason="let us wait")
+async def _suspended_by_an_operator(histories: Histories, queue: str) -> AsyncIterator[Job[Any]]:
+    job = await histories.fetch.options(queue=queue, delay=3_600).submit()
+    await histories.operations.jobs.suspend(ADA, job.id, queue=queue, reason="let us wait")
     yield job
 
 
-async def _resumed(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
-    job = await at.order.options(queue=queue).submit()
+async def _resumed(histories: Histories, queue: str) -> AsyncIterator[Job[Any]]:
+    job = await histories.order.options(queue=queue).submit()
     yield job
-    await at.offices.jobs.resume(ADA, job.id, queue=queue, reason="it is there now")
+    await histories.operations.jobs.resume(ADA, job.id, queue=queue, reason="it is there now")
     yield job
 
 
-async def _released(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
-    job = await at.fetch.options(queue=queue).submit()
-    claim = await at.claim(queue)
-    await at.app.engine.renew([claim.lease], [claim.lease])
+async def _released(histories: Histories, queue: str) -> AsyncIterator[Job[Any]]:
+    job = await histories.fetch.options(queue=queue).submit()
+    claim = await histories.claim(queue)
+    await histories.app.engine.renew([claim.lease], [claim.lease])
     release = Release("its worker drains", delay_ms=3_600_000, started=True)
-    await at.app.engine.settle([Settlement(claim, release, await at.app.engine.now_ms())])
+    await histories.app.engine.settle([Settlement(claim, release, await histories.app.engine.now_ms())])
     yield job
 
 
-async def _running(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
-    job = await at.fetch.options(queue=queue).submit()
-    await at.claim(queue)
+async def _running(histories: Histories, queue: str) -> AsyncIterator[Job[Any]]:
+    job = await histories.fetch.options(queue=queue).submit()
+    await histories.claim(queue)
     yield job
 
 
-async def _paused(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
-    await at.offices.queues.update_control(ADA, queue, reason="moves", verb="pause", paused=True)
-    yield await at.fetch.options(queue=queue).submit()
+async def _paused(histories: Histories, queue: str) -> AsyncIterator[Job[Any]]:
+    await histories.operations.queues.update_control(ADA, queue, reason="moves", verb="pause", paused=True)
+    yield await histories.fetch.options(queue=queue).submit()
 
 
-async def _retrying_and_paused(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
-    job = await at.fetch.options(queue=queue).submit()
+async def _retrying_and_paused(histories: Histories, queue: str) -> AsyncIterator[Job[Any]]:
+    job = await histories.fetch.options(queue=queue).submit()
     yield job
-    await at.offices.queues.update_control(ADA, queue, reason="", verb="pause", paused=True)
-    yield job
-
-
-async def _approved(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
-    job = await at.transfer.options(queue=queue).submit(1)
-    await at.app.ledger.wait_caught_up(timeout=60)
-    await at.offices.approvals.vote(APPROVER, await at.approval_of(job), approve=True, reason="fine")
+    await histories.operations.queues.update_control(ADA, queue, reason="", verb="pause", paused=True)
     yield job
 
 
-async def _rejected(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
-    job = await at.transfer.options(queue=queue).submit(1)
-    await at.app.ledger.wait_caught_up(timeout=60)
-    await at.offices.approvals.vote(APPROVER, await at.approval_of(job), approve=False, reason="too much")
+async def _approved(histories: Histories, queue: str) -> AsyncIterator[Job[Any]]:
+    job = await histories.transfer.options(queue=queue).submit(1)
+    await histories.app.ledger.wait_caught_up(timeout=60)
+    await histories.operations.approvals.vote(
+        APPROVER, await histories.get_approval_id(job), approve=True, reason="fine"
+    )
     yield job
 
 
-async def _one_of_two(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
-    job = await at.ask.options(queue=queue).submit()
-    yield job
-    await at.offices.approvals.vote(APPROVER, await at.approval_of(job), approve=True, reason="")
+async def _rejected(histories: Histories, queue: str) -> AsyncIterator[Job[Any]]:
+    job = await histories.transfer.options(queue=queue).submit(1)
+    await histories.app.ledger.wait_caught_up(timeout=60)
+    await histories.operations.approvals.vote(
+        APPROVER, await histories.get_approval_id(job), approve=False, reason="too much"
+    )
     yield job
 
 
-async def _two_of_two(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
-    job = await at.ask.options(queue=queue).submit()
+async def _one_of_two(histories: Histories, queue: str) -> AsyncIterator[Job[Any]]:
+    job = await histories.send.options(queue=queue).submit()
+    yield job
+    await histories.operations.approvals.vote(APPROVER, await histories.get_approval_id(job), approve=True, reason="")
+    yield job
+
+
+async def _two_of_two(histories: Histories, queue: str) -> AsyncIterator[Job[Any]]:
+    job = await histories.send.options(queue=queue).submit()
     yield job
     for voter in (APPROVER, CAROL):
-        await at.offices.approvals.vote(voter, await at.approval_of(job), approve=True, reason="")
+        await histories.operations.approvals.vote(voter, await histories.get_approval_id(job), approve=True, reason="")
     yield job
 
 
-async def _replayed(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
-    job = await at.charge.options(queue=queue).submit(5)
+async def _replayed(histories: Histories, queue: str) -> AsyncIterator[Job[Any]]:
+    job = await histories.charge.options(queue=queue).submit(5)
     yield job
-    await at.offices.dead_letters.replay(ADA, await at.letter_of(job), reason="the bank is back")
-    yield job
-
-
-async def _replay(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
-    job = await at.charge.options(queue=queue).submit(5)
-    yield job
-    done = await at.offices.dead_letters.replay(ADA, await at.letter_of(job), reason="")
-    yield at.app.job(done.job_id, queue)
-
-
-async def _discarded(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
-    job = await at.charge.options(queue=queue).submit(5)
-    yield job
-    await at.offices.dead_letters.discard(ADA, await at.letter_of(job), "nothing to do")
-    await at.offices.dead_letters.confirm(BOB, await at.letter_of(job))
+    await histories.operations.dead_letters.replay(ADA, await histories.get_dlq_id(job), reason="the bank is back")
     yield job
 
 
-async def _kept(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
-    job = await at.charge.options(queue=queue).submit(5)
+async def _replay(histories: Histories, queue: str) -> AsyncIterator[Job[Any]]:
+    job = await histories.charge.options(queue=queue).submit(5)
     yield job
-    await at.offices.dead_letters.discard(ADA, await at.letter_of(job), "nothing to do")
-    await at.offices.dead_letters.keep(BOB, await at.letter_of(job), "there is")
+    done = await histories.operations.dead_letters.replay(ADA, await histories.get_dlq_id(job), reason="")
+    yield histories.app.job(done.job_id, queue)
+
+
+async def _discarded(histories: Histories, queue: str) -> AsyncIterator[Job[Any]]:
+    job = await histories.charge.options(queue=queue).submit(5)
+    yield job
+    await histories.operations.dead_letters.discard(ADA, await histories.get_dlq_id(job), "nothing to do")
+    await histories.operations.dead_letters.confirm(BOB, await histories.get_dlq_id(job))
     yield job
 
 
-async def _unknown_task(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
+async def _kept(histories: Histories, queue: str) -> AsyncIterator[Job[Any]]:
+    job = await histories.charge.options(queue=queue).submit(5)
+    yield job
+    await histories.operations.dead_letters.discard(ADA, await histories.get_dlq_id(job), "nothing to do")
+    await histories.operations.dead_letters.keep(BOB, await histories.get_dlq_id(job), "there is")
+    yield job
+
+
+async def _unknown_task(histories: Histories, queue: str) -> AsyncIterator[Job[Any]]:
     envelope = Envelope(job_id=new_job_ids(1)[0], task="no.such.task", payload=b"{}", queue=queue)
-    receipt = await (await backend_of(at.app).submitter()).submit(envelope)
-    yield at.app.job(receipt.job_id, queue)
+    receipt = await (await backend_of(histories.app).submitter()).submit(envelope)
+    yield histories.app.job(receipt.job_id, queue)
 
 
 #: By the names of their queues.
-HISTORIES: Final[dict[str, Hihistory]] = {
-    "succeeded": lambda at, queue: _once(at.second_time, queue),
-    "delayed": lambda at, queue: _once(at.fetch, queue, delay=3_600),
-    "retrying": lambda at, queue: _once(at.fetch, queue),
-    "outage": lambda at, queue: _once(at.call, queue),
-    "failed": lambda at, queue: _once(at.charge, queue, 7),
+HISTORIES: Final[dict[str, History]] = {
+    "succeeded": lambda histories, queue: _once(histories.second_time, queue),
+    "delayed": lambda histories, queue: _once(histories.fetch, queue, delay=3_600),
+    "retrying": lambda histories, queue: _once(histories.fetch, queue),
+    "outage": lambda histories, queue: _once(histories.call, queue),
+    "failed": lambda histories, queue: _once(histories.charge, queue, 7),
     "unknown-task": _unknown_task,
-    "suspended": lambda at, queue: _once(at.order, queue),
+    "suspended": lambda histories, queue: _once(histories.order, queue),
     "suspended-by-an-operator": _suspended_by_an_operator,
     "resumed": _resumed,
-    "in-doubt": lambda at, queue: _once(at.publish, queue, "publish 1"),
-    "asleep": lambda at, queue: _once(at.nap, queue),
-    "held": lambda at, queue: _once(at.fetch, queue, hold=True),
-    "guarded": lambda at, queue: _once(at.transfer, queue, 5),
+    "in-doubt": lambda histories, queue: _once(histories.publish, queue, "publish 1"),
+    "asleep": lambda histories, queue: _once(histories.nap, queue),
+    "held": lambda histories, queue: _once(histories.fetch, queue, hold=True),
+    "guarded": lambda histories, queue: _once(histories.transfer, queue, 5),
     "approved": _approved,
     "rejected": _rejected,
-    "asked": lambda at, queue: _once(at.ask, queue),
+    "approval-requested": lambda histories, queue: _once(histories.send, queue),
     "one-of-two": _one_of_two,
     "two-of-two": _two_of_two,
     "cancelled": _cancelled,
@@ -271,7 +275,7 @@ HISTORIES: Final[dict[str, Hihistory]] = {
     "replay": _replay,
     "discarded": _discarded,
     "kept": _kept,
-    "idle": lambda at, queue: _once(at.fetch, queue),
+    "idle": lambda histories, queue: _once(histories.fetch, queue),
 }
 #: Queues that no worker serves.
 UNSERVED: Final = frozenset({"idle", "running"})

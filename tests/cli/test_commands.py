@@ -1,4 +1,4 @@
-"""Every command against a real SQLite file: what it prints, as JSON and for people, and its exit code."""
+"""Every command against a real SQLite file: its output as JSON and as text, and its exit code."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_arguments_from_stdin(cli: InProcess) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["add", "{"], "INVALID_PAYLOAD"),
         (["add", "7"], "INVALID_PAYLOAD"),
@@ -92,9 +92,9 @@ def test_arguments_from_stdin(cli: InProcess) -> None:
         (["add", "--app", "nowhere.py"], "cannot load app"),
     ],
 )
-def test_a_wrong_submission_is_exit_code_2(cli: InProcess, words: list[str], said: str) -> None:
+def test_a_wrong_submission_is_exit_code_2(cli: InProcess, words: list[str], message: str) -> None:
     answer = cli.run("submit", *words, code=2)
-    assert said in answer.stderr
+    assert message in answer.stderr
     assert answer.stdout == ""
     assert len(answer.stderr.splitlines()) == 1
 
@@ -125,14 +125,14 @@ def test_list_in_a_pipe_is_tab_separated(cli: InProcess) -> None:
     assert line.split("\t")[:4] == [job_id, "add", "default", "queued"]
 
 
-def test_nothing_to_list_is_no_error(cli: InProcess) -> None:
+def test_an_empty_list_is_not_an_error(cli: InProcess) -> None:
     cli.submit("add", "{}")
     assert cli.json("jobs", "list", "--state", "failed") == []
     answer = cli.run("jobs", "list", "--state", "failed")
     assert (answer.stdout, answer.stderr) == ("", "no jobs\n")
 
 
-def test_show_tells_the_story(cli: InProcess) -> None:
+def test_show_prints_the_history(cli: InProcess) -> None:
     job_id = cli.submit("add", '{"a": 1}', "--delay", "1h")
     shown = cli.run("jobs", "show", job_id).stdout
     assert job_id in shown
@@ -148,7 +148,7 @@ def test_an_unknown_job_is_exit_code_2(cli: InProcess) -> None:
         assert answer.stderr.startswith("holdfast: UNKNOWN_JOB: ")
 
 
-def test_cancel_says_from_where_and_refuses_a_second_time(cli: InProcess) -> None:
+def test_cancel_prints_the_move_and_refuses_a_second_one(cli: InProcess) -> None:
     job_id = cli.submit("add", "{}")
     done = cli.json("jobs", "cancel", job_id, "--reason", "no need")
     assert done == [{"job_id": job_id, "queue": "default", "from": "queued", "to": "cancelled"}]
@@ -158,7 +158,7 @@ def test_cancel_says_from_where_and_refuses_a_second_time(cli: InProcess) -> Non
     assert "Traceback" in cli.run("jobs", "cancel", job_id, "--debug", code=4).stderr
 
 
-def test_cancel_many_as_lines(cli: InProcess) -> None:
+def test_cancel_many_prints_one_line_each(cli: InProcess) -> None:
     ids = [cli.submit("add", "{}") for _ in range(2)]
     lines = cli.run("jobs", "cancel", *ids).stdout.splitlines()
     assert lines == [f"{job_id}\tqueued → cancelled" for job_id in ids]
@@ -167,11 +167,11 @@ def test_cancel_many_as_lines(cli: InProcess) -> None:
 def test_watch_until_empty_ends_by_itself(cli: InProcess) -> None:
     job_id = cli.submit("add", "{}")
     timed_out = cli.run("jobs", "watch", "--until-empty", "--timeout", "0.2", "--interval", "0.05", "--json", code=5)
-    looks = [json.loads(line) for line in timed_out.stdout.splitlines()]
-    assert len(looks) > 1
-    assert looks[0]["queues"][0]["queue"] == "default"
-    assert looks[0]["queues"][0]["states"]["queued"] == 1
-    assert set(looks[0]["queues"][0]["per_second"]) == {"created", "succeeded", "retried", "failed", "cancelled"}
+    snapshots = [json.loads(line) for line in timed_out.stdout.splitlines()]
+    assert len(snapshots) > 1
+    assert snapshots[0]["queues"][0]["queue"] == "default"
+    assert snapshots[0]["queues"][0]["states"]["queued"] == 1
+    assert set(snapshots[0]["queues"][0]["per_second"]) == {"created", "succeeded", "retried", "failed", "cancelled"}
     cli.run("jobs", "cancel", job_id)
     assert "queue=default queued=0" in cli.run("jobs", "watch", "--until-empty").stdout
 
@@ -192,7 +192,7 @@ def test_queues_list(cli: InProcess) -> None:
     ]
 
 
-def test_pause_and_resume_leave_the_other_control_alone(cli: InProcess) -> None:
+def test_pause_and_resume_do_not_change_the_other_control(cli: InProcess) -> None:
     cli.submit("add", "{}")
     assert cli.run("queues", "pause", "default").stdout == "default\tpaused\n"
     assert cli.run("queues", "pause", "default", "--intake").stdout == "default\tpaused, intake paused\n"
@@ -208,7 +208,7 @@ def test_pause_and_resume_leave_the_other_control_alone(cli: InProcess) -> None:
 # doctor, url, errors -------------------------------------------------------------------------------
 
 
-def test_doctor_is_content_with_a_fresh_file(cli: InProcess) -> None:
+def test_doctor_accepts_a_new_file(cli: InProcess) -> None:
     cli.submit("add", "{}")
     report = cli.json("doctor")
     assert report["ok"] is True
@@ -219,7 +219,7 @@ def test_doctor_is_content_with_a_fresh_file(cli: InProcess) -> None:
     assert "check\t\tfinding\tremedy" in cli.run("doctor").stdout
 
 
-def test_the_url_can_be_given_and_a_bad_one_is_named(cli: InProcess, tmp_path: Path) -> None:
+def test_the_url_can_be_given_and_a_bad_one_is_refused(cli: InProcess, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/second.db"
     job_id = cli.run("submit", "add", "{}", "--url", url).stdout.strip()
     assert [job["job_id"] for job in cli.json("jobs", "list", "--url", url)] == [job_id]
@@ -230,12 +230,12 @@ def test_the_url_can_be_given_and_a_bad_one_is_named(cli: InProcess, tmp_path: P
 
 
 @pytest.mark.parametrize("words", [["jobs", "list"], ["jobs", "watch"], ["queues", "list"], ["doctor"]])
-def test_a_look_at_a_database_that_is_not_there_makes_none(cli: InProcess, tmp_path: Path, words: list[str]) -> None:
+def test_reading_a_missing_database_does_not_create_it(cli: InProcess, tmp_path: Path, words: list[str]) -> None:
     assert f"database {tmp_path}/jobs.db does not exist" in cli.run(*words, code=2).stderr
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_engine_that_is_down_is_exit_code_3(cli: InProcess) -> None:
+def test_an_unreachable_engine_is_exit_code_3(cli: InProcess) -> None:
     answer = cli.run("jobs", "list", "--url", "redis://app:hunter2@127.0.0.1:1/0", code=3)
     assert answer.stderr.startswith("holdfast: ENGINE_UNAVAILABLE: ")
     assert "hunter2" not in answer.stderr
@@ -246,6 +246,6 @@ def test_names_and_arguments_are_checked_against_the_app(cli: InProcess, tmp_pat
     (tmp_path / "checked_sample.py").write_text(SAMPLE_APP)
     unknown = cli.run("submit", "ad", "--app", "checked_sample.py", code=2)
     assert unknown.stderr.startswith("holdfast: UNKNOWN_TASK: ")
-    misfit = cli.run("submit", "add", "--app", "checked_sample.py", "--arg", "a=text", code=2)
-    assert misfit.stderr.startswith("holdfast: INVALID_PAYLOAD: ")
+    invalid = cli.run("submit", "add", "--app", "checked_sample.py", "--arg", "a=text", code=2)
+    assert invalid.stderr.startswith("holdfast: INVALID_PAYLOAD: ")
     assert cli.json("submit", "elsewhere", "--app", "checked_sample.py")["queue"] == "other"

@@ -1,4 +1,4 @@
-"""`holdfast demo` takes its workers along when it is ended, and can go red. That it ends well is in tests/wheel."""
+"""`holdfast demo` ends its workers when it is terminated, and its check can fail. tests/wheel tests its success."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tests.processes import children
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for child processes in Linux's /proc")
-def test_a_demo_that_is_ended_early_takes_its_workers_along(tmp_path: Path, number: signal.Signals) -> None:
-    def hears() -> None:
-        # A shell's background job inherits that some are ignored.
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads child processes from Linux's /proc")
+def test_a_terminated_demo_ends_its_workers(tmp_path: Path, number: signal.Signals) -> None:
+    def reset_signal() -> None:
+        # A background job of a shell inherits ignored signals.
         signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
 
     demo = subprocess.Popen(
@@ -31,17 +31,17 @@ def test_a_demo_that_is_ended_early_takes_its_workers_along(tmp_path: Path, numb
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=hears,
+        preexec_fn=reset_signal,
     )
     try:
         workers = eventually(lambda: pair if len(pair := children(demo.pid)) == 2 else [])
         demo.send_signal(number)
-        _, said = demo.communicate(timeout=100)
+        _, errors = demo.communicate(timeout=100)
     finally:
         demo.kill()
         demo.wait()
     assert demo.returncode == 128 + number
-    assert "Traceback" not in said
+    assert "Traceback" not in errors
     assert [worker for worker in workers if worker.is_running()] == []
 
 
@@ -50,7 +50,7 @@ def event(kind: str, at_ms: int = 10) -> Event:
 
 
 @pytest.mark.parametrize(
-    ("changes", "kinds", "said"),
+    ("changes", "kinds", "messages"),
     [
         ({}, ["task.created", "task.claimed", "task.succeeded"], []),
         ({"state": State.FAILED}, ["task.created", "task.claimed", "task.failed"], ["observed failed, 1 run"]),
@@ -61,11 +61,11 @@ def event(kind: str, at_ms: int = 10) -> Event:
         ({}, ["task.created", "task.created", "task.claimed", "task.succeeded"], ["created exactly once"]),
     ],
 )
-def test_the_demo_s_reckoning_can_go_red(changes: dict[str, Any], kinds: list[str], said: list[str]) -> None:
+def test_the_check_of_the_demo_can_fail(changes: dict[str, Any], kinds: list[str], messages: list[str]) -> None:
     from holdfast.demo.check import Expected, compare
 
     values: dict[str, Any] = {"state": State.SUCCEEDED, "attempt": 1} | changes
-    view = JobInfo(
+    info = JobInfo(
         job_id="j",
         task="t",
         queue="q",
@@ -78,9 +78,9 @@ def test_the_demo_s_reckoning_can_go_red(changes: dict[str, Any], kinds: list[st
         **values,
     )
     job = Expected("g", "j", "q", State.SUCCEEDED)
-    _, complaints = compare(job, view, [event(kind) for kind in kinds])
-    assert len(complaints) == len(said)
-    assert all(part in complaint for part, complaint in zip(said, complaints, strict=True))
+    _, problems = compare(job, info, [event(kind) for kind in kinds])
+    assert len(problems) == len(messages)
+    assert all(part in problem for part, problem in zip(messages, problems, strict=True))
     late = Expected("g", "j", "q", State.SUCCEEDED, not_before_ms=11)
-    assert any("1 ms too early" in complaint for complaint in compare(late, view, [event("task.claimed")])[1])
+    assert any("1 ms too early" in problem for problem in compare(late, info, [event("task.claimed")])[1])
     assert compare(job, None, [])[1] == ["the engine does not have it"]

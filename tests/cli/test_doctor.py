@@ -1,4 +1,4 @@
-"""What the doctor finds by itself, whatever the engine."""
+"""Findings of `holdfast doctor` that do not depend on the kind of engine."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ async def engine(tmp_path: Path, clock: ManualClock) -> AsyncIterator[Engine]:
     await engine.close()
 
 
-async def finding(engine: Engine, check: str) -> Finding:
+async def get_finding(engine: Engine, check: str) -> Finding:
     (found,) = [one for one in await examine(engine, None) if one.check == check]
     return found
 
 
 async def test_an_engine_with_another_clock_is_a_warning(engine: Engine, clock: ManualClock) -> None:
     clock.advance(timedelta(minutes=90))
-    found = await finding(engine, "clock")
+    found = await get_finding(engine, "clock")
     assert (found.ok, found.warning) == (False, True)
     assert "1.5 h ahead of this machine's" in found.message
     assert "chrony" in found.remedy
     clock.jump(clock.now_ms() - 3 * 3_600_000)
-    assert "1.5 h behind this machine's" in (await finding(engine, "clock")).message
+    assert "1.5 h behind this machine's" in (await get_finding(engine, "clock")).message
 
 
-async def test_jobs_that_nobody_works_on_are_a_warning_until_a_worker_comes(engine: Engine) -> None:
-    waiting = await finding(engine, "queue default")
+async def test_jobs_without_a_worker_are_a_warning_until_one_claims(engine: Engine) -> None:
+    waiting = await get_finding(engine, "queue default")
     assert (waiting.ok, waiting.warning) == (False, True)
     assert "1 job waiting, no workers" in waiting.message
     await engine.claim("w1", ["default"], 1, 0)
-    assert (await finding(engine, "queue default")).ok
+    assert (await get_finding(engine, "queue default")).ok
 
 
 async def test_a_paused_queue_is_a_warning(engine: Engine) -> None:
     await engine.set_control("default", QueueControl(paused=True))
-    found = await finding(engine, "queue default")
+    found = await get_finding(engine, "queue default")
     assert (found.ok, found.warning) == (False, True)
     assert found.remedy == "holdfast queues resume default"

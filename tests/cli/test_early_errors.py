@@ -1,4 +1,4 @@
-"""Mistakes that commands report before they begin: misspelt variables, unknown queues, a ledger that refuses."""
+"""Mistakes that commands report before they start: misspelt variables, unknown queues, a ledger that refuses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from holdfast.cli.command import ExitCode
 from holdfast.verification.chaos.servers import PostgresServer, free_port
 from tests.cli.harness import Shell
-from tests.cli.test_operations import Desk, desk  # noqa: F401 - a fixture
+from tests.cli.test_operations import OperatorCli, cli  # noqa: F401 - a fixture
 
 SECRET = "hunter2-in-the-wrong-place"
 TRIGGERS = "{queue_name: q, consumer_group: g, adapter: {type: memory}, runtime: {task: add}}"
@@ -39,21 +39,21 @@ def test_a_misspelt_variable_is_a_warning_on_stderr(shell: Shell) -> None:
         ("tenant", "mial", "acme", "--weight", "2"),
     ],
 )
-def test_an_unknown_queue_is_an_error_and_changes_nothing(desk: Desk, words: tuple[str, ...]) -> None:  # noqa: F811
-    desk.submit("charge", "--arg", "amount=1", "--queue", "mail")
-    answer = desk.run("queues", *words, code=ExitCode.USAGE)
+def test_an_unknown_queue_is_an_error_and_changes_nothing(cli: OperatorCli, words: tuple[str, ...]) -> None:  # noqa: F811
+    cli.submit("charge", "--arg", "amount=1", "--queue", "mail")
+    answer = cli.run("queues", *words, code=ExitCode.USAGE)
     assert "queue 'mial' not found; did you mean 'mail'?" in answer.stderr
     assert "--new" in answer.stderr
-    (queue,) = desk.json("queues", "list")
+    (queue,) = cli.json("queues", "list")
     assert (queue["queue"], queue["paused"]) == ("mail", False)
 
 
-def test_a_queue_that_is_to_come_can_be_paused(desk: Desk) -> None:  # noqa: F811
-    desk.submit("charge", "--arg", "amount=1", "--queue", "mail")
-    desk.run("queues", "pause", "later", "--new")
-    # Known by its control now.
-    assert desk.run("queues", "resume", "later").stdout == "later\topen\n"
-    desk.run("queues", "pause", "later", code=ExitCode.USAGE)
+def test_a_future_queue_can_be_paused(cli: OperatorCli) -> None:  # noqa: F811
+    cli.submit("charge", "--arg", "amount=1", "--queue", "mail")
+    cli.run("queues", "pause", "later", "--new")
+    # The queue is known by its control now.
+    assert cli.run("queues", "resume", "later").stdout == "later\topen\n"
+    cli.run("queues", "pause", "later", code=ExitCode.USAGE)
 
 
 # The ledger ------------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ def test_a_queue_that_is_to_come_can_be_paused(desk: Desk) -> None:  # noqa: F81
 
 @pytest.fixture(scope="module")
 def locked(postgres_server: PostgresServer) -> Iterator[str]:
-    """The address of a role whose password is another one."""
+    """The URL of a role, with a wrong password."""
     rules = postgres_server.data / "pg_hba.conf"
     before = rules.read_text()
     postgres_server.execute("CREATE ROLE locked LOGIN PASSWORD 'another'")
@@ -99,7 +99,7 @@ def test_a_wrong_password_of_the_ledger_ends_the_command(
     assert SECRET not in answer.stderr + answer.stdout
 
 
-def test_so_does_a_database_that_is_not_there(
+def test_a_missing_database_of_the_ledger_ends_the_command(
     shell: Shell, redis_url: str, namespace: str, postgres_server: PostgresServer
 ) -> None:
     ledger = postgres_server.url_of("nowhere")
@@ -108,7 +108,7 @@ def test_so_does_a_database_that_is_not_there(
     assert "the database does not exist" in answer.stderr.splitlines()[-1]
 
 
-def test_a_ledger_that_does_not_answer_is_only_a_warning(shell: Shell, redis_url: str, namespace: str) -> None:
+def test_an_unreachable_ledger_is_only_a_warning(shell: Shell, redis_url: str, namespace: str) -> None:
     ledger = f"postgresql://postgres@127.0.0.1:{free_port()}/postgres"
     variables = {"HOLDFAST_URL": redis_url, "HOLDFAST_NAMESPACE": namespace, "HOLDFAST_LEDGER": ledger}
     with shell.start("worker", "sample.py:app", **variables) as process:
@@ -117,7 +117,9 @@ def test_a_ledger_that_does_not_answer_is_only_a_warning(shell: Shell, redis_url
         assert process.end() == 0
 
 
-def test_a_relay_with_a_database_of_its_own(shell: Shell, redis_url: str, namespace: str, locked: str) -> None:
+def test_a_wrong_password_of_the_outbox_ends_the_relay(
+    shell: Shell, redis_url: str, namespace: str, locked: str
+) -> None:
     variables = {"HOLDFAST_URL": redis_url, "HOLDFAST_NAMESPACE": namespace, "HOLDFAST_OUTBOX_URL": locked}
     answer = shell.run("outbox", "relay", code=ExitCode.USAGE, **variables)
     assert "LEDGER_REFUSED" in answer.stderr.splitlines()[-1]

@@ -1,4 +1,4 @@
-"""`holdfast effects`: what is in doubt, and a person's word on it."""
+"""`holdfast effects`: effects in doubt, and how operators resolve them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Doubtful:
 
     def __init__(self, shell: Shell) -> None:
         self.app = Holdfast(shell.environment["HOLDFAST_URL"], retry=Retry(max_retries=1, base=0, jitter=None))
-        self.acts = 0
+        self.calls = 0
 
         async def publish(text: str) -> dict[str, str]:
-            self.acts += 1
-            if self.acts == 1:
+            self.calls += 1
+            if self.calls == 1:
                 raise ConnectionError("the answer was lost")
             return {"url": text}
 
@@ -46,13 +46,13 @@ class Doubtful:
             assert await job.state() is State.SUSPENDED
             return job.id
 
-    async def go_on(self, job_id: str) -> object:
+    async def finish(self, job_id: str) -> object:
         async with self.app:
             await drain(self.app)
             return await self.app.job(job_id).result(60)
 
 
-def test_what_is_in_doubt_is_listed_and_shown(shell: Shell) -> None:
+def test_effects_in_doubt_are_listed_and_shown(shell: Shell) -> None:
     job_id = asyncio.run(Doubtful(shell).submit())
     (row,) = shell.json("effects", "list")
     assert (row["key"], row["state"], row["job_id"], row["attempt"]) == ("publish:1", "in_doubt", job_id, 1)
@@ -69,36 +69,36 @@ def test_what_is_in_doubt_is_listed_and_shown(shell: Shell) -> None:
 def test_done_gives_the_job_its_result(shell: Shell) -> None:
     doubtful = Doubtful(shell)
     job_id = asyncio.run(doubtful.submit())
-    told = shell.json("effects", "resolve", "publish:1", "--done", '{"url": "seen"}')
-    assert (told["state"], told["resumed"]) == ("done", True)
-    assert asyncio.run(doubtful.go_on(job_id)) == {"url": "seen"}
-    assert doubtful.acts == 1
+    result = shell.json("effects", "resolve", "publish:1", "--done", '{"url": "seen"}')
+    assert (result["state"], result["resumed"]) == ("done", True)
+    assert asyncio.run(doubtful.finish(job_id)) == {"url": "seen"}
+    assert doubtful.calls == 1
     assert shell.json("effects", "show", "publish:1")["value"] == {"url": "seen"}
     shell.run("effects", "resolve", "publish:1", "--not-done", code=ExitCode.USAGE)
 
 
-def test_not_done_lets_it_act_again(shell: Shell) -> None:
+def test_not_done_lets_the_effect_run_again(shell: Shell) -> None:
     doubtful = Doubtful(shell)
     job_id = asyncio.run(doubtful.submit())
     assert "is released" in shell.run("effects", "resolve", "publish:1", "--not-done").stderr
-    assert asyncio.run(doubtful.go_on(job_id)) == {"url": "a"}
-    assert doubtful.acts == 2
+    assert asyncio.run(doubtful.finish(job_id)) == {"url": "a"}
+    assert doubtful.calls == 2
 
 
-def test_a_job_can_be_left_where_it_is(shell: Shell) -> None:
+def test_a_job_can_stay_suspended(shell: Shell) -> None:
     job_id = asyncio.run(Doubtful(shell).submit())
     assert shell.json("effects", "resolve", "publish:1", "--done", "null", "--no-resume")["resumed"] is False
-    assert shell.view(job_id).state is State.SUSPENDED
+    assert shell.info(job_id).state is State.SUSPENDED
 
 
-def test_a_wrong_word_changes_nothing(shell: Shell) -> None:
+def test_a_wrong_resolution_changes_nothing(shell: Shell) -> None:
     asyncio.run(Doubtful(shell).submit())
     for words in ((), ("--done", "1", "--not-done"), ("--done", "{no json")):
         shell.run("effects", "resolve", "publish:1", *words, code=ExitCode.USAGE)
     assert [row["state"] for row in json.loads(shell.run("effects", "list", "--json").stdout)] == ["in_doubt"]
 
 
-def test_the_table_for_transactions(shell: Shell) -> None:
+def test_the_table_for_transactions_is_created(shell: Shell) -> None:
     for _ in range(2):
         shell.run("effects", "create-table", "--database", f"sqlite:///{shell.folder}/own.db")
     engine = create_engine(f"sqlite:///{shell.folder}/own.db")

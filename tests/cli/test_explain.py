@@ -1,4 +1,4 @@
-"""`holdfast explain` says the same of the same job on every pair of stores."""
+"""`holdfast explain` prints the same text for the same history on every pair of stores."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ def explained(at: Deployment) -> Sentences:
 
     ids = at.do(make)
     return {
-        name: [_steady(line) for line in at.run("explain", job_id).stdout.splitlines()] for name, job_id in ids.items()
+        name: [_normalise(line) for line in at.run("explain", job_id).stdout.splitlines()]
+        for name, job_id in ids.items()
     }
 
 
-def _steady(line: str) -> str:
+def _normalise(line: str) -> str:
     for pattern, word in _VOLATILE:
         line = pattern.sub(word, line)
     return line
@@ -44,7 +45,7 @@ def _steady(line: str) -> str:
 
 @pytest.fixture(scope="module")
 def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sentences]:
-    """What the engine's own file says, which writes its ledger itself."""
+    """The text for an embedded ledger."""
     folder = tmp_path_factory.mktemp("embedded")
     with pytest.MonkeyPatch.context() as patch:
         yield explained(Deployment(f"sqlite:///{folder}/jobs.db", None, "", patch))
@@ -80,16 +81,16 @@ def test_a_queue_that_is_paused_or_unserved_is_named(embedded: Sentences) -> Non
     assert not [line for lines in embedded.values() for line in lines if "is one running" in line]
 
 
-def test_who_is_not_of_every_tenant_learns_of_the_pause_and_of_no_workers(
+def test_a_principal_of_one_tenant_is_shown_the_pause_but_not_the_workers(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at = deployed("embedded", request, tmp_path, monkeypatch)
     job_id = at.run("submit", "add", "[1]", "--tenant", "acme").stdout.strip()
     assert "No worker serves its queue." in at.run("explain", job_id).stdout
     at.run("queues", "pause", "default")
-    at.become("olga", "viewer", "acme")
+    at.act_as("olga", "viewer", "acme")
     assert "Its queue is paused." in at.run("explain", job_id).stdout
     monkeypatch.delenv("HOLDFAST_TOKEN")
     at.run("queues", "resume", "default")
-    at.become("olga", "viewer", "acme")
+    at.act_as("olga", "viewer", "acme")
     assert at.run("explain", job_id).stdout.splitlines()[-1] == "The next free worker of its queue claims it."

@@ -1,4 +1,4 @@
-"""What other tests take for the program is the program: forked or started, it does the same."""
+"""A forked call of the program behaves like a started one; other tests rely on that."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ from pathlib import Path
 import pytest
 
 from tests import forked
-from tests.cli.harness import PATIENCE_S, Shell
+from tests.cli.harness import TIMEOUT_S, Shell
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere every call starts Python")
 
-#: Tells of itself while it is loaded.
+#: Prints its environment while it is loaded.
 APP = """
 import json, os, sys
 from holdfast import Holdfast
 app = Holdfast()
-print(json.dumps({"here": os.getcwd(), "paths": sys.path[:3], "said": os.environ.get("SAID"), "main": sys.argv[0],
+print(json.dumps({"here": os.getcwd(), "paths": sys.path[:3], "value": os.environ.get("VALUE"), "main": sys.argv[0],
                   "words": sys.argv[1:], "stdin": sys.stdin.read(), "files": sorted(os.listdir("/proc/self/fd"))}))
 """
 
 
-def test_a_forked_call_sees_what_a_started_one_sees(shell: Shell) -> None:
-    (shell.folder / "telling.py").write_text(APP)
+def test_a_forked_call_has_the_environment_of_a_started_one(shell: Shell) -> None:
+    (shell.folder / "probe.py").write_text(APP)
     (shell.folder / "input").write_text("from a file")
-    command = shell.command("upkeep", "telling:nobody")
-    told = []
+    command = shell.command("upkeep", "probe:missing")
+    results = []
     for start in (forked.start, subprocess.Popen):
         with (shell.folder / "input").open() as file:
             process = start(
                 command,
                 cwd=shell.folder,
-                env=shell.environment | {"SAID": "so"},
+                env=shell.environment | {"VALUE": "set"},
                 stdin=file,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
             )
-            out, errors = process.communicate(timeout=PATIENCE_S)
-        told.append((process.returncode, out, errors))
-    assert told[0] == told[1]
-    assert told[0][0] == 2
-    assert '"stdin": "from a file"' in told[0][1]
+            out, errors = process.communicate(timeout=TIMEOUT_S)
+        results.append((process.returncode, out, errors))
+    assert results[0] == results[1]
+    assert results[0][0] == 2
+    assert '"stdin": "from a file"' in results[0][1]
 
 
-def test_a_forked_call_is_a_child_of_ours_alone(shell: Shell) -> None:
+def test_a_forked_call_is_a_child_of_this_process(shell: Shell) -> None:
     process = forked.start(
         shell.command("upkeep"), cwd=shell.folder, env=shell.environment, stderr=subprocess.PIPE, start_new_session=True
     )
@@ -63,7 +63,7 @@ def test_a_forked_call_is_a_child_of_ours_alone(shell: Shell) -> None:
         assert process.poll() is None
         process.send_signal(signal.SIGCONT)
         process.terminate()
-        assert process.wait(PATIENCE_S) == 0
+        assert process.wait(TIMEOUT_S) == 0
     finally:
         process.kill()
         process.communicate()

@@ -1,4 +1,4 @@
-"""Help and reference: every command has examples that parse, and the page in docs/ is the program's own."""
+"""Help and reference: every command has examples that parse, and the page in docs/ is up to date."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CALL = re.compile(r"^(holdfast .*?)(?:\s{2,}#.*)?$", re.MULTILINE)
 _CODE = re.compile(r"^```sh\n(.*?)^```$|^ {4}([^\n]*)$", re.MULTILINE | re.DOTALL)
 
 
-def calls_in_the_docs() -> dict[str, list[str]]:
+def find_calls_in_the_docs() -> dict[str, list[str]]:
     """Every call of the program in README and docs, by page."""
     calls: dict[str, list[str]] = {}
     for page in [SOURCE.parent / "README.md", *sorted((SOURCE.parent / "docs").rglob("*.md"))]:
@@ -33,7 +33,7 @@ def calls_in_the_docs() -> dict[str, list[str]]:
 
 ROOT = typer.main.get_command(program())
 COMMANDS = dict(walk(ROOT, "holdfast"))
-WANTED = {
+EXPECTED = {
     "holdfast demo",
     "holdfast dev",
     "holdfast worker",
@@ -98,7 +98,7 @@ WANTED = {
     "holdfast migrate down",
     "holdfast migrate status",
 }
-READING = WANTED - {
+READING = EXPECTED - {
     "holdfast demo",
     "holdfast dev",
     "holdfast worker",
@@ -109,11 +109,11 @@ READING = WANTED - {
 }
 
 
-def test_the_commands_are_all_there() -> None:
-    assert set(COMMANDS) == WANTED
+def test_all_commands_exist() -> None:
+    assert set(COMMANDS) == EXPECTED
 
 
-@pytest.mark.parametrize("path", sorted(WANTED))
+@pytest.mark.parametrize("path", sorted(EXPECTED))
 def test_help_has_a_text_and_examples(path: str) -> None:
     words = path.split()[1:]
     answer = CliRunner().invoke(program(words[0]), [*words, "--help"])
@@ -132,7 +132,7 @@ def test_the_examples_parse() -> None:
 
 
 def test_the_calls_in_the_docs_parse() -> None:
-    calls = calls_in_the_docs()
+    calls = find_calls_in_the_docs()
     assert sum(map(len, calls.values())) > 100
     for page, found in calls.items():
         for call in found:
@@ -143,9 +143,9 @@ def test_the_calls_in_the_docs_parse() -> None:
 
 
 def parse(call: str) -> None:
-    """A call, up to its first shell operator, is one that the parser takes."""
+    """Check that the parser accepts a call, up to its first shell operator."""
     words = shlex.split(call)
-    end = next((place for place, word in enumerate(words) if word in ("|", "<", "&&")), len(words))
+    end = next((index for index, word in enumerate(words) if word in ("|", "<", "&&")), len(words))
     path = next(" ".join(words[:length]) for length in (2, 3) if " ".join(words[:length]) in COMMANDS)
     COMMANDS[path].make_context(path, words[len(path.split()) : end]).close()
 
@@ -157,20 +157,20 @@ def test_every_command_takes_the_shared_options() -> None:
         assert "--json" in options or path not in READING, path
 
 
-def test_every_parameter_says_what_it_is_for() -> None:
-    silent = [
+def test_every_parameter_has_help() -> None:
+    undocumented = [
         f"{path}: {parameter.name}"
         for path, command in COMMANDS.items()
         for parameter in cast("list[Any]", command.params)
         if parameter.name != "help" and not parameter.help
     ]
-    assert silent == []
+    assert undocumented == []
 
 
-def test_the_reference_page_is_the_programs_own() -> None:
+def test_the_reference_page_is_up_to_date() -> None:
     page = (SOURCE.parent / "docs" / "reference" / "cli.md").read_text(encoding="utf-8")
     assert gen_docs.render(page) == page, "run `make docs`"
-    assert all(f"### `{path}`" in page for path in WANTED)
+    assert all(f"### `{path}`" in page for path in EXPECTED)
     assert all(f"| {code.value} | {code.meaning} |" in page for code in ExitCode)
 
 

@@ -1,4 +1,4 @@
-"""`jobs list`, `show`, `counts`, `explain` and `verify` on a ledger: the engine's own file, and one beside Redis."""
+"""`jobs list`, `show`, `counts`, `explain` and `verify` on a ledger, embedded or next to Redis."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def cli(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> InProcess:
 
 @pytest.fixture
 def worked(shell: Shell, cli: InProcess) -> dict[str, str]:
-    """One job of each kind: queued, done after a retry, dead; by name."""
+    """One job of each kind, by name: queued, succeeded after a retry, failed."""
     jobs = {
         "flaky": cli.json("submit", "flaky", "--key", "f-1")["job_id"],
-        "dead": cli.json("submit", "refuse", "--arg", "why=Never Ever", "--tenant", "acme")["job_id"],
+        "dead": cli.json("submit", "refuse", "--arg", "reason=Never Ever", "--tenant", "acme")["job_id"],
     }
     _work(shell, jobs)
     jobs["queued"] = cli.json("submit", "add", "--arg", "a=1")["job_id"]
@@ -42,7 +42,7 @@ def ids(cli: InProcess, *words: str) -> list[str]:
     return [job["job_id"] for job in cli.json("jobs", "list", *words)]
 
 
-def test_lists_by_every_filter(cli: InProcess, worked: dict[str, str]) -> None:
+def test_jobs_are_listed_by_every_filter(cli: InProcess, worked: dict[str, str]) -> None:
     flaky, dead, queued = worked["flaky"], worked["dead"], worked["queued"]
     assert ids(cli) == [queued, dead, flaky]
     assert ids(cli, "--type", "refuse") == [dead]
@@ -54,7 +54,7 @@ def test_lists_by_every_filter(cli: InProcess, worked: dict[str, str]) -> None:
     assert ids(cli, "--until", "1h") == []
 
 
-def test_pages_by_cursor(cli: InProcess, worked: dict[str, str]) -> None:
+def test_jobs_are_paged_by_cursor(cli: InProcess, worked: dict[str, str]) -> None:
     first = cli.run("jobs", "list", "--limit", "2")
     assert worked["queued"] in first.stdout
     cursor = first.stderr.split("--cursor ")[1].strip()
@@ -64,10 +64,10 @@ def test_pages_by_cursor(cli: InProcess, worked: dict[str, str]) -> None:
 
 
 def test_show_has_every_attempt_and_its_stack(cli: InProcess, worked: dict[str, str]) -> None:
-    told = cli.run("jobs", "show", worked["flaky"], "--stack").stdout
-    assert "retrying\tattempt 1: ValueError: not yet" in told
-    assert "attempt 2\tbegan on" in told
-    assert "Traceback" in told
+    output = cli.run("jobs", "show", worked["flaky"], "--stack").stdout
+    assert "retrying\tattempt 1: ValueError: not yet" in output
+    assert "attempt 2\tbegan on" in output
+    assert "Traceback" in output
     document = cli.json("jobs", "show", worked["dead"])
     assert [event["type"] for event in document["events"]] == [
         "task.created",
@@ -99,13 +99,13 @@ def test_explain(cli: InProcess, worked: dict[str, str]) -> None:
     lines = cli.run("explain", worked["dead"]).stdout.splitlines()
     assert lines[0].endswith("UTC to run refuse.")
     assert "This job will not run again." in lines[-1]
-    told = cli.json("explain", worked["queued"])
-    assert told["reason"][0].startswith("It has been queued for ")
+    document = cli.json("explain", worked["queued"])
+    assert document["reason"][0].startswith("It has been queued for ")
     answer = cli.run("explain", "nope", code=2)
     assert "UNKNOWN_JOB" in answer.stderr
 
 
-def test_verify_proves_and_can_fail(cli: InProcess, worked: dict[str, str], tmp_path: Path) -> None:
+def test_verify_can_pass_and_fail(cli: InProcess, worked: dict[str, str], tmp_path: Path) -> None:
     done = cli.run("verify", "--ledger")
     assert "faults\t0" in done.stdout
     assert cli.json("verify", "--ledger", "--since", "1h")["jobs"] == 3
@@ -122,7 +122,7 @@ def test_verify_proves_and_can_fail(cli: InProcess, worked: dict[str, str], tmp_
 
 
 @pytest.mark.redis
-def test_without_a_ledger_the_engine_answers_and_says_so(
+def test_without_a_ledger_the_engine_is_read_with_a_warning(
     cli: InProcess, monkeypatch: pytest.MonkeyPatch, redis_url: str, namespace: str
 ) -> None:
     monkeypatch.setenv("HOLDFAST_URL", redis_url)
@@ -143,7 +143,7 @@ def test_without_a_ledger_the_engine_answers_and_says_so(
 
 
 @pytest.mark.redis
-def test_a_ledger_beside_redis(
+def test_a_ledger_next_to_redis(
     shell: Shell, cli: InProcess, monkeypatch: pytest.MonkeyPatch, redis_url: str, namespace: str
 ) -> None:
     ledger = f"sqlite:///{shell.folder}/ledger.db"
@@ -153,6 +153,6 @@ def test_a_ledger_beside_redis(
     assert f"ledger {shell.folder}/ledger.db does not exist" in cli.run("jobs", "list", code=2).stderr
     job_id = cli.submit("add", "--arg", "a=1")
     with shell.start("worker", "sample:app", **more):
-        eventually(lambda: ids(cli, "--state", "succeeded") == [job_id], what="the ledger to have its end")
+        eventually(lambda: ids(cli, "--state", "succeeded") == [job_id], what="the job to be succeeded in the ledger")
     assert [event["type"] for event in cli.json("jobs", "show", job_id)["events"]][-1] == "task.succeeded"
     assert cli.json("verify", "--ledger")["events"] == 3

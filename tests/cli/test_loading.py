@@ -1,4 +1,4 @@
-"""What counts as an app on the command line, and what is said about one that cannot be loaded."""
+"""What counts as an app on the command line, and the errors for one that cannot be loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TWO = "from holdfast import Holdfast\nfirst = Holdfast()\nsecond = Holdfast()\nn
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Modules that a test imports are forgotten after it."""
+    """Modules that a test imports are removed after it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
@@ -31,14 +31,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.mark.parametrize(
     "reference", ["shop_one.py:app", "shop_one:app", "shop_one.py", "shop_one", "./shop_one.py:alias"]
 )
-def test_by_module_or_file_with_or_without_the_name(folder: Path, reference: str) -> None:
+def test_an_app_is_loaded_by_module_or_file_with_or_without_its_name(folder: Path, reference: str) -> None:
     (folder / "shop_one.py").write_text(ONE)
     app = load_app(reference)
     assert isinstance(app, Holdfast)
     assert app.settings.url == "sqlite:///one.db"
 
 
-def test_from_another_folder(
+def test_an_app_is_loaded_from_another_folder(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     (folder / "shop_far.py").write_text("import shop_far_helper\n" + ONE)
@@ -61,7 +61,7 @@ def test_a_file_in_a_package_keeps_its_relative_imports(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("reference", "said"),
+    ("reference", "message"),
     [
         (":app", "an app is module:app or file.py:app"),
         ("missing.py:app", "file missing.py not found in"),
@@ -77,7 +77,7 @@ def test_a_file_in_a_package_keeps_its_relative_imports(folder: Path) -> None:
         ("json.py:app", "the name 'json' is taken by"),
     ],
 )
-def test_what_cannot_be_loaded_says_what_was_tried(folder: Path, reference: str, said: str) -> None:
+def test_the_error_for_an_app_that_cannot_be_loaded_names_the_cause(folder: Path, reference: str, message: str) -> None:
     (folder / "shop_two.py").write_text(TWO)
     (folder / "shop_none.py").write_text("")
     (folder / "shop_broken.py").write_text("1 / 0")
@@ -87,4 +87,4 @@ def test_what_cannot_be_loaded_says_what_was_tried(folder: Path, reference: str,
     with pytest.raises(UsageError) as caught:
         load_app(reference)
     assert f"cannot load app {reference!r}" in str(caught.value)
-    assert said in str(caught.value)
+    assert message in str(caught.value)

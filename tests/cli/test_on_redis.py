@@ -1,4 +1,4 @@
-"""The program on a real Redis: the same commands, and a doctor that knows what a Redis may forget."""
+"""The program on a real Redis: the same commands, and a doctor that finds settings that may lose data."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ PASSWORD = "hunter2"
 
 
 @pytest.fixture
-def careless(make_redis: MakeServer) -> RedisServer:
-    """It keeps nothing on disk, and throws keys away when it is full."""
+def volatile_redis(make_redis: MakeServer) -> RedisServer:
+    """A Redis without persistence, which evicts keys when it is full."""
     return make_redis(appendonly="no", maxmemory="100mb", maxmemory_policy="allkeys-lru")
 
 
 @pytest.fixture
-def careful(make_redis: MakeServer) -> RedisServer:
-    """It writes everything down, and wants a password."""
+def persistent_redis(make_redis: MakeServer) -> RedisServer:
+    """A Redis that persists every write and needs a password."""
     server = make_redis(appendonly="yes", appendfsync="always")
     with redis.Redis.from_url(server.url) as client:
         client.config_set("requirepass", PASSWORD)
@@ -50,61 +50,61 @@ def findings(url: str, code: int) -> list[dict[str, Any]]:
     return list(report["findings"])
 
 
-def test_doctor_names_a_redis_that_may_forget(careless: RedisServer) -> None:
-    bad = [finding for finding in findings(careless.url, 1) if not finding["ok"]]
-    said = " ".join(finding["message"] for finding in bad).lower()
-    assert "append-only file is off" in said
-    assert "allkeys-lru" in said
+def test_doctor_reports_a_redis_that_may_lose_data(volatile_redis: RedisServer) -> None:
+    bad = [finding for finding in findings(volatile_redis.url, 1) if not finding["ok"]]
+    messages = " ".join(finding["message"] for finding in bad).lower()
+    assert "append-only file is off" in messages
+    assert "allkeys-lru" in messages
     assert all(finding["remedy"] for finding in bad)
-    shown = run("doctor", "--url", careless.url, code=1).stdout
+    shown = run("doctor", "--url", volatile_redis.url, code=1).stdout
     assert "DANGER" in shown
     assert "noeviction" in shown
 
 
-def test_a_worker_warns_of_a_redis_that_may_forget(careless: RedisServer, shell: Shell) -> None:
-    at = Shell(shell.folder, shell.environment | {"HOLDFAST_URL": careless.url})
-    with at.start("worker", "sample.py:app") as worker:
+def test_a_worker_warns_of_a_redis_that_may_lose_data(volatile_redis: RedisServer, shell: Shell) -> None:
+    redis_shell = Shell(shell.folder, shell.environment | {"HOLDFAST_URL": volatile_redis.url})
+    with redis_shell.start("worker", "sample.py:app") as worker:
         worker.wait_log("maxmemory-policy allkeys-lru")
         worker.wait_log("append-only file is off")
         assert worker.end() == 0
 
 
-def test_a_worker_works_on_a_redis_that_does_not_let_it_ask(careless: RedisServer, shell: Shell) -> None:
-    with redis.Redis.from_url(careless.url) as client:
+def test_a_worker_runs_on_a_redis_that_hides_its_configuration(volatile_redis: RedisServer, shell: Shell) -> None:
+    with redis.Redis.from_url(volatile_redis.url) as client:
         client.acl_setuser(
             "default", enabled=True, nopass=True, keys=["*"], channels=["*"], commands=["+@all", "-config"]
         )
-    at = Shell(shell.folder, shell.environment | {"HOLDFAST_URL": careless.url})
-    with at.start("worker", "sample.py:app") as worker:
+    redis_shell = Shell(shell.folder, shell.environment | {"HOLDFAST_URL": volatile_redis.url})
+    with redis_shell.start("worker", "sample.py:app") as worker:
         worker.wait_log("started")
-        assert at.run("submit", "add", "[1]", "--wait", "30").stdout == "2\n"
+        assert redis_shell.run("submit", "add", "[1]", "--wait", "30").stdout == "2\n"
         assert worker.end() == 0
-    assert "CONFIG is hidden" in run("doctor", "--url", careless.url, code=1).stdout
+    assert "CONFIG is hidden" in run("doctor", "--url", volatile_redis.url, code=1).stdout
 
 
-def test_doctor_is_content_with_a_careful_redis(careful: RedisServer) -> None:
-    found = findings(secret_url(careful), 0)
+def test_doctor_accepts_a_persistent_redis(persistent_redis: RedisServer) -> None:
+    found = findings(secret_url(persistent_redis), 0)
     assert {"holdfast", "clock"} <= {finding["check"] for finding in found}
     assert any("7." in finding["message"] for finding in found)
-    answer = run("doctor", "--url", secret_url(careful))
+    answer = run("doctor", "--url", secret_url(persistent_redis))
     assert PASSWORD not in answer.output
 
 
-def test_the_same_commands_work_on_redis(careful: RedisServer, shell: Shell) -> None:
-    """Submit, work, look, list, cancel; and no log or answer has the password in it."""
-    at = Shell(shell.folder, shell.environment | {"HOLDFAST_URL": secret_url(careful)})
-    with at.start("worker", "sample.py:app", "--name", "blue") as worker:
+def test_the_same_commands_work_on_redis(persistent_redis: RedisServer, shell: Shell) -> None:
+    """Submit, work, show, list and cancel; the password is not in the log."""
+    redis_shell = Shell(shell.folder, shell.environment | {"HOLDFAST_URL": secret_url(persistent_redis)})
+    with redis_shell.start("worker", "sample.py:app", "--name", "blue") as worker:
         worker.wait_log("started")
-        receipt = at.json("submit", "flaky", "--wait", "30")
+        receipt = redis_shell.json("submit", "flaky", "--wait", "30")
         assert receipt["result"] == "now"
         assert worker.end() == 0
-    job = at.json("jobs", "show", receipt["job_id"])
+    job = redis_shell.json("jobs", "show", receipt["job_id"])
     assert (job["state"], job["attempt"], job["retry_count"]) == ("succeeded", 2, 1)
-    queued = at.run("submit", "add", "[1]", "--delay", "1h").stdout.strip()
-    assert queued in {one["job_id"] for one in at.json("jobs", "list", "--state", "queued")}
-    at.run("jobs", "cancel", queued)
-    at.run("jobs", "cancel", queued, code=4)
-    assert at.json("queues", "list", "--queue", "default")[0]["states"]["queued"] == 0
+    queued = redis_shell.run("submit", "add", "[1]", "--delay", "1h").stdout.strip()
+    assert queued in {one["job_id"] for one in redis_shell.json("jobs", "list", "--state", "queued")}
+    redis_shell.run("jobs", "cancel", queued)
+    redis_shell.run("jobs", "cancel", queued, code=4)
+    assert redis_shell.json("queues", "list", "--queue", "default")[0]["states"]["queued"] == 0
     assert PASSWORD not in worker.log.read_text()
     # The first attempt's failure, and nothing else.
     (warning,) = (line for line in worker.log.read_text().splitlines() if '"level":"warning"' in line)
@@ -112,9 +112,9 @@ def test_the_same_commands_work_on_redis(careful: RedisServer, shell: Shell) -> 
     assert "***" in worker.log.read_text()
 
 
-def test_namespaces_are_apart(careful: RedisServer) -> None:
-    url = secret_url(careful)
-    mine = run("submit", "add", "{}", "--url", url, "--namespace", "mine").stdout.strip()
-    assert mine in run("jobs", "list", "--url", url, "--namespace", "mine").stdout
+def test_namespaces_are_separate(persistent_redis: RedisServer) -> None:
+    url = secret_url(persistent_redis)
+    job_id = run("submit", "add", "{}", "--url", url, "--namespace", "mine").stdout.strip()
+    assert job_id in run("jobs", "list", "--url", url, "--namespace", "mine").stdout
     assert run("jobs", "list", "--url", url, "--namespace", "yours").stdout == ""
-    run("jobs", "show", mine, "--url", url, code=2)
+    run("jobs", "show", job_id, "--url", url, code=2)

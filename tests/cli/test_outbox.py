@@ -1,4 +1,4 @@
-"""`holdfast outbox`: what people see, what they may, and the relay as a process."""
+"""`holdfast outbox`: lists, retries and permissions, and the relay as a process."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from holdfast.cli.command import ExitCode
 from holdfast.outbox.writer import NewOutboxEvent, Outbox
 from holdfast.settings import Settings
 from tests.cli.harness import Shell, eventually
-from tests.cli.test_operations import Desk
+from tests.cli.test_operations import OperatorCli
 
 
 @pytest.fixture
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
+def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OperatorCli:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOLDFAST_URL", f"sqlite:///{tmp_path}/jobs.db")
-    desk = Desk(tmp_path, monkeypatch)
-    # Makes the file.
-    desk.run("submit", "add", '{"a": 1}')
-    return desk
+    cli = OperatorCli(tmp_path, monkeypatch)
+    # Creates the database file.
+    cli.run("submit", "add", '{"a": 1}')
+    return cli
 
 
 def write(path: Path, *events: NewOutboxEvent) -> list[str]:
@@ -36,7 +36,7 @@ def write(path: Path, *events: NewOutboxEvent) -> list[str]:
         return ids
 
 
-def kill(path: Path, *ids: str) -> None:
+def mark_dead(path: Path, *ids: str) -> None:
     with closing(sqlite3.connect(path)) as connection:
         for event_id in ids:
             connection.execute(
@@ -46,16 +46,16 @@ def kill(path: Path, *ids: str) -> None:
         connection.commit()
 
 
-def filled(desk: Desk) -> tuple[str, str, str]:
-    """Dead of acme, dead of globex, new."""
-    path = desk.folder / "jobs.db"
+def write_events(cli: OperatorCli) -> tuple[str, str, str]:
+    """Write three events: dead of acme, dead of globex, new."""
+    path = cli.folder / "jobs.db"
     one, two, three = write(
         path,
         NewOutboxEvent(topic="orders", key="o-1", payload={"n": 1}, tenant_id="acme", headers={"x-event-name": "paid"}),
         NewOutboxEvent(topic="orders", key="o-2", payload={"n": 2}, tenant_id="globex", destination="other"),
         NewOutboxEvent(topic="mails", payload=b"raw", tenant_id="acme"),
     )
-    kill(path, one, two)
+    mark_dead(path, one, two)
     return one, two, three
 
 
@@ -63,64 +63,69 @@ def ids(events: list[dict[str, Any]]) -> list[str]:
     return [event["id"] for event in events]
 
 
-def test_list(desk: Desk) -> None:
-    assert desk.run("outbox", "list").stdout == ""
-    one, two, three = filled(desk)
-    assert ids(desk.json("outbox", "list")) == [three, two, one]
-    assert ids(desk.json("outbox", "list", "--status", "dead")) == [two, one]
-    assert ids(desk.json("outbox", "list", "--destination", "other")) == [two]
-    assert ids(desk.json("outbox", "list", "--topic", "mails")) == [three]
-    assert ids(desk.json("outbox", "list", "--key", "o-1")) == [one]
-    (first,) = desk.json("outbox", "list", "--key", "o-1")
+def test_events_are_listed(cli: OperatorCli) -> None:
+    assert cli.run("outbox", "list").stdout == ""
+    one, two, three = write_events(cli)
+    assert ids(cli.json("outbox", "list")) == [three, two, one]
+    assert ids(cli.json("outbox", "list", "--status", "dead")) == [two, one]
+    assert ids(cli.json("outbox", "list", "--destination", "other")) == [two]
+    assert ids(cli.json("outbox", "list", "--topic", "mails")) == [three]
+    assert ids(cli.json("outbox", "list", "--key", "o-1")) == [one]
+    (first,) = cli.json("outbox", "list", "--key", "o-1")
     assert first["payload"] == {"n": 1}
     assert (first["status"], first["attempt_count"], first["last_error"]) == ("DEAD", 10, "no broker")
     assert first["headers"] == {"x-event-name": "paid"}
-    answer = desk.run("outbox", "list", "--limit", "2")
+    answer = cli.run("outbox", "list", "--limit", "2")
     header, *rows = answer.stdout.splitlines()
     assert header.split("\t")[:3] == ["event", "destination", "topic"]
     assert [row.split("\t")[0] for row in rows] == [three, two]
     (after,) = re.findall(r"--after (\d+)", answer.stderr)
-    assert ids(desk.json("outbox", "list", "--after", after)) == [one]
+    assert ids(cli.json("outbox", "list", "--after", after)) == [one]
 
 
-def test_retry_by_id_and_all(desk: Desk) -> None:
-    one, two, three = filled(desk)
-    assert desk.json("outbox", "retry", one, "--reason", "it is back") == {"revived": 1}
-    assert ids(desk.json("outbox", "list", "--status", "NEW")) == [three, one]
-    # Not one of those that could be tried again.
-    answer = desk.run("outbox", "retry", three, "nobody", code=ExitCode.USAGE)
+def test_retry_by_id_and_all(cli: OperatorCli) -> None:
+    one, two, three = write_events(cli)
+    assert cli.json("outbox", "retry", one, "--reason", "it is back") == {"revived": 1}
+    assert ids(cli.json("outbox", "list", "--status", "NEW")) == [three, one]
+    # Neither of these can be retried.
+    answer = cli.run("outbox", "retry", three, "unknown", code=ExitCode.USAGE)
     assert "2 of the ids" in answer.stderr
-    assert desk.json("outbox", "retry", "--all-dead", "--destination", "default") == {"revived": 0}
-    assert desk.json("outbox", "retry", "--all-dead", "--reason", "all of them") == {"revived": 1}
-    assert ids(desk.json("outbox", "list", "--status", "NEW")) == [three, two, one]
-    log = desk.json("log", "--type", "operator.outbox_retry")
-    assert [(line["reason"], line["tenant_id"]) for line in log] == [("all of them", "globex"), ("it is back", "acme")]
+    assert cli.json("outbox", "retry", "--all-dead", "--destination", "default") == {"revived": 0}
+    assert cli.json("outbox", "retry", "--all-dead", "--reason", "all of them") == {"revived": 1}
+    assert ids(cli.json("outbox", "list", "--status", "NEW")) == [three, two, one]
+    log = cli.json("log", "--type", "operator.outbox_retry")
+    assert [(entry["reason"], entry["tenant_id"]) for entry in log] == [
+        ("all of them", "globex"),
+        ("it is back", "acme"),
+    ]
 
 
 @pytest.mark.parametrize("words", [[], ["x", "--all-dead"], ["x", "--destination", "d"]])
-def test_retry_wants_to_know_which(desk: Desk, words: list[str]) -> None:
-    desk.run("outbox", "retry", *words, code=ExitCode.USAGE)
+def test_retry_needs_a_selection(cli: OperatorCli, words: list[str]) -> None:
+    cli.run("outbox", "retry", *words, code=ExitCode.USAGE)
 
 
-def test_people_see_and_revive_what_is_of_their_tenants(desk: Desk) -> None:
-    one, two, three = filled(desk)
-    desk.sit("vic", "viewer", "acme")
-    assert ids(desk.json("outbox", "list")) == [three, one]
-    desk.run("outbox", "retry", one, code=ExitCode.REFUSED)
-    desk.sit(None)
-    desk.sit("olga", "operator", "acme")
-    desk.run("outbox", "retry", two, code=ExitCode.USAGE)
-    assert desk.json("outbox", "retry", "--all-dead") == {"revived": 1}
-    desk.sit(None)
-    assert ids(desk.json("outbox", "list", "--status", "DEAD")) == [two]
-    log = desk.json("log", "--type", "operator.outbox_retry")
-    assert [(line["actor"], line["tenant_id"]) for line in log] == [("olga", "acme")]
+def test_a_token_limits_the_events_that_are_listed_and_retried(cli: OperatorCli) -> None:
+    one, two, three = write_events(cli)
+    cli.act_as("vic", "viewer", "acme")
+    assert ids(cli.json("outbox", "list")) == [three, one]
+    cli.run("outbox", "retry", one, code=ExitCode.REFUSED)
+    cli.act_as(None)
+    cli.act_as("olga", "operator", "acme")
+    cli.run("outbox", "retry", two, code=ExitCode.USAGE)
+    assert cli.json("outbox", "retry", "--all-dead") == {"revived": 1}
+    cli.act_as(None)
+    assert ids(cli.json("outbox", "list", "--status", "DEAD")) == [two]
+    log = cli.json("log", "--type", "operator.outbox_retry")
+    assert [(entry["actor"], entry["tenant_id"]) for entry in log] == [("olga", "acme")]
 
 
-def test_without_an_outbox(desk: Desk, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_outbox_the_error_names_the_setting(
+    cli: OperatorCli, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOLDFAST_URL", redis_url)
     for words in (["list"], ["retry", "--all-dead"], ["relay"]):
-        answer = desk.run("outbox", *words, code=ExitCode.USAGE)
+        answer = cli.run("outbox", *words, code=ExitCode.USAGE)
         assert "HOLDFAST_OUTBOX_URL" in answer.stderr
 
 
@@ -154,7 +159,7 @@ def test_the_relay_as_a_process(shell: Shell, redis_url: str, namespace: str) ->
         assert relay.logged("relay ended")
 
 
-def test_the_relay_takes_an_apps_targets(shell: Shell, redis_url: str, namespace: str) -> None:
+def test_the_relay_uses_the_targets_of_an_app(shell: Shell, redis_url: str, namespace: str) -> None:
     shell.run("submit", "add", '{"a": 1}')
     write(file_of(shell), NewOutboxEvent(topic=f"{namespace}:orders", payload=1))
     targets = {"default": {"type": "redis", "connection": {"url": redis_url}}}

@@ -1,4 +1,4 @@
-"""The pieces of the command line that need no engine."""
+"""Parts of the command line that do not need an engine."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_debug_shows_the_traceback_without_the_password(capsys: pytest.CaptureFi
         ("ada@example.org at 10:30", "ada@example.org at 10:30"),
     ],
 )
-def test_passwords_are_blotted_out(text: str, shown: str) -> None:
+def test_passwords_are_redacted(text: str, shown: str) -> None:
     assert redact(text) == shown
 
 
@@ -109,12 +109,12 @@ def test_passwords_are_blotted_out(text: str, shown: str) -> None:
         ("2d", 172_800),
     ],
 )
-def test_durations(text: str, seconds: float) -> None:
+def test_durations_are_parsed(text: str, seconds: float) -> None:
     assert duration(text, "--delay") == timedelta(seconds=seconds)
 
 
 @pytest.mark.parametrize("text", ["", "soon", "5 m", "m5", "5x", "1h-3m", "nan", "inf"])
-def test_no_duration(text: str) -> None:
+def test_an_invalid_duration_is_refused(text: str) -> None:
     with pytest.raises(InvalidOption, match="--delay"):
         duration(text, "--delay")
 
@@ -157,7 +157,7 @@ def test_a_document_can_come_from_stdin(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(("document", "pairs"), [("{", []), ("3", []), ("{}", ["a=1"]), (None, ["a"]), (None, ["=1"])])
-def test_bad_arguments(document: str | None, pairs: list[str]) -> None:
+def test_invalid_arguments_are_refused(document: str | None, pairs: list[str]) -> None:
     with pytest.raises(InvalidPayload):
         payload(document, pairs)
 
@@ -189,7 +189,7 @@ def test_a_log_line_is_json_without_secrets() -> None:
     assert "stack" not in line
 
 
-def view(state: State, meta: Meta = EMPTY_META, **changes: object) -> JobInfo:
+def make_info(state: State, meta: Meta = EMPTY_META, **changes: object) -> JobInfo:
     values: dict[str, object] = {
         "job_id": "j1",
         "task": "t",
@@ -204,39 +204,41 @@ def view(state: State, meta: Meta = EMPTY_META, **changes: object) -> JobInfo:
     return JobInfo(**(values | {"state": state, "meta": meta} | changes))  # type: ignore[arg-type]
 
 
-def test_a_timeline_tells_of_attempts_and_of_the_leases_lost_between_them() -> None:
+def test_a_timeline_has_attempts_and_lost_leases() -> None:
     history = (
         Attempt(1, "w1", 1_100, 1_300, "retrying", Failure("TASK_ERROR", "boom", "ValueError")),
         Attempt(3, "w2", 9_000, 9_500, "succeeded"),
     )
-    told = timeline(view(State.SUCCEEDED, Meta(history=history, lost_leases=1), attempt=3, finished_at_ms=9_500))
-    assert [moment.what for moment in told] == ["created", "attempt 1", "attempt 2", "attempt 3", "succeeded"]
-    assert "retrying after 200 ms on w1: ValueError: boom" in told[1].detail
-    assert "lease lost" in told[2].detail
-    assert told[-1].at_ms == 9_500
+    moments = timeline(
+        make_info(State.SUCCEEDED, Meta(history=history, lost_leases=1), attempt=3, finished_at_ms=9_500)
+    )
+    assert [moment.what for moment in moments] == ["created", "attempt 1", "attempt 2", "attempt 3", "succeeded"]
+    assert "retrying after 200 ms on w1: ValueError: boom" in moments[1].detail
+    assert "lease lost" in moments[2].detail
+    assert moments[-1].at_ms == 9_500
 
 
-def test_a_timeline_tells_what_an_open_job_waits_for() -> None:
-    waiting = timeline(view(State.QUEUED, Meta(run_at_ms=5_000), next_attempt_at_ms=5_000))
+def test_a_timeline_shows_what_an_open_job_waits_for() -> None:
+    waiting = timeline(make_info(State.QUEUED, Meta(run_at_ms=5_000), next_attempt_at_ms=5_000))
     assert [(moment.at_ms, moment.what) for moment in waiting] == [
         (1_000, "created"),
         (5_000, "due"),
         (5_000, "waiting until"),
     ]
-    running = timeline(view(State.RUNNING, attempt=1, worker="w9"))
+    running = timeline(make_info(State.RUNNING, attempt=1, worker="w9"))
     assert running[-1].detail == "attempt 1 on w9"
-    assert timeline(view(State.SUSPENDED))[-1].what == "suspended"
+    assert timeline(make_info(State.SUSPENDED))[-1].what == "suspended"
 
 
 def test_a_job_for_programs_keeps_its_numbers() -> None:
-    document = job_document(view(State.QUEUED))
+    document = job_document(make_info(State.QUEUED))
     assert bytes(document["payload"]) == b'{"n": 12345678901234567890}'
     assert document["idempotency_key"] == "j1"
     assert as_json(b"\xff no json") == "\ufffd no json"
 
 
 def test_arguments_that_are_not_kept_are_null() -> None:
-    assert job_document(view(State.SUCCEEDED, payload=b""))["payload"] is None
+    assert job_document(make_info(State.SUCCEEDED, payload=b""))["payload"] is None
 
 
 def test_an_error_without_a_type_has_no_stray_colon() -> None:
@@ -251,12 +253,12 @@ def test_one_is_singular() -> None:
 
 
 def test_a_job_that_succeeded_without_a_history_has_a_short_timeline() -> None:
-    told = timeline(view(State.SUCCEEDED, attempt=1, finished_at_ms=1_500, idempotency_key="order-7"))
-    assert [moment.what for moment in told] == ["created", "succeeded"]
-    assert told[0].detail == "task t, queue q, key order-7"
+    moments = timeline(make_info(State.SUCCEEDED, attempt=1, finished_at_ms=1_500, idempotency_key="order-7"))
+    assert [moment.what for moment in moments] == ["created", "succeeded"]
+    assert moments[0].detail == "task t, queue q, key order-7"
 
 
-def test_lines_without_a_name_keep_their_number() -> None:
+def test_priorities_without_a_name_keep_their_number() -> None:
     assert [priority_name(number) for number in (0, 1, 2, 7)] == ["high", "normal", "low", "7"]
 
 
@@ -269,38 +271,38 @@ def test_a_log_line_has_the_stack_of_an_exception() -> None:
     assert "ValueError: at redis://u:***@h" in line["stack"]
 
 
-def test_without_a_user_name_somebody_local_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nobody() -> str:
+def test_without_a_user_name_the_local_principal_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raise_no_user() -> str:
         raise OSError("no user name")
 
     assert local_principal().name.startswith("local:")
-    monkeypatch.setattr("getpass.getuser", nobody)
+    monkeypatch.setattr("getpass.getuser", raise_no_user)
     assert local_principal().name == "local:unknown"
 
 
-def test_a_flood_is_counted_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    flood = [Event(type="task.created", job_id=str(number), at_ms=1_000) for number in range(41)]
-    show_events([(event, "add") for event in flood])
+def test_many_events_are_counted_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    events = [Event(type="task.created", job_id=str(number), at_ms=1_000) for number in range(41)]
+    show_events([(event, "add") for event in events])
     assert capsys.readouterr().out == "1970-01-01 00:00:01.000Z 41 × task.created\n"
-    show_events([(flood[0], "add")])
+    show_events([(events[0], "add")])
     assert "add           task.created" in capsys.readouterr().out
 
 
-def test_a_table_that_does_not_fit_breaks_no_id(
+def test_a_table_that_is_too_wide_does_not_break_ids(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Somebody has to copy it from here."""
+    """Operators copy ids from the terminal."""
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("TERM", "dumb")
-    columns = ("approval", "task", "tenant", "status", "asked", "question")
+    columns = ("approval", "task", "tenant", "status", "age", "reason")
     row = ("01a1e0ab6d8a7e83b2c7891d6abf89eb", "pay.salaries", "default", "requested", "4.3 min ago", "more than 100")
     emit_rows(columns, [row, (*row[:5], "")], empty="")
     lines = capsys.readouterr().out.splitlines()
     assert lines.count(row[0]) == 2
     assert all(len(line) <= 80 for line in lines)
-    told = " ".join(" ".join(lines).split())
-    assert told.count("task pay.salaries · tenant default · status requested") == 2
-    assert told.count("question") == 1
+    text = " ".join(" ".join(lines).split())
+    assert text.count("task pay.salaries · tenant default · status requested") == 2
+    assert text.count("reason") == 1
     emit_rows(("job", "note"), [(row[0], "a long text " * 20)], empty="")
     table = capsys.readouterr().out.splitlines()
     assert table[1].startswith(row[0] + "  a long text")

@@ -1,4 +1,4 @@
-"""A prefix of an id on the command line: unique or refused, of one's own tenants, and where a ledger can be asked."""
+"""A prefix of an id on the command line: it must be unique among visible tenants, and needs a ledger."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ async def _fill(world: World) -> None:
 
 
 def test_prefixes_of_jobs(at: Deployment) -> None:
-    """One deployment for all of it: each takes a second to make."""
-    # Unique: for looking, and for acting.
+    """One deployment for all cases, because each takes a second to make."""
+    # Unique: for reads and for moves.
     for prefix in (FIRST[:13] + "7d", FIRST[:-1]):
         assert at.json("jobs", "show", prefix)["job_id"] == FIRST
         assert at.json("explain", prefix)["job_id"] == FIRST
@@ -52,7 +52,7 @@ def test_prefixes_of_jobs(at: Deployment) -> None:
     # A whole id wins, although another one begins with it.
     assert at.json("jobs", "show", SHORT)["job_id"] == SHORT
     assert at.json("jobs", "show", SHORT + "-")["job_id"] == LONGER
-    # Ambiguous: nothing is changed, all candidates are listed, with what tells them apart.
+    # Ambiguous: nothing is changed, and all candidates are listed with their differences.
     refused = at.run("jobs", "cancel", FIRST[:12], code=ExitCode.USAGE)
     assert refused.stdout == ""
     *listed, error = refused.stderr.splitlines()
@@ -69,7 +69,7 @@ def test_prefixes_of_jobs(at: Deployment) -> None:
     # A tenant that is named narrows it down.
     assert at.json("jobs", "show", FIRST[:12], "--tenant", "acme")["job_id"] == OF_ACME
     assert at.json("jobs", "cancel", FIRST[:16])[0]["job_id"] == FIRST
-    # Too short, in other letters, in another queue, of several at once.
+    # Too short, in upper case, in another queue, several at once.
     short = at.run("jobs", "show", SHORT[:11], code=ExitCode.USAGE).stderr
     assert "UNKNOWN_JOB" in short
     assert "at least 12 characters" in short
@@ -87,7 +87,7 @@ def test_prefixes_of_jobs(at: Deployment) -> None:
 
 
 def test_other_tenants_ids_neither_match_nor_count(at: Deployment) -> None:
-    at.become("olga", "operator", "acme")
+    at.act_as("olga", "operator", "acme")
     assert at.json("jobs", "show", FIRST[:12])["job_id"] == OF_ACME
     assert at.json("explain", FIRST[:12])["job_id"] == OF_ACME
     for words in ((SAME_MS[:16],), (FIRST[:12], "--tenant", "default")):
@@ -98,7 +98,7 @@ def test_other_tenants_ids_neither_match_nor_count(at: Deployment) -> None:
 
 
 @pytest.mark.redis
-def test_without_a_ledger_ids_are_whole_and_nothing_is_scanned(
+def test_without_a_ledger_prefixes_are_refused_and_nothing_is_scanned(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at = deployed("redis", request, tmp_path, monkeypatch)
@@ -141,17 +141,17 @@ def test_prefixes_of_dead_letters_and_approvals(at: Deployment) -> None:
         assert ask is not None
         return await world.dead(2), ask.approval_id
 
-    (letter, other), approval = at.do(leave)
-    prefix = _apart(letter, other)
-    assert at.json("dlq", "show", prefix)["dlq_id"] == letter
-    assert at.json("dlq", "replay", prefix)["results"][0]["id"] == letter
+    (dead_letter, other), approval = at.do(leave)
+    prefix = _unique_prefix(dead_letter, other)
+    assert at.json("dlq", "show", prefix)["dlq_id"] == dead_letter
+    assert at.json("dlq", "replay", prefix)["results"][0]["id"] == dead_letter
     assert at.json("approvals", "show", approval[:14])["approval_id"] == approval
     assert "at least 12" in at.run("approvals", "show", approval[:11], code=ExitCode.USAGE).stderr
-    at.become("ann", "approver")
+    at.act_as("ann", "approver")
     assert at.json("approvals", "reject", approval[:14], "--reason", "no")["status"] == "rejected"
     assert "NOT_FOUND" in at.run("dlq", "show", "0" * 32, code=ExitCode.USAGE).stderr
 
 
-def _apart(one: str, other: str) -> str:
-    """As much of the first as tells it apart from the other."""
+def _unique_prefix(one: str, other: str) -> str:
+    """The shortest prefix of the first that the other does not start with."""
     return next(one[:length] for length in range(12, 33) if not other.startswith(one[:length]))

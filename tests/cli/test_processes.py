@@ -1,4 +1,4 @@
-"""The commands that stay, as real processes: they start, work, drain, hurry, die and are survived."""
+"""Long-running commands as real processes: start, work, drain, stop now, and recovery after a kill."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from holdfast import State
 from holdfast.core.states import FINAL
-from tests.cli.harness import PATIENCE_S, Process, Shell, eventually
+from tests.cli.harness import TIMEOUT_S, Process, Shell, eventually
 
 
 def log_lines(process: Process) -> list[dict[str, Any]]:
@@ -35,15 +35,15 @@ def test_a_worker_works_and_drains_at_sigterm(shell: Shell) -> None:
     assert started["tasks"] == ["add", "elsewhere", "flaky", "refuse", "slow"]
     assert "blue" in started["incarnation"]
     assert started["engine"].startswith("sqlite:///")
-    told = shell.run("jobs", "show", retried["job_id"]).stdout
-    assert "ValueError: not yet" in told
-    assert "attempt 2" in told
+    output = shell.run("jobs", "show", retried["job_id"]).stdout
+    assert "ValueError: not yet" in output
+    assert "attempt 2" in output
 
 
 def test_a_job_that_fails_is_exit_code_1(shell: Shell) -> None:
     with shell.start("worker", "sample:app") as worker:
         worker.wait_log("started")
-        failed = shell.run("submit", "refuse", "--arg", "why=never", "--wait", "30", code=1)
+        failed = shell.run("submit", "refuse", "--arg", "reason=never", "--wait", "30", code=1)
     assert "holdfast: JOB_FAILED: " in failed.stderr
     assert "never" in failed.stderr
     assert failed.stdout == ""
@@ -52,16 +52,16 @@ def test_a_job_that_fails_is_exit_code_1(shell: Shell) -> None:
     assert "Fatal" in shell.run("jobs", "show", job["job_id"], "--stack").stdout
 
 
-def test_what_runs_is_finished_before_a_worker_ends(shell: Shell) -> None:
+def test_a_running_job_is_finished_before_the_worker_ends(shell: Shell) -> None:
     with shell.start("worker", "sample.py:app") as worker:
         worker.wait_log("started")
         job_id = shell.run("submit", "slow", "[3]").stdout.strip()
         shell.wait_begun(job_id)
         assert worker.end() == 0
-        assert shell.view(job_id).state is State.SUCCEEDED
+        assert shell.info(job_id).state is State.SUCCEEDED
 
 
-def test_a_second_signal_hurries_and_loses_nothing(shell: Shell) -> None:
+def test_a_second_signal_stops_now_and_loses_nothing(shell: Shell) -> None:
     with shell.start("worker", "sample.py:app", HOLDFAST_DRAIN_GRACE_S="600") as worker:
         worker.wait_log("started")
         job_id = shell.run("submit", "slow", "[600]").stdout.strip()
@@ -70,8 +70,8 @@ def test_a_second_signal_hurries_and_loses_nothing(shell: Shell) -> None:
         with pytest.raises(subprocess.TimeoutExpired):
             worker.process.wait(0.5)
         worker.process.send_signal(signal.SIGINT)
-        assert worker.process.wait(PATIENCE_S) == 0
-    assert shell.view(job_id).state not in FINAL
+        assert worker.process.wait(TIMEOUT_S) == 0
+    assert shell.info(job_id).state not in FINAL
 
 
 def test_a_job_whose_worker_is_killed_is_finished_by_another(shell: Shell) -> None:
@@ -100,7 +100,7 @@ def test_several_processes_work_and_drain_together(shell: Shell) -> None:
         assert worker.end() == 0
 
 
-def test_ctrl_c_at_a_terminal_drains_all_processes_and_hurries_none(shell: Shell) -> None:
+def test_ctrl_c_at_a_terminal_drains_all_processes(shell: Shell) -> None:
     """A terminal signals the whole process group, so the children must not take it for a second signal."""
     log = shell.folder / "group.log"
     with log.open("wb") as errors:
@@ -118,7 +118,7 @@ def test_ctrl_c_at_a_terminal_drains_all_processes_and_hurries_none(shell: Shell
         job_id = shell.run("submit", "slow", "[2]").stdout.strip()
         shell.wait_begun(job_id)
         os.killpg(leader.pid, signal.SIGINT)
-        assert leader.wait(PATIENCE_S) == 0
+        assert leader.wait(TIMEOUT_S) == 0
     finally:
         leader.kill()
         leader.wait()
@@ -137,26 +137,26 @@ def test_processes_whose_supervisor_is_killed_drain_by_themselves(shell: Shell) 
     assert supervisor.logged("has died, draining")
 
 
-def test_upkeep_of_its_own_promotes_for_workers_that_do_none(shell: Shell) -> None:
-    with shell.start("worker", "sample.py:app", "--no-upkeep") as worker, shell.start("upkeep", "sample.py") as keeper:
+def test_separate_upkeep_promotes_for_workers_without_upkeep(shell: Shell) -> None:
+    with shell.start("worker", "sample.py:app", "--no-upkeep") as worker, shell.start("upkeep", "sample.py") as upkeep:
         worker.wait_log("started")
-        keeper.wait_log("upkeep started")
+        upkeep.wait_log("upkeep started")
         done = shell.run("submit", "add", "[1]", "--delay", "0.3", "--wait", "30")
         assert done.stdout == "2\n"
-        assert keeper.end() == 0
+        assert upkeep.end() == 0
         assert worker.end() == 0
 
 
 def test_upkeep_without_an_app_keeps_every_queue(shell: Shell) -> None:
     job_id = shell.run("submit", "add", "[1]", "--queue", "found", "--delay", "1").stdout.strip()
-    with shell.start("upkeep") as keeper:
-        keeper.wait_log("queues all")
+    with shell.start("upkeep") as upkeep:
+        upkeep.wait_log("queues all")
         eventually(lambda: shell.json("queues", "list", "-q", "found")[0]["delayed"] == 0, what="promotion")
-        assert keeper.end() == 0
-    assert shell.view(job_id, "found").state is State.QUEUED
+        assert upkeep.end() == 0
+    assert shell.info(job_id, "found").state is State.QUEUED
 
 
-def test_dev_shows_what_happens(shell: Shell) -> None:
+def test_dev_prints_events(shell: Shell) -> None:
     process = subprocess.Popen(
         shell.command("dev", "sample.py"),
         cwd=shell.folder,
@@ -168,7 +168,7 @@ def test_dev_shows_what_happens(shell: Shell) -> None:
     try:
         assert shell.run("submit", "add", "[1]", "--wait", "30").stdout == "2\n"
         process.send_signal(signal.SIGINT)
-        out, errors = process.communicate(timeout=PATIENCE_S)
+        out, errors = process.communicate(timeout=TIMEOUT_S)
     finally:
         process.kill()
         process.wait()
@@ -177,7 +177,7 @@ def test_dev_shows_what_happens(shell: Shell) -> None:
     assert re.search(r"[0-9a-f]{32}  add +task.succeeded +attempt 1", out)
 
 
-def test_ctrl_c_ends_a_watch_well(shell: Shell) -> None:
+def test_ctrl_c_ends_a_watch_without_an_error(shell: Shell) -> None:
     shell.run("submit", "add", "[1]")
     process = subprocess.Popen(
         shell.command("jobs", "watch", "--interval", "0.1", "--json"),
@@ -191,7 +191,7 @@ def test_ctrl_c_ends_a_watch_well(shell: Shell) -> None:
         assert process.stdout is not None
         first = process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        out, errors = process.communicate(timeout=PATIENCE_S)
+        out, errors = process.communicate(timeout=TIMEOUT_S)
     finally:
         process.kill()
         process.wait()
@@ -201,7 +201,7 @@ def test_ctrl_c_ends_a_watch_well(shell: Shell) -> None:
 
 
 @pytest.mark.parametrize("words", [["worker", "nowhere:app"], ["dev", "nowhere.py"], ["upkeep", "sample:none"]])
-def test_an_app_that_is_not_there_is_exit_code_2(shell: Shell, words: list[str]) -> None:
+def test_a_missing_app_is_exit_code_2(shell: Shell, words: list[str]) -> None:
     failed = shell.run(*words, code=2)
     assert "cannot load app" in failed.stderr
     assert "Traceback" not in failed.stderr

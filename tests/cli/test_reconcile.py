@@ -31,7 +31,7 @@ def test_embedded_there_is_nothing_to_compare(tmp_path: Path) -> None:
 
 
 @pytest.mark.redis
-def test_without_a_ledger_it_says_what_to_set(redis_url: str, namespace: str) -> None:
+def test_without_a_ledger_the_error_names_the_setting(redis_url: str, namespace: str) -> None:
     for arguments in (("reconcile",), ("submit", "work", "[]", "--durable")):
         done = run(*arguments, "--url", redis_url, "--namespace", namespace)
         assert done.exit_code == 2
@@ -39,11 +39,11 @@ def test_without_a_ledger_it_says_what_to_set(redis_url: str, namespace: str) ->
 
 
 @pytest.mark.redis
-def test_a_dry_run_lists_and_a_real_one_puts_back(make_redis: MakeServer, tmp_path: Path) -> None:
+def test_a_dry_run_lists_and_a_real_run_restores(make_redis: MakeServer, tmp_path: Path) -> None:
     server = make_redis()
     ledger = f"sqlite:///{tmp_path / 'ledger.db'}"
 
-    async def story() -> None:
+    async def scenario() -> None:
         app = Holdfast(server.url, ledger=ledger, reconcile_interval_s=0)
 
         @app.task
@@ -53,22 +53,22 @@ def test_a_dry_run_lists_and_a_real_one_puts_back(make_redis: MakeServer, tmp_pa
             held = await work.options(durable=True, hold=True).submit()
             with redis.Redis.from_url(server.url) as client:
                 client.flushall()
-            here = {"HOLDFAST_LEDGER": ledger, "HOLDFAST_URL": server.url}
+            variables = {"HOLDFAST_LEDGER": ledger, "HOLDFAST_URL": server.url}
 
             async def reconcile(*flags: str) -> Any:
-                done = await asyncio.to_thread(run, "reconcile", "--json", *flags, **here)
+                done = await asyncio.to_thread(run, "reconcile", "--json", *flags, **variables)
                 assert done.exit_code == 0, done.output
                 return json.loads(done.stdout)
 
-            async def listed() -> Any:
+            async def find_lost() -> Any:
                 report = await reconcile("--dry-run")
                 return report if report["jobs"] else None
 
-            report = await eventually(listed, "the loss to be seen")
+            report = await eventually(find_lost, "the loss to be found")
             assert (report["lost"], report["restored"]) == (1, 0)
             assert [(job["job_id"], job["state"]) for job in report["jobs"]] == [(held.id, "waiting_approval")]
             assert (await reconcile())["restored"] == 1
             assert await held.state() == "waiting_approval"
             assert (await reconcile())["lost"] == 0
 
-    asyncio.run(story())
+    asyncio.run(scenario())

@@ -1,4 +1,4 @@
-"""An operator's words: resume what is suspended, decide what is in doubt, and wrong words that are told plainly."""
+"""Operators resume suspended jobs and resolve effects in doubt; wrong arguments are usage errors."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Shop:
 
     def __init__(self, shell: Shell) -> None:
         self.app = Holdfast(shell.environment["HOLDFAST_URL"], retry=Retry(max_retries=1, base=0, jitter=None))
-        self.acts = 0
+        self.calls = 0
 
         async def pay() -> str:
-            self.acts += 1
+            self.calls += 1
             raise ConnectionError("the answer was lost")
 
         @self.app.task
@@ -55,7 +55,7 @@ class Shop:
             assert [await job.state() for job in jobs] == [State.SUSPENDED] * count
             return [job.id for job in jobs]
 
-    async def go_on(self, job_id: str) -> object:
+    async def finish(self, job_id: str) -> object:
         async with self.app:
             await drain(self.app)
             return await self.app.job(job_id).result(60)
@@ -67,26 +67,26 @@ class Shop:
 def test_suspended_jobs_are_resumed(shell: Shell, cli: InProcess) -> None:
     first, second = asyncio.run(Shop(shell).submit(2))
     assert cli.run("jobs", "resume", first, "--reason", "seen").stdout == f"{first}\tsuspended → queued\n"
-    (told,) = cli.json("jobs", "resume", second)
-    assert told == {"job_id": second, "queue": "default", "from": "suspended", "to": "queued"}
-    assert shell.view(first).state is shell.view(second).state is State.QUEUED
+    (move,) = cli.json("jobs", "resume", second)
+    assert move == {"job_id": second, "queue": "default", "from": "suspended", "to": "queued"}
+    assert shell.info(first).state is shell.info(second).state is State.QUEUED
     assert "(seen)" in cli.run("explain", first).stdout
 
 
 def test_a_job_that_is_not_suspended_is_not_resumed(cli: InProcess) -> None:
     job_id = cli.submit("add", "[1]")
     assert "not a legal move" in cli.run("jobs", "resume", job_id, code=ExitCode.ILLEGAL).stderr
-    cli.run("jobs", "resume", "nobody", code=ExitCode.USAGE)
+    cli.run("jobs", "resume", "unknown", code=ExitCode.USAGE)
     cli.run("jobs", "resume", "", code=ExitCode.USAGE)
 
 
-def test_a_word_on_an_effect_resumes_every_job_that_waits_for_it(shell: Shell, cli: InProcess) -> None:
+def test_resolving_an_effect_resumes_every_job_that_waits_for_it(shell: Shell, cli: InProcess) -> None:
     shop = Shop(shell)
     jobs = asyncio.run(shop.submit(3))
-    told = cli.json("effects", "resolve", "pay 1", "--done", '"paid"')
-    assert (told["resumed"], sorted(told["jobs"])) == (True, sorted(jobs))
-    assert [asyncio.run(shop.go_on(job_id)) for job_id in jobs] == ["paid"] * 3
-    assert shop.acts == 1
+    result = cli.json("effects", "resolve", "pay 1", "--done", '"paid"')
+    assert (result["resumed"], sorted(result["jobs"])) == (True, sorted(jobs))
+    assert [asyncio.run(shop.finish(job_id)) for job_id in jobs] == ["paid"] * 3
+    assert shop.calls == 1
 
 
 def test_an_effect_that_is_done_meanwhile_still_resumes_its_jobs(shell: Shell, cli: InProcess) -> None:
@@ -97,17 +97,17 @@ def test_an_effect_that_is_done_meanwhile_still_resumes_its_jobs(shell: Shell, c
         assert f"until an operator resumes it: `holdfast jobs resume {job_id}`" in cli.run("explain", job_id).stdout
     answer = cli.run("effects", "resolve", "pay 1", "--done", "null")
     assert "was already done, its result is kept; 2 jobs resumed" in answer.stderr
-    assert [asyncio.run(shop.go_on(job_id)) for job_id in (first, second)] == ["paid"] * 2
+    assert [asyncio.run(shop.finish(job_id)) for job_id in (first, second)] == ["paid"] * 2
 
 
-def test_a_doubt_that_another_job_left_is_explained(shell: Shell, cli: InProcess) -> None:
+def test_an_effect_left_in_doubt_by_another_job_is_explained(shell: Shell, cli: InProcess) -> None:
     for job_id in asyncio.run(Shop(shell).submit(2)):
-        told = cli.run("explain", job_id).stdout
-        assert "it is unknown whether this effect happened: pay 1." in told
-        assert "`holdfast effects resolve 'pay 1'` with --done or --not-done" in told
-        # No half of a command in the middle of the story.
-        assert told.count("holdfast effects resolve") == 1
-        assert "the answer was lost, and the job was suspended" in told
+        output = cli.run("explain", job_id).stdout
+        assert "it is unknown whether this effect happened: pay 1." in output
+        assert "`holdfast effects resolve 'pay 1'` with --done or --not-done" in output
+        # The command is not repeated in the history.
+        assert output.count("holdfast effects resolve") == 1
+        assert "the answer was lost, and the job was suspended" in output
 
 
 def test_a_reserved_effect_whose_holder_is_lost_is_in_doubt(shell: Shell, cli: InProcess) -> None:
@@ -117,11 +117,11 @@ def test_a_reserved_effect_whose_holder_is_lost_is_in_doubt(shell: Shell, cli: I
         async with Holdfast(url) as app:
             backend = backend_of(app)
             assert backend.ledger is not None
-            wish = Reservation(
+            reservation = Reservation(
                 tenant_id="default", key="k", function="f", fingerprint="x", token="t", queue="default", job_id="gone",
                 attempt=1, worker="dead-worker", replaces_token="",
             )  # fmt: skip
-            await backend.ledger.effects.reserve([wish])
+            await backend.ledger.effects.reserve([reservation])
 
     asyncio.run(reserve())
     for words in ((), ("--state", "in_doubt")):
@@ -134,7 +134,7 @@ def test_a_reserved_effect_whose_holder_is_lost_is_in_doubt(shell: Shell, cli: I
     assert cli.json("effects", "list") == []
 
 
-# Wrong words -----------------------------------------------------------------------------------------
+# Wrong arguments -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -152,19 +152,19 @@ def test_a_reserved_effect_whose_holder_is_lost_is_in_doubt(shell: Shell, cli: I
     ],
     ids=" ".join,
 )
-def test_what_cannot_be_is_a_usage_error(cli: InProcess, words: tuple[str, ...]) -> None:
+def test_an_impossible_argument_is_a_usage_error(cli: InProcess, words: tuple[str, ...]) -> None:
     cli.submit("add", "[1]")
     answer = cli.run(*words, code=ExitCode.USAGE)
     assert answer.stderr.startswith("holdfast: ")
     assert "Traceback" not in answer.stderr
 
 
-def test_other_databases_are_named(cli: InProcess) -> None:
+def test_the_error_for_another_database_names_the_supported_ones(cli: InProcess) -> None:
     answer = cli.run("effects", "create-table", "--database", "mysql://x", code=ExitCode.USAGE)
     assert "is not supported; use postgresql://… or sqlite:///…" in answer.stderr
 
 
-def test_a_version_that_nobody_knows(cli: InProcess, tmp_path: Path) -> None:
+def test_an_unknown_schema_version_is_reported(cli: InProcess, tmp_path: Path) -> None:
     ledger = ("--ledger", f"sqlite:///{tmp_path}/ledger.db")
     cli.run("migrate", "up", *ledger)
     engine = create_engine(f"sqlite:///{tmp_path}/ledger.db")
@@ -172,15 +172,15 @@ def test_a_version_that_nobody_knows(cli: InProcess, tmp_path: Path) -> None:
         connection.execute(text("UPDATE holdfast_version SET version_num = '0000'"))
     engine.dispose()
     assert "no release of holdfast has had that version" in cli.run("migrate", "up", *ledger, code=2).stderr
-    told = cli.run("migrate", "status", *ledger, code=1).stderr
-    assert "no release of holdfast has had that version" in told
-    assert "as this release needs" not in told
+    errors = cli.run("migrate", "status", *ledger, code=1).stderr
+    assert "no release of holdfast has had that version" in errors
+    assert "as this release needs" not in errors
 
 
 # Interrupted ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="looks in Linux's /proc for what has been loaded")
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads loaded libraries from Linux's /proc")
 @pytest.mark.parametrize("library", ["msgspec", "pydantic_core"])
 def test_ctrl_c_while_the_program_loads_shows_no_traceback(shell: Shell, library: str) -> None:
     process = subprocess.Popen(
@@ -192,9 +192,9 @@ def test_ctrl_c_while_the_program_loads_shows_no_traceback(shell: Shell, library
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,
     )
-    give_up_at = time.monotonic() + 30
+    deadline = time.monotonic() + 30
     while f"/{library}/" not in Path(f"/proc/{process.pid}/maps").read_text():
-        assert time.monotonic() < give_up_at
+        assert time.monotonic() < deadline
         time.sleep(0.001)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
@@ -202,10 +202,10 @@ def test_ctrl_c_while_the_program_loads_shows_no_traceback(shell: Shell, library
 
 
 @pytest.mark.redis
-def test_a_durable_submission_tells_its_id_before_it_waits(
+def test_a_durable_submission_prints_its_id_before_it_waits(
     cli: InProcess, redis_url: str, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody projects here, so the ledger never has it."""
+    """No projector runs here, so the ledger never has the job."""
     monkeypatch.setenv("HOLDFAST_URL", redis_url)
     monkeypatch.setenv("HOLDFAST_NAMESPACE", namespace)
     monkeypatch.setenv("HOLDFAST_LEDGER", f"sqlite:///{tmp_path}/ledger.db")
@@ -217,11 +217,11 @@ def test_a_durable_submission_tells_its_id_before_it_waits(
     assert job_id in refused
 
 
-# A story without its beginning ------------------------------------------------------------------------
+# An incomplete history --------------------------------------------------------------------------------
 
 
 @pytest.mark.redis
-def test_a_job_whose_creation_the_ledger_never_saw(
+def test_a_job_without_its_creation_in_the_ledger_is_shown(
     cli: InProcess, redis_url: str, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ledger_url = f"sqlite:///{tmp_path}/ledger.db"
@@ -239,9 +239,9 @@ def test_a_job_whose_creation_the_ledger_never_saw(
                 type="task.claimed", job_id="orphan", at_ms=1_800_000_000_000, from_state=State.QUEUED,
                 to_state=State.RUNNING, attempt=1, worker="w-1",
             )  # fmt: skip
-            at = await projection.acquire("q", "p", 60_000)
-            assert at is not None
-            await projection.project("q", "p", 60_000, at, [FeedEntry("1-0", "n", [event])])
+            position = await projection.acquire("q", "p", 60_000)
+            assert position is not None
+            await projection.project("q", "p", 60_000, position, [FeedEntry("1-0", "n", [event])])
 
     asyncio.run(project())
     job = cli.json("jobs", "show", "orphan")

@@ -1,4 +1,4 @@
-"""Worker processes side by side: kept running, signalled, and only they."""
+"""Worker processes under a supervisor: they are restarted, signalled and killed."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tests.worker.support import TIMEOUT_S, eventually
 PROGRAM = """
 import os, pathlib, signal, sys, time
 folder, signals = pathlib.Path(sys.argv[1]), int(sys.argv[2])
-seen = []
-signal.signal(signal.SIGTERM, lambda *_: seen.append(1))
+received = []
+signal.signal(signal.SIGTERM, lambda *_: received.append(1))
 (folder / str(os.getpid())).touch()
-while len(seen) < signals:
+while len(received) < signals:
     time.sleep(0.01)
 """
 
@@ -30,20 +30,20 @@ def command(folder: Path, signals: int = 1) -> list[str]:
     return [sys.executable, "-c", PROGRAM, str(folder), str(signals)]
 
 
-def written(folder: Path) -> set[int]:
+def read_pids(folder: Path) -> set[int]:
     return {int(path.name) for path in folder.iterdir()}
 
 
-async def test_processes_are_kept_and_stopped(tmp_path: Path) -> None:
+async def test_processes_are_replaced_and_stopped(tmp_path: Path) -> None:
     supervisor = Supervisor(command(tmp_path), 2, drain_grace_s=30)
     running = asyncio.create_task(supervisor.run())
-    await eventually(lambda: len(written(tmp_path)) == 2)
-    assert set(supervisor.pids) == written(tmp_path)
+    await eventually(lambda: len(read_pids(tmp_path)) == 2)
+    assert set(supervisor.pids) == read_pids(tmp_path)
     victim = supervisor.pids[0]
     os.kill(victim, signal.SIGKILL)
-    await eventually(lambda: len(written(tmp_path)) == 3, "the killed one to be replaced")
+    await eventually(lambda: len(read_pids(tmp_path)) == 3, "the killed one to be replaced")
     os.kill(next(pid for pid in supervisor.pids if pid != victim), signal.SIGTERM)
-    await eventually(lambda: len(written(tmp_path)) == 4, "one that ended well to be replaced")
+    await eventually(lambda: len(read_pids(tmp_path)) == 4, "one that ended well to be replaced")
     assert supervisor.restarts == 2
     supervisor.stop()
     async with asyncio.timeout(TIMEOUT_S):
@@ -51,21 +51,21 @@ async def test_processes_are_kept_and_stopped(tmp_path: Path) -> None:
     assert supervisor.pids == []
 
 
-async def test_a_second_stop_hurries(tmp_path: Path) -> None:
+async def test_a_second_stop_signals_again(tmp_path: Path) -> None:
     supervisor = Supervisor(command(tmp_path, signals=2), 1, drain_grace_s=30)
     running = asyncio.create_task(supervisor.run())
-    await eventually(lambda: written(tmp_path))
+    await eventually(lambda: read_pids(tmp_path))
     supervisor.stop()
     await asyncio.sleep(0)
     assert not running.done()
-    # Two signals of one kind that arrive together count as one: wait for the first to be taken.
-    await eventually(lambda: _taken(supervisor.pids[0]))
+    # Two signals of one kind that arrive together count as one: wait until the first is handled.
+    await eventually(lambda: _is_signal_handled(supervisor.pids[0]))
     supervisor.stop()
     async with asyncio.timeout(TIMEOUT_S):
         await running
 
 
-def _taken(pid: int) -> bool:
+def _is_signal_handled(pid: int) -> bool:
     pending = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("ShdPnd"))
     return int(pending.split()[1], 16) == 0
 
@@ -73,7 +73,7 @@ def _taken(pid: int) -> bool:
 async def test_processes_that_do_not_end_are_killed(tmp_path: Path) -> None:
     supervisor = Supervisor(command(tmp_path, signals=99), 1, drain_grace_s=-14.9)
     running = asyncio.create_task(supervisor.run())
-    await eventually(lambda: written(tmp_path))
+    await eventually(lambda: read_pids(tmp_path))
     supervisor.stop()
     async with asyncio.timeout(TIMEOUT_S):
         await running
@@ -82,32 +82,32 @@ async def test_processes_that_do_not_end_are_killed(tmp_path: Path) -> None:
 async def test_a_cancelled_supervisor_leaves_nothing_behind(tmp_path: Path) -> None:
     supervisor = Supervisor(command(tmp_path, signals=99), 1, drain_grace_s=30)
     running = asyncio.create_task(supervisor.run())
-    await eventually(lambda: written(tmp_path))
+    await eventually(lambda: read_pids(tmp_path))
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
     assert supervisor.pids == []
 
 
-def test_at_least_one_process() -> None:
+def test_at_least_one_process_is_required() -> None:
     with pytest.raises(InvalidOption):
         Supervisor(["true"], 0, drain_grace_s=1)
 
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Pauses are written down instead of waited for."""
-    taken: list[float] = []
+    """The pauses of supervisors, which are recorded instead of waited for."""
+    recorded: list[float] = []
 
     async def pause(_: Supervisor, seconds: float) -> None:
-        taken.append(seconds)
+        recorded.append(seconds)
         await asyncio.sleep(0)
 
     monkeypatch.setattr(Supervisor, "_pause", pause)
-    return taken
+    return recorded
 
 
-async def _restarted(supervisor: Supervisor) -> None:
+async def _run_until_restarted(supervisor: Supervisor) -> None:
     running = asyncio.create_task(supervisor.run())
     await eventually(lambda: supervisor.restarts >= 3, "three restarts")
     supervisor.stop()
@@ -115,23 +115,23 @@ async def _restarted(supervisor: Supervisor) -> None:
         await running
 
 
-async def test_a_process_that_cannot_be_started_is_tried_again_after_a_pause(
+async def test_a_process_that_cannot_be_started_is_retried_after_a_pause(
     tmp_path: Path, pauses: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
-    await _restarted(Supervisor([str(tmp_path / "missing")], 1, drain_grace_s=1))
+    await _run_until_restarted(Supervisor([str(tmp_path / "missing")], 1, drain_grace_s=1))
     assert len(pauses) >= 2
     assert all(pause >= 0.25 for pause in pauses)
     assert "cannot start worker process 0" in caplog.text
 
 
-async def test_a_process_that_ends_well_but_has_hardly_lived_is_replaced_after_a_pause(pauses: list[float]) -> None:
-    await _restarted(Supervisor(["true"], 1, drain_grace_s=1))
+async def test_a_process_that_exits_with_0_too_soon_is_replaced_after_a_pause(pauses: list[float]) -> None:
+    await _run_until_restarted(Supervisor(["true"], 1, drain_grace_s=1))
     assert len(pauses) >= 2
 
 
-async def test_a_process_that_ends_well_after_some_time_is_replaced_at_once(
+async def test_a_process_that_exits_with_0_later_is_replaced_at_once(
     pauses: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("holdfast.cli.lifecycle._SHORT_S", 0.0)
-    await _restarted(Supervisor(["true"], 1, drain_grace_s=1))
+    await _run_until_restarted(Supervisor(["true"], 1, drain_grace_s=1))
     assert pauses == []

@@ -31,10 +31,10 @@ from holdfast.outbox.writer import NewOutboxEvent
 from holdfast.testing import drain
 from tests import forked
 from tests.cli.harness import Shell, environment
-from tests.cli.test_outbox import kill, write
+from tests.cli.test_outbox import mark_dead, write
 from tests.cli.test_terminal import terminal
 
-#: What must be found whole: ids, keys, names of workers. No instants, which have a colon, and no ages, which are short.
+#: What must not be broken: ids, keys, names of workers. Instants have a colon, and ages are short.
 _IDENTIFIER: Final = re.compile(r"[\w./-]{16,}")
 JOB_ID: Final = re.compile(r"\b[0-9a-f]{32}\b")
 _KEY: Final = "order-2026-11-16/line-7/refund-attempt"
@@ -55,10 +55,10 @@ LISTS: Final = {
     "audit log": ("log",),
     "doctor": ("doctor",),
     "one job": ("jobs", "show", "{suspended}"),
-    "one dead letter": ("dlq", "show", "{letter}"),
+    "one dead letter": ("dlq", "show", "{dead_letter}"),
     "one approval": ("approvals", "show", "{approval}"),
     "bulk": ("suspended", "resume", "{suspended}", "{suspended_too}"),
-    "replays": ("dlq", "replay", "{letter}", "{letter_too}"),
+    "replays": ("dlq", "replay", "{dead_letter}", "{dead_letter_too}"),
 }
 
 
@@ -87,14 +87,14 @@ class Filled:
     async def fill(self) -> None:
         async with self.app:
             dead = [await self.charge.submit(amount) for amount in (1, 2)]
-            doubtful = [await self.publish.submit() for _ in range(2)]
+            suspended = [await self.publish.submit() for _ in range(2)]
             await drain(self.app)
-            self.ids = {"suspended": doubtful[0].id, "suspended_too": doubtful[1].id}
-            self.ids["letter"], self.ids["letter_too"] = [(await job.info()).meta.dlq_id for job in dead]
+            self.ids = {"suspended": suspended[0].id, "suspended_too": suspended[1].id}
+            self.ids["dead_letter"], self.ids["dead_letter_too"] = [(await job.info()).meta.dlq_id for job in dead]
             held = await self.charge.options(hold=True, tenant_id="a-tenant-with-a-name").submit(3)
-            ask = (await held.info()).meta.approval_request
-            assert ask is not None
-            self.ids["approval"] = ask.approval_id
+            request = (await held.info()).meta.approval_request
+            assert request is not None
+            self.ids["approval"] = request.approval_id
             await self.charge.options(delay=3600, idempotency_key=_KEY).submit(4)
             await self._operate()
             ledger = backend_of(self.app).ledger
@@ -104,31 +104,33 @@ class Filled:
         event = NewOutboxEvent(
             topic="warehouse.orders.placed", key=_KEY, payload={"n": 1}, tenant_id="a-tenant-with-a-name"
         )
-        (written,) = write(self.folder / "jobs.db", event)
-        kill(self.folder / "jobs.db", written)
+        (event_id,) = write(self.folder / "jobs.db", event)
+        mark_dead(self.folder / "jobs.db", event_id)
         with closing(sqlite3.connect(self.folder / "jobs.db")) as connection:
-            # However slow the machine is, the processes have reported just now.
+            # On a slow machine the heartbeats must not expire, either.
             connection.execute("UPDATE trigger_presences SET seen_at = seen_at + 86400000")
             connection.commit()
 
     async def _operate(self) -> None:
-        offices, person = Operations.for_app(self.app), local_principal()
+        operations, principal = Operations.for_app(self.app), local_principal()
         change = {"paused": True, "backlog_alert": 5_000}
-        control = await offices.queues.update_control(person, "default", reason="moves", verb="pause", **change)
+        control = await operations.queues.update_control(principal, "default", reason="moves", verb="pause", **change)
         assert isinstance(control, QueueControl)
-        await offices.tokens.create(person, name="deploy", role=Role.OPERATOR, tenants=[ALL_TENANTS], expires_in=None)
+        await operations.tokens.create(
+            principal, name="deploy", role=Role.OPERATOR, tenants=[ALL_TENANTS], expires_in=None
+        )
         ledger = backend_of(self.app).ledger
         assert ledger is not None
         now_ms = await self.app.engine.now_ms()
         health = {"status": "unhealthy", "running": True, "active_workers": 3, "paused": False}
         processes = [f"worker-{n}.warehouse.example.org-4711-0f{n}e2d3c" for n in range(4)]
-        presences = [
+        heartbeats = [
             TriggerHeartbeat(
                 name="orders", process=one, queue_name="orders", adapter="kafka", health=health, seen_at_ms=now_ms
             )
             for one in processes
         ]
-        await ledger.triggers.heartbeat(presences, expire_after_ms=600_000)
+        await ledger.triggers.heartbeat(heartbeats, expire_after_ms=600_000)
         row = Execution(
             tenant_id="acme",
             id="1",
@@ -159,7 +161,7 @@ def shell(filled: Filled, tmp_path: Path) -> Shell:
     return Shell(tmp_path, environment(tmp_path))
 
 
-def shown(shell: Shell, width: int, *words: str) -> list[str]:
+def show(shell: Shell, width: int, *words: str) -> list[str]:
     with terminal(shell, *words, width=width, start=forked.start) as screen:
         return screen.read_all().splitlines()
 
@@ -169,42 +171,42 @@ def identifiers(text: str) -> set[str]:
 
 
 #: At 80 columns every table; wider ones break differently.
-PLACES: Final = [(name, 80) for name in LISTS] + [(name, 120) for name in ("jobs", "dead letters", "suspended")]
+SCREENS: Final = [(name, 80) for name in LISTS] + [(name, 120) for name in ("jobs", "dead letters", "suspended")]
 
 
-@pytest.mark.parametrize(("name", "width"), PLACES)
+@pytest.mark.parametrize(("name", "width"), SCREENS)
 def test_identifiers_are_whole(filled: Filled, shell: Shell, name: str, width: int) -> None:
     words = [word.format(**filled.ids) for word in LISTS[name]]
-    at_once = {"HOLDFAST_URL": shell.environment["HOLDFAST_URL"]}
-    text = CliRunner().invoke(program(words[0]), words, env=at_once).stdout
-    wanted = identifiers(text) - {job_id for job_id in JOB_ID.findall(text) if job_id not in filled.all}
+    variables = {"HOLDFAST_URL": shell.environment["HOLDFAST_URL"]}
+    text = CliRunner().invoke(program(words[0]), words, env=variables).stdout
+    expected = identifiers(text) - {job_id for job_id in JOB_ID.findall(text) if job_id not in filled.all}
     shutil.copy(filled.folder / "jobs.db", shell.folder / "jobs.db")
-    lines = shown(shell, width, *words)
-    assert not {one for one in wanted if not any(one in line for line in lines)}, "\n".join(lines)
+    lines = show(shell, width, *words)
+    assert not {one for one in expected if not any(one in line for line in lines)}, "\n".join(lines)
 
 
 @pytest.mark.parametrize("width", [80, 240])
 def test_watch_shows_every_state(shell: Shell, width: int) -> None:
-    lines = shown(shell, width, "jobs", "watch", "--timeout", "0")
+    lines = show(shell, width, "jobs", "watch", "--timeout", "0")
     words = " ".join(lines).split()
     for name in (*State, "workers", *(f"{rate}/s" for rate in ("created", "succeeded", "retried", "failed"))):
         assert str(name) in words, "\n".join(lines)
 
 
 @pytest.mark.parametrize("width", [60, 80])
-def test_an_identifier_that_is_wider_than_the_terminal_is_not_cut(shell: Shell, width: int) -> None:
+def test_an_identifier_that_is_wider_than_the_terminal_is_not_truncated(shell: Shell, width: int) -> None:
     key = "key-" + "x" * 150
     shell.run("submit", "add", "[1]", "--key", key, "--queue", "q" * 100)
-    lines = shown(shell, width, "jobs", "list", "--queue", "q" * 100)
+    lines = show(shell, width, "jobs", "list", "--queue", "q" * 100)
     assert any("q" * 100 in line for line in lines), lines
     job_id = shell.json("jobs", "list", "--queue", "q" * 100)[0]["job_id"]
-    assert any(key in line for line in shown(shell, width, "jobs", "show", job_id))
+    assert any(key in line for line in show(shell, width, "jobs", "show", job_id))
 
 
-def test_control_characters_are_shown_and_not_sent(shell: Shell) -> None:
-    nasty = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202edrow"
+def test_control_characters_are_escaped(shell: Shell) -> None:
+    reason = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202edrow"
     job_id = shell.run("submit", "add", "[1]", "--delay", "1h").stdout.strip()
-    shell.run("jobs", "cancel", job_id, "--reason", nasty)
+    shell.run("jobs", "cancel", job_id, "--reason", reason)
     for words in (("log",), ("jobs", "show", job_id), ("jobs", "list"), ("explain", job_id)):
         with terminal(shell, *words, width=120, start=forked.start) as screen:
             screen.read_all()

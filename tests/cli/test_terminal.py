@@ -1,4 +1,4 @@
-"""What a person at a terminal sees: the program on a pseudo-terminal."""
+"""The program on a pseudo-terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from tests.cli.harness import PATIENCE_S, Shell
+from tests.cli.harness import TIMEOUT_S, Shell
 
 _ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]|\r")
 
@@ -28,30 +28,30 @@ class Terminal:
     process: subprocess.Popen[bytes]
     _screen: int
     raw: bytes = b""
-    seen: str = field(default="", init=False)
+    output: str = field(default="", init=False)
 
     def read_until(self, text: str) -> str:
         """Everything up to now, once this text is in it."""
-        give_up_at = time.monotonic() + PATIENCE_S
-        while text not in self.seen:
-            if not self._read(give_up_at - time.monotonic()):
-                raise AssertionError(f"no {text!r} in:\n{self.seen}")
-        return self.seen
+        deadline = time.monotonic() + TIMEOUT_S
+        while text not in self.output:
+            if not self._read(deadline - time.monotonic()):
+                raise AssertionError(f"no {text!r} in:\n{self.output}")
+        return self.output
 
     def read_all(self) -> str:
         """Everything until it ends."""
-        while self._read(PATIENCE_S):
+        while self._read(TIMEOUT_S):
             pass
-        return self.seen
+        return self.output
 
-    def _read(self, patience_s: float) -> bool:
-        ready, _, _ = select.select([self._screen], [], [], max(0, patience_s))
+    def _read(self, timeout_s: float) -> bool:
+        ready, _, _ = select.select([self._screen], [], [], max(0, timeout_s))
         try:
             chunk = os.read(self._screen, 65536) if ready else b""
-        except OSError:  # Linux says EIO when the other end is closed
+        except OSError:  # Linux raises EIO when the other end is closed
             chunk = b""
         self.raw += chunk
-        self.seen = _ESCAPES.sub(b"", self.raw).decode(errors="replace")
+        self.output = _ESCAPES.sub(b"", self.raw).decode(errors="replace")
         return bool(chunk)
 
 
@@ -59,7 +59,7 @@ class Terminal:
 def terminal(
     shell: Shell, *words: str, width: int = 160, start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
 ) -> Iterator[Terminal]:
-    """The program with stdout and stderr on a terminal of so many columns; nothing else says how wide it is."""
+    """The program with stdout and stderr on a terminal of `width` columns; no variable sets the width."""
     screen, end = pty.openpty()
     fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
     environment = {name: value for name, value in shell.environment.items() if name not in ("COLUMNS", "LINES")}
@@ -99,15 +99,15 @@ def test_watch_is_a_live_table_until_ctrl_c(shell: Shell) -> None:
         screen.read_until("Ctrl-C to stop")
         assert re.search(r"queue +default\nqueued +1", screen.read_until("cancelled/s"))
         screen.process.send_signal(signal.SIGINT)
-        assert screen.process.wait(PATIENCE_S) == 0
+        assert screen.process.wait(TIMEOUT_S) == 0
 
 
-def test_a_worker_logs_for_people_at_a_terminal(shell: Shell) -> None:
+def test_a_worker_logs_text_at_a_terminal(shell: Shell) -> None:
     with terminal(shell, "worker", "sample.py:app", "--name", "blue") as screen:
         # Where the line is broken depends on the length of its names.
-        said = " ".join(screen.read_until("slow").split())
-        assert "INFO" in said
-        assert "tasks add, elsewhere, flaky, refuse, slow" in said
+        output = " ".join(screen.read_until("slow").split())
+        assert "INFO" in output
+        assert "tasks add, elsewhere, flaky, refuse, slow" in output
         screen.process.send_signal(signal.SIGINT)
-        assert screen.process.wait(PATIENCE_S) == 0
+        assert screen.process.wait(TIMEOUT_S) == 0
         assert "ended" in screen.read_until("drained")

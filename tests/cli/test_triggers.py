@@ -22,7 +22,7 @@ from holdfast.execution.backend import backend_of
 from holdfast.ledger.port.messages import Execution, ExecutionStatus, TriggerHeartbeat
 from holdfast.operations.operations import Operations
 from tests.cli.harness import Process, Shell, eventually
-from tests.cli.test_operations import Desk, desk  # noqa: F401 - a fixture
+from tests.cli.test_operations import OperatorCli, cli  # noqa: F401 - a fixture
 
 SECRET = "hunter2-is-not-here"
 ONE: dict[str, Any] = {
@@ -38,19 +38,19 @@ def write(folder: Path, *triggers: dict[str, Any], name: str = "triggers.yaml") 
     return name
 
 
-def leave(desk: Desk, name: str = "orders", *, age_ms: int = 0) -> None:  # noqa: F811
-    """A process that has just told of its trigger, and one message of it."""
+def record_trigger(cli: OperatorCli, name: str = "orders", *, age_ms: int = 0) -> None:  # noqa: F811
+    """Record a heartbeat of a trigger, and one execution."""
 
     async def report() -> None:
-        async with Holdfast(f"sqlite:///{desk.folder}/jobs.db") as app:
+        async with Holdfast(f"sqlite:///{cli.folder}/jobs.db") as app:
             backend = backend_of(app)
             assert backend.ledger is not None
             now_ms = await app.engine.now_ms()
             health = {"status": "healthy", "running": True, "active_workers": 3, "paused": False}
-            presence = TriggerHeartbeat(
+            heartbeat = TriggerHeartbeat(
                 name=name, process="host-1", queue_name="orders", adapter="kafka", health=health, seen_at_ms=now_ms
             )
-            await backend.ledger.triggers.heartbeat([presence], expire_after_ms=60_000)
+            await backend.ledger.triggers.heartbeat([heartbeat], expire_after_ms=60_000)
             row = Execution(
                 tenant_id="acme",
                 id="1",
@@ -71,23 +71,23 @@ def leave(desk: Desk, name: str = "orders", *, age_ms: int = 0) -> None:  # noqa
 # check ---------------------------------------------------------------------------------------------
 
 
-def test_check_tells_what_there_is(desk: Desk) -> None:  # noqa: F811
-    file = write(desk.folder, ONE, ONE | {"name": "b", "runtime": {"url": "http://127.0.0.1:1/run"}, "concurrency": 4})
-    answer = desk.run("trigger", "check", file)
+def test_check_lists_the_triggers(cli: OperatorCli) -> None:  # noqa: F811
+    file = write(cli.folder, ONE, ONE | {"name": "b", "runtime": {"url": "http://127.0.0.1:1/run"}, "concurrency": 4})
+    answer = cli.run("trigger", "check", file)
     assert answer.stdout.splitlines() == [
         "trigger\tbroker\tqueue\tgroup\tconcurrency\tpolicy\tto",
         "orders\tmemory\torders\tshop\t1\tack\tadd",
         "b\tmemory\torders\tshop\t4\tack\thttp://127.0.0.1:1/run",
     ]
     assert "no errors" in answer.stderr
-    first, _ = desk.json("trigger", "check", file)
+    first, _ = cli.json("trigger", "check", file)
     assert (first["name"], first["runtime"], first["adapter"]) == ("orders", {"task": "add"}, {"type": "memory"})
-    assert not (desk.folder / "jobs.db").exists()
+    assert not (cli.folder / "jobs.db").exists()
 
 
-def test_check_tells_all_mistakes_and_no_secret(desk: Desk) -> None:  # noqa: F811
+def test_check_reports_all_mistakes_and_no_secret(cli: OperatorCli) -> None:  # noqa: F811
     wrong = ONE | {"concurency": 2, "runtime": {"url": "http://127.0.0.1", "token": SECRET}}
-    answer = desk.run("trigger", "check", write(desk.folder, wrong, ONE | {"ack_policy": "x"}), code=ExitCode.USAGE)
+    answer = cli.run("trigger", "check", write(cli.folder, wrong, ONE | {"ack_policy": "x"}), code=ExitCode.USAGE)
     assert answer.stdout == ""
     assert answer.stderr.splitlines() == [
         "triggers.yaml: triggers[0].runtime.token: must not be in a file; write ${NAME} and set the variable NAME",
@@ -95,90 +95,93 @@ def test_check_tells_all_mistakes_and_no_secret(desk: Desk) -> None:  # noqa: F8
         "triggers.yaml: triggers[1].ack_policy: Input should be 'ack', 'nack', 'requeue' or 'dlq'",
         "holdfast: INVALID_OPTION: triggers.yaml has errors; fix those listed above",
     ]
-    one = desk.run("trigger", "check", "missing.yaml", code=ExitCode.USAGE)
+    one = cli.run("trigger", "check", "missing.yaml", code=ExitCode.USAGE)
     assert one.stderr.startswith("missing.yaml: file not found in ")
 
 
-def test_check_asks_the_app_and_the_brokers(desk: Desk) -> None:  # noqa: F811
-    (desk.folder / "shop_of_check.py").write_text(
+def test_check_verifies_tasks_and_brokers(cli: OperatorCli) -> None:  # noqa: F811
+    (cli.folder / "shop_of_check.py").write_text(
         "from holdfast import Holdfast\napp = Holdfast()\n@app.task\ndef add(a: int) -> int: return a\n"
     )
-    away = {"type": "redis", "connection": {"url": "redis://127.0.0.1:1/0"}}
+    unreachable = {"type": "redis", "connection": {"url": "redis://127.0.0.1:1/0"}}
     file = write(
-        desk.folder, ONE, ONE | {"name": "b", "runtime": {"task": "nothing"}}, ONE | {"name": "c", "adapter": away}
+        cli.folder,
+        ONE,
+        ONE | {"name": "b", "runtime": {"task": "nothing"}},
+        ONE | {"name": "c", "adapter": unreachable},
     )
-    desk.run("trigger", "check", file)
-    answer = desk.run("trigger", "check", file, "shop_of_check.py:app", "--connect", code=ExitCode.USAGE)
+    cli.run("trigger", "check", file)
+    answer = cli.run("trigger", "check", file, "shop_of_check.py:app", "--connect", code=ExitCode.USAGE)
     assert "trigger b: no task named 'nothing'" in answer.stderr
     assert "trigger c: " in answer.stderr
-    file = write(desk.folder, ONE, ONE | {"name": "c", "adapter": away})
-    assert "trigger c: " in desk.run("trigger", "check", file, "--connect", code=ExitCode.UNAVAILABLE).stderr
-    assert "brokers answer" in desk.run("trigger", "check", write(desk.folder, ONE), "--connect").stderr
+    file = write(cli.folder, ONE, ONE | {"name": "c", "adapter": unreachable})
+    assert "trigger c: " in cli.run("trigger", "check", file, "--connect", code=ExitCode.UNAVAILABLE).stderr
+    assert "brokers answer" in cli.run("trigger", "check", write(cli.folder, ONE), "--connect").stderr
 
 
 # status, executions, pause, resume -----------------------------------------------------------------
 
 
-def test_status_pause_and_resume(desk: Desk) -> None:  # noqa: F811
-    leave(desk)
-    desk.sit("ada")
-    rows = desk.run("trigger", "status").stdout.splitlines()
+def test_status_pause_and_resume(cli: OperatorCli) -> None:  # noqa: F811
+    record_trigger(cli)
+    cli.act_as("ada")
+    rows = cli.run("trigger", "status").stdout.splitlines()
     assert rows[1] == "orders\thealthy\tkafka\torders\t1\t3\t–\t"
-    desk.run("trigger", "pause", "orders", "--reason", "the warehouse moves")
-    (paused,) = desk.json("trigger", "status")
+    cli.run("trigger", "pause", "orders", "--reason", "the warehouse moves")
+    (paused,) = cli.json("trigger", "status")
     assert (paused["status"], paused["paused_by"], paused["pause_reason"]) == ("paused", "ada", "the warehouse moves")
     assert paused["processes"][0]["process"] == "host-1"
-    (resumed,) = desk.json("trigger", "resume", "orders")
+    (resumed,) = cli.json("trigger", "resume", "orders")
     assert (resumed["status"], resumed["paused"]) == ("healthy", False)
-    lines = desk.json("log", "--target", "trigger")
-    assert [(line["type"], line["actor"]) for line in lines] == [
+    entries = cli.json("log", "--target", "trigger")
+    assert [(entry["type"], entry["actor"]) for entry in entries] == [
         ("operator.trigger_resume", "ada"),
         ("operator.trigger_pause", "ada"),
     ]
 
 
-def test_who_may_and_what_is_not_there(desk: Desk) -> None:  # noqa: F811
-    leave(desk)
-    desk.sit("vic", "viewer")
-    assert "orders" in desk.run("trigger", "status").stdout
-    desk.run("trigger", "pause", "orders", code=ExitCode.REFUSED)
-    desk.sit("olga", "operator", "acme")
-    desk.run("trigger", "pause", "orders", code=ExitCode.REFUSED)
-    desk.run("trigger", "status", code=ExitCode.REFUSED)
-    assert "order.placed" in desk.run("trigger", "executions").stdout
-    desk.sit("gil", "operator", "globex")
-    assert desk.json("trigger", "executions") == []
-    desk.sit(None)
-    assert "trigger 'nobody' not found" in desk.run("trigger", "pause", "nobody", code=ExitCode.USAGE).stderr
-    assert desk.json("trigger", "pause", "orders")[0]["paused_by"].startswith("local:")
+def test_permissions_and_unknown_triggers(cli: OperatorCli) -> None:  # noqa: F811
+    record_trigger(cli)
+    cli.act_as("vic", "viewer")
+    assert "orders" in cli.run("trigger", "status").stdout
+    cli.run("trigger", "pause", "orders", code=ExitCode.REFUSED)
+    cli.act_as("olga", "operator", "acme")
+    cli.run("trigger", "pause", "orders", code=ExitCode.REFUSED)
+    cli.run("trigger", "status", code=ExitCode.REFUSED)
+    assert "order.placed" in cli.run("trigger", "executions").stdout
+    cli.act_as("gil", "operator", "globex")
+    assert cli.json("trigger", "executions") == []
+    cli.act_as(None)
+    assert "trigger 'unknown' not found" in cli.run("trigger", "pause", "unknown", code=ExitCode.USAGE).stderr
+    assert cli.json("trigger", "pause", "orders")[0]["paused_by"].startswith("local:")
 
 
-def test_executions(desk: Desk) -> None:  # noqa: F811
-    leave(desk)
-    (row,) = desk.json("trigger", "executions", "--queue", "orders", "--message", "orders/0/17")
+def test_executions_are_listed(cli: OperatorCli) -> None:  # noqa: F811
+    record_trigger(cli)
+    (row,) = cli.json("trigger", "executions", "--queue", "orders", "--message", "orders/0/17")
     assert (row["status"], row["duration_ms"], row["retry_count"]) == ("failed", 1500, 3)
-    line = desk.run("trigger", "executions").stdout.splitlines()[1].split("\t")
+    line = cli.run("trigger", "executions").stdout.splitlines()[1].split("\t")
     assert line[1:] == [
         *("orders", "orders/0/17", "order.placed", "acme", "failed", "1.5 s", "3", "–", "ValueError: no such order")
     ]
-    assert desk.json("trigger", "executions", "--queue", "other") == []
-    assert desk.json("trigger", "executions", "--status", "failed") == [row]
-    assert desk.json("trigger", "executions", "--status", "failed", "--status", "rejected") == [row]
-    assert desk.json("trigger", "executions", "-s", "success") == []
-    assert "'broken' is not one of" in desk.run("trigger", "executions", "-s", "broken", code=ExitCode.USAGE).stderr
+    assert cli.json("trigger", "executions", "--queue", "other") == []
+    assert cli.json("trigger", "executions", "--status", "failed") == [row]
+    assert cli.json("trigger", "executions", "--status", "failed", "--status", "rejected") == [row]
+    assert cli.json("trigger", "executions", "-s", "success") == []
+    assert "'broken' is not one of" in cli.run("trigger", "executions", "-s", "broken", code=ExitCode.USAGE).stderr
 
 
-def test_without_a_ledger_it_says_so(desk: Desk, redis_url: str) -> None:  # noqa: F811
-    answer = desk.run("trigger", "status", "--url", redis_url, code=ExitCode.USAGE)
+def test_without_a_ledger_status_is_refused(cli: OperatorCli, redis_url: str) -> None:  # noqa: F811
+    answer = cli.run("trigger", "status", "--url", redis_url, code=ExitCode.USAGE)
     assert "NO_LEDGER" in answer.stderr
 
 
 # plan ----------------------------------------------------------------------------------------------
 
 
-def test_plan(desk: Desk) -> None:  # noqa: F811
+def test_plan_computes_concurrency_and_memory(cli: OperatorCli) -> None:  # noqa: F811
     words = ("trigger", "plan", "--rate", "8.33", "--seconds-per-message", "2", "--message-bytes", "1048576")
-    assert desk.json(*words, "--cores", "8", "--waiting") == {
+    assert cli.json(*words, "--cores", "8", "--waiting") == {
         "concurrency": 17,
         "required": 17,
         "enough": True,
@@ -186,7 +189,7 @@ def test_plan(desk: Desk) -> None:  # noqa: F811
         "memory_mb": 2775.0,
         "processes": 1,
     }
-    answer = desk.run(*words, "--cores", "2")
+    answer = cli.run(*words, "--cores", "2")
     assert answer.stdout.splitlines() == [
         "concurrency  4",
         "memory       825 MB",
@@ -194,7 +197,7 @@ def test_plan(desk: Desk) -> None:  # noqa: F811
     ]
     assert "--waiting" in answer.stderr
     wrong = ("trigger", "plan", "--rate", "0", "--seconds-per-message", "2", "--message-bytes", "1")
-    desk.run(*wrong, code=ExitCode.USAGE)
+    cli.run(*wrong, code=ExitCode.USAGE)
 
 
 # run -----------------------------------------------------------------------------------------------
@@ -219,22 +222,22 @@ def get(port: int, path: str) -> tuple[int, str]:
         return exc.code, exc.read().decode()
 
 
-def counts(shell: Shell) -> int:
-    async def look() -> int:
+def count_jobs(shell: Shell) -> int:
+    async def count() -> int:
         async with Holdfast(shell.environment["HOLDFAST_URL"]) as app:
             return sum((await app.engine.stats("default")).states.values())
 
-    return asyncio.run(look())
+    return asyncio.run(count())
 
 
-def at_office(shell: Shell, what: str, *words: Any, **more: Any) -> Any:
-    """What people do with triggers, in this process: quicker than the program."""
+def call_operation(shell: Shell, what: str, *words: Any, **more: Any) -> Any:
+    """Call an operation on triggers in this process, which is quicker than the program."""
 
-    async def ask() -> Any:
+    async def call() -> Any:
         async with Holdfast(shell.environment["HOLDFAST_URL"]) as app:
             return await getattr(Operations.for_app(app).triggers, what)(local_principal(), *words, **more)
 
-    return asyncio.run(ask())
+    return asyncio.run(call())
 
 
 def test_run_on_redis_streams(shell: Shell, redis_url: str, namespace: str) -> None:
@@ -250,22 +253,22 @@ def test_run_on_redis_streams(shell: Shell, redis_url: str, namespace: str) -> N
             redis.xadd(queue, {"body": json.dumps({"a": number}), "x-dedup-key": str(number)})
         eventually(lambda: 'status="duplicate"} 1.0' in get(port, "/metrics")[1], what="the third message")
         assert f'queue_messages_consumed_total{{queue="{queue}",status="success"}} 2.0' in get(port, "/metrics")[1]
-        assert counts(shell) == 2
+        assert count_jobs(shell) == 2
         assert get(port, "/readyz") == (200, '{"ready":true,"failing":[]}')
-        (told,) = eventually(lambda: at_office(shell, "list"), what="its presence")
-        assert (told.name, told.status, told.adapter) == ("orders", "healthy", "redis")
-        at_office(shell, "pause", "orders", reason="test")
+        (trigger,) = eventually(lambda: call_operation(shell, "list"), what="its heartbeat")
+        assert (trigger.name, trigger.status, trigger.adapter) == ("orders", "healthy", "redis")
+        call_operation(shell, "pause", "orders", reason="test")
         process.wait_log("trigger orders paused by an operator")
         redis.xadd(queue, {"body": json.dumps({"a": 3}), "x-dedup-key": "3"})
-        at_office(shell, "resume", "orders", reason="test")
-        eventually(lambda: counts(shell) == 3, what="the fourth message")
+        call_operation(shell, "resume", "orders", reason="test")
+        eventually(lambda: count_jobs(shell) == 3, what="the fourth message")
         assert process.end() == 0
         assert process.logged("triggers ended")
         assert redis.xpending(queue, "shop")["pending"] == 0
-    assert at_office(shell, "list") == []
+    assert call_operation(shell, "list") == []
 
 
-def test_run_in_memory_without_a_ledger_says_what_that_costs(shell: Shell, redis_url: str, namespace: str) -> None:
+def test_run_without_a_ledger_logs_a_warning(shell: Shell, redis_url: str, namespace: str) -> None:
     words = ("--url", redis_url, "--namespace", namespace)
     with shell.start("trigger", "run", write(shell.folder, ONE), "sample.py:app", *words) as process:
         process.wait_log("trigger orders started")
@@ -273,9 +276,9 @@ def test_run_in_memory_without_a_ledger_says_what_that_costs(shell: Shell, redis
         assert process.end() == 0
 
 
-def test_run_tells_at_once_who_cannot_connect(shell: Shell) -> None:
-    away = streams("redis://127.0.0.1:1/0")
-    file = write(shell.folder, ONE, away | {"name": "a"}, away | {"name": "b"})
+def test_run_reports_all_unreachable_brokers_at_once(shell: Shell) -> None:
+    unreachable = streams("redis://127.0.0.1:1/0")
+    file = write(shell.folder, ONE, unreachable | {"name": "a"}, unreachable | {"name": "b"})
     answer = shell.run("trigger", "run", file, "sample.py:app", code=ExitCode.UNAVAILABLE)
     last = answer.stderr.splitlines()[-1]
     assert last.startswith("holdfast: BROKER_UNAVAILABLE: trigger a: ")
@@ -311,7 +314,7 @@ def handle(event_name, context, focus, tenant_id):
 """
 
 
-def test_a_second_signal_hurries(shell: Shell, redis_url: str, namespace: str) -> None:
+def test_a_second_signal_stops_now(shell: Shell, redis_url: str, namespace: str) -> None:
     (shell.folder / "slow_handler.py").write_text(SLOW)
     queue = f"{namespace}:slow"
     file = write(shell.folder, streams(redis_url, queue_name=queue, runtime={"callable": "slow_handler.py:handle"}))

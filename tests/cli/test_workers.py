@@ -14,25 +14,25 @@ from holdfast.identity import new_identity, parse_identity
 from tests.cli.harness import Shell, eventually
 
 
-def listed(shell: Shell, *words: str) -> list[dict[str, Any]]:
+def list_workers(shell: Shell, *words: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = shell.json("workers", *words)
     return found
 
 
 def test_workers_are_listed_once_with_all_of_their_queues(shell: Shell, engine_url: str, namespace: str) -> None:
-    place = {"HOLDFAST_URL": engine_url, "HOLDFAST_NAMESPACE": namespace}
-    shell = replace(shell, environment=shell.environment | place)
+    variables = {"HOLDFAST_URL": engine_url, "HOLDFAST_NAMESPACE": namespace}
+    shell = replace(shell, environment=shell.environment | variables)
     job = shell.run("submit", "slow", '{"seconds": 600}').stdout.strip()
     with shell.start("worker", "sample:app", "--name", "blue", "--no-upkeep") as started:
         shell.run("submit", "elsewhere", "--queue", "other", "--wait", "60")
         shell.wait_begun(job)
-        (found,) = listed(shell)
+        (found,) = list_workers(shell)
         process = started.process
         assert parse_identity(found["worker"]) is not None
         assert (found["name"], found["host"], found["pid"]) == ("blue", socket.gethostname(), process.pid)
         assert (found["queues"], found["in_flight"]) == (["default", "other"], 1)
         assert found["started_at"] <= found["seen_at"]
-        assert listed(shell, "--queue", "nothing") == []
+        assert list_workers(shell, "--queue", "nothing") == []
         plain = shell.run("workers").stdout
         header, row = plain.splitlines()
         assert header.split("\t") == ["worker", "host", "pid", "in flight", "running for", "last seen", "queues"]
@@ -40,17 +40,17 @@ def test_workers_are_listed_once_with_all_of_their_queues(shell: Shell, engine_u
         shell.run("jobs", "cancel", job)
         process.send_signal(signal.SIGTERM)
         process.wait()
-    assert listed(shell) == []
+    assert list_workers(shell) == []
 
 
 def test_a_worker_on_a_new_store_is_listed(shell: Shell) -> None:
-    """Before the first job."""
+    """Even before the first job."""
     with shell.start("worker", "sample:app") as started:
         started.wait_log(" started on ")
-        eventually(lambda: listed(shell), what="the worker")
+        eventually(lambda: list_workers(shell), what="the worker")
 
 
-def test_without_workers_there_is_a_note(shell: Shell) -> None:
+def test_without_workers_a_note_is_printed(shell: Shell) -> None:
     shell.run("submit", "add", '{"a": 1}')
     done = shell.run("workers")
     assert done.stdout == ""

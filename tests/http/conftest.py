@@ -1,4 +1,4 @@
-"""A service for the tests of this folder."""
+"""Deployments of the HTTP service."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from pathlib import Path
 
 import pytest
 
-from tests.http.deployment import World, sample, serving
+from tests.http.deployment import Deployment, sample, serving
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    """Embedded, without a worker: jobs stay where they are put."""
+def deployment(tmp_path: Path) -> Iterator[Deployment]:
+    """Embedded, without a worker: jobs stay queued."""
     app = sample(f"sqlite:///{tmp_path / 'jobs.db'}", http_body_limit=200_000, payload_limit=50_000)
-    with serving(app, upkeep=False, run_endpoint=True) as world:
-        yield world
+    with serving(app, upkeep=False, run_endpoint=True) as deployment:
+        yield deployment
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """The same for tests that change nothing, or nothing that another one minds."""
-    place = tmp_path_factory.mktemp("shared") / "jobs.db"
-    app = sample(f"sqlite:///{place}", http_body_limit=200_000, payload_limit=50_000)
-    with serving(app, upkeep=False, run_endpoint=True) as world:
-        yield world
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """The same, for tests that do not depend on each other's changes."""
+    file = tmp_path_factory.mktemp("shared") / "jobs.db"
+    app = sample(f"sqlite:///{file}", http_body_limit=200_000, payload_limit=50_000)
+    with serving(app, upkeep=False, run_endpoint=True) as deployment:
+        yield deployment
 
 
 @pytest.fixture
-def working(tmp_path: Path) -> Iterator[World]:
+def working(tmp_path: Path) -> Iterator[Deployment]:
     """Embedded, with a worker in the same process."""
-    with serving(sample(f"sqlite:///{tmp_path / 'jobs.db'}"), worker=True, upkeep=True) as world:
-        yield world
+    with serving(sample(f"sqlite:///{tmp_path / 'jobs.db'}"), worker=True, upkeep=True) as deployment:
+        yield deployment

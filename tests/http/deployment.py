@@ -1,4 +1,4 @@
-"""A service on a store of its own, behind a real server in a thread, and people with tokens."""
+"""An HTTP service on its own store, behind a real server in a thread, and clients with tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from holdfast.ledger.port.messages import Execution, ExecutionStatus, TriggerHea
 
 T = TypeVar("T")
 
-PATIENCE_S: Final = 60.0
+TIMEOUT_S: Final = 60.0
 ROOT: Final = Principal(name="root", role=Role.ADMIN, tenants=frozenset({"*"}))
 
 
@@ -34,8 +34,8 @@ def sample(url: str, **settings: Any) -> Holdfast:
         return a + b
 
     @app.task
-    async def refuse(why: str = "no") -> None:
-        raise Fatal(why)
+    async def refuse(reason: str = "no") -> None:
+        raise Fatal(reason)
 
     @app.task(retry=Retry(max_retries=0), on_exhausted="suspend")
     async def park() -> None:
@@ -48,8 +48,8 @@ def sample(url: str, **settings: Any) -> Holdfast:
     return app
 
 
-class World:
-    """The service, its address, and its people."""
+class Deployment:
+    """The service, its address, and its clients."""
 
     def __init__(self, api: FastAPI, base: str, loop: asyncio.AbstractEventLoop) -> None:
         self.api = api
@@ -69,23 +69,23 @@ class World:
         async def run() -> T:
             return await make()
 
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(PATIENCE_S)
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(TIMEOUT_S)
 
     def token(self, name: str = "ada", role: Role = Role.ADMIN, tenants: tuple[str, ...] = ("*",)) -> str:
-        """A person's token, made once."""
+        """The token of a principal, made once."""
         key = (name, role, tenants)
         if key not in self._tokens:
-            office = self.service.operations.tokens
-            _, self._tokens[key] = self.call(lambda: office.create(ROOT, name=name, role=role, tenants=list(tenants)))
+            tokens = self.service.operations.tokens
+            _, self._tokens[key] = self.call(lambda: tokens.create(ROOT, name=name, role=role, tenants=list(tenants)))
         return self._tokens[key]
 
     def client(self, name: str = "ada", role: Role = Role.ADMIN, tenants: tuple[str, ...] = ("*",)) -> httpx.Client:
-        """Somebody's connection."""
-        return self.stranger(authorization=f"Bearer {self.token(name, role, tenants)}")
+        """A client with the token of a principal."""
+        return self.anonymous(authorization=f"Bearer {self.token(name, role, tenants)}")
 
-    def stranger(self, **headers: str) -> httpx.Client:
-        """A connection without a token."""
-        client = httpx.Client(base_url=self.base, headers=headers, timeout=PATIENCE_S, trust_env=False)
+    def anonymous(self, **headers: str) -> httpx.Client:
+        """A client without a token."""
+        client = httpx.Client(base_url=self.base, headers=headers, timeout=TIMEOUT_S, trust_env=False)
         self._clients.append(client)
         return client
 
@@ -94,16 +94,16 @@ class World:
             client.close()
 
 
-async def leave_a_trigger(service: Service, name: str = "publish") -> None:
-    """A process that has just told of its trigger, and what it did with messages of two tenants."""
+async def record_trigger(service: Service, name: str = "publish") -> None:
+    """Record a heartbeat of a trigger, and an execution for each of two tenants."""
     ledger = service.operations.ledger
     assert ledger is not None
     health = {"status": "healthy", "running": True, "adapter_healthy": True, "active_workers": 4, "paused": False}
     now_ms = time.time_ns() // 1_000_000
-    presence = TriggerHeartbeat(
+    heartbeat = TriggerHeartbeat(
         name=name, process="host-1-4711", queue_name="orders", adapter="kafka", health=health, seen_at_ms=now_ms
     )
-    await ledger.triggers.heartbeat([presence], expire_after_ms=60_000)
+    await ledger.triggers.heartbeat([heartbeat], expire_after_ms=60_000)
     rows = [
         Execution(
             tenant_id=tenant,
@@ -123,7 +123,7 @@ async def leave_a_trigger(service: Service, name: str = "publish") -> None:
 
 
 @contextmanager
-def serving(app: Holdfast, *, api: FastAPI | None = None, **options: Any) -> Iterator[World]:
+def serving(app: Holdfast, *, api: FastAPI | None = None, **options: Any) -> Iterator[Deployment]:
     """A real server on a free port of loopback, while the block runs."""
     api = api or create_api(app, **options)
     ready, ended = threading.Event(), threading.Event()
@@ -133,33 +133,33 @@ def serving(app: Holdfast, *, api: FastAPI | None = None, **options: Any) -> Ite
         server = HttpServer(api, bind("127.0.0.1", 0))
         found.update(server=server, loop=asyncio.get_running_loop())
         running = asyncio.create_task(server.run_until_stopped())
-        while not server.started and not running.done():  # noqa: ASYNC110 - it has no bell
+        while not server.started and not running.done():  # noqa: ASYNC110 - it has no event to wait for
             await asyncio.sleep(0.01)
         found["base"] = server.address
         ready.set()
         await running
 
-    def live() -> None:
+    def run_server() -> None:
         try:
             asyncio.run(serve())
-        except BaseException as exc:  # noqa: BLE001 - told to the test
+        except BaseException as exc:  # noqa: BLE001 - raised in the test
             found["error"] = exc
         finally:
             ready.set()
             ended.set()
 
-    thread = threading.Thread(target=live, name="http-world", daemon=True)
+    thread = threading.Thread(target=run_server, name="http-deployment", daemon=True)
     thread.start()
-    assert ready.wait(PATIENCE_S)
+    assert ready.wait(TIMEOUT_S)
     if "base" not in found:
         raise found["error"]
-    world = World(api, found["base"], found["loop"])
+    deployment = Deployment(api, found["base"], found["loop"])
     try:
-        yield world
+        yield deployment
     finally:
-        world.close()
+        deployment.close()
         found["loop"].call_soon_threadsafe(found["server"].stop)
-        assert ended.wait(PATIENCE_S), "the server did not end"
+        assert ended.wait(TIMEOUT_S), "the server did not end"
         thread.join()
         if "error" in found:
             raise found["error"]

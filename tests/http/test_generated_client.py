@@ -23,8 +23,8 @@ from holdfast import Holdfast
 from holdfast.core.principal import Role
 from holdfast.http import create_api
 from holdfast.http.task_schemas import references
-from tests.cli.harness import PATIENCE_S
-from tests.http.deployment import World
+from tests.cli.harness import TIMEOUT_S
+from tests.http.deployment import Deployment
 
 _PACKAGE: Final = "holdfast_client"
 _HOW_TO: Final = Path(__file__).parents[2] / "docs" / "how-to" / "http-service.md"
@@ -33,7 +33,7 @@ _HOW_TO: Final = Path(__file__).parents[2] / "docs" / "how-to" / "http-service.m
 def _generate(document: bytes, folder: Path) -> str:
     """Generate the client; returns what the generator printed."""
     (folder / "openapi.json").write_bytes(document)
-    # Only formatters run by default; they would be looked for on PATH.
+    # The default hooks are only formatters, which may be missing on PATH.
     (folder / "config.yml").write_text("post_hooks: []\n")
     words = ["--path", "openapi.json", "--config", "config.yml", "--meta", "none", "--output-path", _PACKAGE]
     done = subprocess.run(
@@ -41,7 +41,7 @@ def _generate(document: bytes, folder: Path) -> str:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=PATIENCE_S,
+        timeout=TIMEOUT_S,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -49,7 +49,7 @@ def _generate(document: bytes, folder: Path) -> str:
 
 
 @pytest.fixture
-def package(working: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+def package(working: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """All modules of the generated client, by their last name."""
     document = working.client().get("/openapi.json").content
     assert "arning" not in _generate(document, tmp_path)
@@ -68,17 +68,17 @@ def _modules() -> dict[str, ModuleType]:
 
 
 def test_a_generated_client_submits_waits_lists_and_cancels(
-    working: World, package: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    working: Deployment, package: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     models = package.models
     with package.client.AuthenticatedClient(base_url=working.base, token=working.token()) as client:
-        wanted = models.SubmitAddRequest(task="add", payload=models.AddArguments(a=1, b=2))
-        job = package.submit_job.sync(client=client, body=wanted, wait=30)
+        request = models.SubmitAddRequest(task="add", payload=models.AddArguments(a=1, b=2))
+        job = package.submit_job.sync(client=client, body=request, wait=30)
         assert isinstance(job, models.JobDetailResponse)
         assert (job.state, job.result) == (models.State.SUCCEEDED, 3)
 
-        wanted = models.SubmitAddRequest(task="add", payload=models.AddArguments(a=1), delay_s=3600)
-        later = package.submit_job.sync(client=client, body=wanted)
+        request = models.SubmitAddRequest(task="add", payload=models.AddArguments(a=1), delay_s=3600)
+        later = package.submit_job.sync(client=client, body=request)
         assert isinstance(later, models.SubmitResponse)
         assert package.get_job.sync(later.job_id, client=client).state == models.State.QUEUED
 
@@ -101,7 +101,7 @@ def test_a_generated_client_submits_waits_lists_and_cancels(
     assert capsys.readouterr().out == "3.0\n"
 
 
-def _run_how_to(working: World, program: Path) -> None:
+def _run_how_to(working: Deployment, program: Path) -> None:
     """The program that the how-to shows."""
     found = re.search(r"^    from holdfast_client .*?(?=^\S)", _HOW_TO.read_text(), re.DOTALL | re.MULTILINE)
     assert found
@@ -109,9 +109,9 @@ def _run_how_to(working: World, program: Path) -> None:
     runpy.run_path(str(program), {"token": working.token()})
 
 
-def test_a_generated_client_parses_errors(working: World, package: SimpleNamespace) -> None:
+def test_a_generated_client_parses_errors(working: Deployment, package: SimpleNamespace) -> None:
     models = package.models
-    wish = models.ReasonRequest(reason="a test")
+    reason_body = models.ReasonRequest(reason="a test")
     with package.client.AuthenticatedClient(base_url=working.base, token=working.token()) as client:
         missing = package.get_job.sync_detailed("missing", client=client)
         assert (missing.status_code, missing.parsed.code) == (404, "UNKNOWN_JOB")
@@ -119,7 +119,7 @@ def test_a_generated_client_parses_errors(working: World, package: SimpleNamespa
         done = package.submit_job.sync(
             client=client, body=models.SubmitAddRequest(task="add", payload=models.AddArguments(a=1)), wait=30
         )
-        conflict = package.cancel_job.sync(done.job_id, client=client, body=wish)
+        conflict = package.cancel_job.sync(done.job_id, client=client, body=reason_body)
         assert isinstance(conflict, models.Problem)
         assert (conflict.status, conflict.code) == (409, "WF_STATE_TRANSITION_INVALID")
         assert conflict.from_state == "succeeded"
@@ -127,7 +127,7 @@ def test_a_generated_client_parses_errors(working: World, package: SimpleNamespa
         assert (invalid.status, invalid.code) == (422, "INVALID_REQUEST")
     viewer = working.token("eve", Role.VIEWER, ("default",))
     with package.client.AuthenticatedClient(base_url=working.base, token=viewer) as client:
-        assert package.cancel_job.sync(done.job_id, client=client, body=wish).status == 403
+        assert package.cancel_job.sync(done.job_id, client=client, body=reason_body).status == 403
     with package.client.AuthenticatedClient(base_url=working.base, token="hf_no") as client:
         assert package.list_jobs.sync(client=client).code == "UNAUTHORIZED"
 
@@ -137,7 +137,7 @@ class Item(BaseModel):
 
 
 class Job(BaseModel):
-    """Shares its name with a schema of the API's."""
+    """Shares its name with a schema of the API."""
 
     items: list[Item]
 
@@ -149,13 +149,13 @@ class Order:
 
 
 class Problem(msgspec.Struct):
-    """The same."""
+    """Also shares its name with a schema of the API."""
 
     text: str
 
 
 class Odd(BaseModel):
-    """No JSON Schema."""
+    """Has no JSON Schema."""
 
     call: Callable[[], int] | None = None
 
@@ -166,7 +166,7 @@ class Another:
 
 
 def _awkward() -> Holdfast:
-    """Tasks whose names and types are alike, or like the API's own."""
+    """Tasks whose names and types are similar to each other's, or to the API's own."""
     app = Holdfast("sqlite://")
 
     @app.task(name="send-mail")

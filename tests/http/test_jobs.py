@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from holdfast.core.principal import Role
-from tests.http.deployment import World, sample, serving
+from tests.http.deployment import Deployment, sample, serving
 
 
 def _submit(client: httpx.Client, task: str = "add", payload: Any = None, **more: Any) -> str:
@@ -20,8 +20,8 @@ def _submit(client: httpx.Client, task: str = "add", payload: Any = None, **more
     return job_id
 
 
-def test_a_job_is_accepted_and_can_be_looked_up(world: World) -> None:
-    client = world.client("ada")
+def test_a_submitted_job_can_be_read(deployment: Deployment) -> None:
+    client = deployment.client("ada")
     reply = client.post("/api/v1/jobs", json={"task": "add", "payload": {"a": 1}})
     assert reply.status_code == 202
     job = client.get(reply.headers["location"]).json()
@@ -29,8 +29,8 @@ def test_a_job_is_accepted_and_can_be_looked_up(world: World) -> None:
     assert job["submitted_by"] == "ada"
 
 
-def test_a_prefix_of_an_id_is_not_an_id(world: World) -> None:
-    client = world.client()
+def test_a_prefix_of_an_id_is_not_an_id(deployment: Deployment) -> None:
+    client = deployment.client()
     job_id = _submit(client)
     assert client.get(f"/api/v1/jobs/{job_id}").status_code == 200
     for path in (f"/api/v1/jobs/{job_id[:-1]}", f"/api/v1/jobs/{job_id[:12]}"):
@@ -39,40 +39,40 @@ def test_a_prefix_of_an_id_is_not_an_id(world: World) -> None:
     assert client.get(f"/api/v1/jobs/{job_id}").json()["state"] == "queued"
 
 
-def test_waiting_gives_the_real_result(working: World) -> None:
+def test_waiting_returns_the_result(working: Deployment) -> None:
     reply = working.client().post("/api/v1/jobs?wait=20", json={"task": "add", "payload": {"a": 1, "b": 2}})
     assert (reply.status_code, reply.json()["state"], reply.json()["result"]) == (200, "succeeded", 3)
 
 
-def test_waiting_for_a_job_that_fails_gives_its_error(working: World) -> None:
-    reply = working.client().post("/api/v1/jobs?wait=20", json={"task": "refuse", "payload": {"why": "never"}})
+def test_waiting_for_a_job_that_fails_returns_its_error(working: Deployment) -> None:
+    reply = working.client().post("/api/v1/jobs?wait=20", json={"task": "refuse", "payload": {"reason": "never"}})
     assert (reply.status_code, reply.json()["state"]) == (200, "failed")
     assert (reply.json()["error"]["code"], reply.json()["error"]["message"]) == ("TASK_FATAL", "never")
 
 
-def test_waiting_in_vain_is_a_202_with_the_place(world: World) -> None:
-    reply = world.client().post("/api/v1/jobs?wait=0.1", json={"task": "add", "payload": {"a": 1}})
+def test_a_wait_that_times_out_is_a_202_with_the_location(deployment: Deployment) -> None:
+    reply = deployment.client().post("/api/v1/jobs?wait=0.1", json={"task": "add", "payload": {"a": 1}})
     assert reply.status_code == 202
     assert reply.headers["location"].endswith(reply.json()["job_id"])
 
 
-def test_a_second_submission_with_the_key_is_the_first_job(world: World) -> None:
-    client, body = world.client(), {"task": "add", "payload": {"a": 1}}
+def test_a_second_submission_with_the_key_is_the_first_job(deployment: Deployment) -> None:
+    client, body = deployment.client(), {"task": "add", "payload": {"a": 1}}
     first = client.post("/api/v1/jobs", json=body, headers={"Idempotency-Key": "order-17"}).json()
     second = client.post("/api/v1/jobs", json=body, headers={"Idempotency-Key": "order-17"}).json()
     assert (second["job_id"], second["duplicate"]) == (first["job_id"], True)
 
 
-def test_many_at_once_keep_their_order(world: World) -> None:
+def test_a_bulk_submission_keeps_its_order(deployment: Deployment) -> None:
     jobs = [{"task": "add", "payload": {"a": number}, "idempotency_key": f"n-{number}"} for number in range(50)]
-    told = world.client().post("/api/v1/jobs/bulk", json={"jobs": jobs}).json()
-    assert (told["accepted"], told["refused"]) == (50, 0)
-    job = world.client().get(f"/api/v1/jobs/{told['results'][7]['job_id']}").json()
+    response = deployment.client().post("/api/v1/jobs/bulk", json={"jobs": jobs}).json()
+    assert (response["accepted"], response["refused"]) == (50, 0)
+    job = deployment.client().get(f"/api/v1/jobs/{response['results'][7]['job_id']}").json()
     assert job["payload"] == {"a": 7}
 
 
-def test_one_bad_item_refuses_the_request_before_anything_is_sent(world: World) -> None:
-    client = world.client()
+def test_one_bad_item_refuses_the_request_before_anything_is_submitted(deployment: Deployment) -> None:
+    client = deployment.client()
     jobs = [{"task": "add", "payload": {"a": 1}}, {"task": "add", "payload": {"b": "x"}}]
     reply = client.post("/api/v1/jobs/bulk", json={"jobs": jobs})
     assert (reply.status_code, reply.json()["code"]) == (422, "INVALID_PAYLOAD")
@@ -80,64 +80,64 @@ def test_one_bad_item_refuses_the_request_before_anything_is_sent(world: World) 
     assert client.get("/api/v1/jobs").json()["jobs"] == []
 
 
-def test_lists_are_filtered_and_paged(world: World) -> None:
-    client = world.client()
-    made = [_submit(client, tenant_id="acme") for _ in range(5)]
+def test_lists_are_filtered_and_paged(deployment: Deployment) -> None:
+    client = deployment.client()
+    submitted = [_submit(client, tenant_id="acme") for _ in range(5)]
     _submit(client, "refuse", {})
-    seen: list[str] = []
+    listed: list[str] = []
     cursor = ""
     while True:
         page = client.get(f"/api/v1/jobs?task=add&tenant_id=acme&limit=2{cursor}").json()
-        seen += [job["job_id"] for job in page["jobs"]]
+        listed += [job["job_id"] for job in page["jobs"]]
         if page["cursor"] is None:
             break
         cursor = f"&cursor={page['cursor']}"
-    assert sorted(seen) == sorted(made)
+    assert sorted(listed) == sorted(submitted)
     assert len(client.get("/api/v1/jobs?state=cancelled").json()["jobs"]) == 0
 
 
-def test_a_jobs_story(world: World) -> None:
-    client = world.client()
+def test_the_history_of_a_job(deployment: Deployment) -> None:
+    client = deployment.client()
     job_id = _submit(client)
     client.post(f"/api/v1/jobs/{job_id}/cancel", json={"reason": "not needed"})
     events = client.get(f"/api/v1/jobs/{job_id}/events").json()["events"]
     assert [event["type"] for event in events] == ["task.created", "task.cancelled"]
-    (line,) = client.get(f"/api/v1/operator-log?target_id={job_id}").json()["entries"]
-    assert (line["type"], line["actor"], line["reason"]) == ("operator.cancel", "ada", "not needed")
-    assert "queued" in str(line["before"])
-    assert "cancelled" in str(line["after"])
+    (entry,) = client.get(f"/api/v1/operator-log?target_id={job_id}").json()["entries"]
+    assert (entry["type"], entry["actor"], entry["reason"]) == ("operator.cancel", "ada", "not needed")
+    assert "queued" in str(entry["before"])
+    assert "cancelled" in str(entry["after"])
 
 
-def test_retry_now_makes_a_delayed_job_due(world: World) -> None:
-    client = world.client()
+def test_retry_now_makes_a_delayed_job_due(deployment: Deployment) -> None:
+    client = deployment.client()
     job_id = _submit(client, delay_s=3_600)
     before = client.get(f"/api/v1/jobs/{job_id}").json()["next_attempt_at"]
     after = client.post(f"/api/v1/jobs/{job_id}/retry", json={"reason": "now"}).json()["next_attempt_at"]
     assert after is None or after < before
 
 
-def test_of_two_who_move_a_job_one_wins(world: World) -> None:
-    """And the other gets a 409 with the stable code."""
-    job_id = _submit(world.client())
-    clients = [world.client(name) for name in ("ada", "bob")]
+def test_of_two_concurrent_moves_one_succeeds(deployment: Deployment) -> None:
+    """The other one gets a 409 with the stable code."""
+    job_id = _submit(deployment.client())
+    clients = [deployment.client(name) for name in ("ada", "bob")]
     with ThreadPoolExecutor(2) as pool:
         replies = list(
             pool.map(lambda client: client.post(f"/api/v1/jobs/{job_id}/cancel", json={"reason": "me"}), clients)
         )
     assert sorted(reply.status_code for reply in replies) == [200, 409]
-    (loser,) = (reply for reply in replies if reply.status_code == 409)
-    assert loser.json()["code"] == "WF_STATE_TRANSITION_INVALID"
+    (conflict,) = (reply for reply in replies if reply.status_code == 409)
+    assert conflict.json()["code"] == "WF_STATE_TRANSITION_INVALID"
 
 
 # The run endpoint (requirement H3) ---------------------------------------------------------------------
 
 
-def _run(client: httpx.Client, job_id: str, how: str = "") -> httpx.Response:
-    return client.post(f"/api/v1/internal/jobs/{job_id}/run{how}")
+def _run(client: httpx.Client, job_id: str, query: str = "") -> httpx.Response:
+    return client.post(f"/api/v1/internal/jobs/{job_id}/run{query}")
 
 
-def test_run_succeeds_and_a_second_run_is_an_illegal_move(world: World) -> None:
-    client = world.client()
+def test_run_succeeds_and_a_second_run_is_an_illegal_move(deployment: Deployment) -> None:
+    client = deployment.client()
     job_id = _submit(client, payload={"a": 2, "b": 3}, delay_s=600)
     first = _run(client, job_id)
     assert (first.status_code, first.json()["state"], first.json()["result"]) == (200, "succeeded", 5)
@@ -145,9 +145,9 @@ def test_run_succeeds_and_a_second_run_is_an_illegal_move(world: World) -> None:
     assert (second.status_code, second.json()["code"]) == (409, "WF_STATE_TRANSITION_INVALID")
 
 
-def test_run_with_transient_failures(world: World) -> None:
-    """Calls 1 to 3 are retried, call 4 is the dead letter; each is in the story."""
-    client = world.client()
+def test_run_with_transient_failures(deployment: Deployment) -> None:
+    """Calls 1 to 3 are retried, call 4 is dead-lettered; each is in the history."""
+    client = deployment.client()
     job_id = _submit(client)
     ended = [_run(client, job_id, "?transient_fail=true").json() for _ in range(4)]
     assert [(job["state"], job["retry_count"]) for job in ended] == [
@@ -161,40 +161,40 @@ def test_run_with_transient_failures(world: World) -> None:
     assert [event["to_state"] for event in events][-3:] == ["dlq_pending", "dlq_recorded", "failed"]
 
 
-def test_run_with_a_forced_failure_goes_straight_to_the_dead_letter(world: World) -> None:
-    client = world.client()
+def test_run_with_a_forced_failure_dead_letters_at_once(deployment: Deployment) -> None:
+    client = deployment.client()
     job_id = _submit(client)
     ended = _run(client, job_id, "?force_fail=true").json()
     assert (ended["state"], ended["retry_count"], ended["attempt"]) == ("failed", 0, 1)
 
 
-def test_run_is_not_there_unless_switched_on(tmp_path: Any) -> None:
-    with serving(sample(f"sqlite:///{tmp_path / 'jobs.db'}"), upkeep=False) as world:
-        client = world.client()
+def test_run_is_not_found_unless_it_is_enabled(tmp_path: Any) -> None:
+    with serving(sample(f"sqlite:///{tmp_path / 'jobs.db'}"), upkeep=False) as deployment:
+        client = deployment.client()
         assert _run(client, _submit(client)).status_code == 404
 
 
 # Queues and stats --------------------------------------------------------------------------------------
 
 
-def test_a_paused_intake_is_a_429_with_the_time_to_wait(world: World) -> None:
-    client = world.client()
+def test_a_paused_intake_is_a_429_with_retry_after(deployment: Deployment) -> None:
+    client = deployment.client()
     client.post("/api/v1/queues/default/intake/pause", json={"reason": "full"})
     reply = client.post("/api/v1/jobs", json={"task": "add", "payload": {"a": 1}})
     assert (reply.status_code, reply.json()["code"]) == (429, "INTAKE_REFUSED")
     assert int(reply.headers["retry-after"]) >= 1
 
 
-def test_an_intake_limit_is_a_429(world: World) -> None:
-    client = world.client()
+def test_an_intake_limit_is_a_429(deployment: Deployment) -> None:
+    client = deployment.client()
     client.post("/api/v1/queues/default/intake/limit", json={"reason": "enough", "value": 1})
     _submit(client)
     reply = client.post("/api/v1/jobs", json={"task": "add", "payload": {"a": 1}})
     assert (reply.status_code, reply.json()["code"]) == (429, "INTAKE_LIMITED")
 
 
-def test_controls_and_stats(world: World) -> None:
-    client = world.client()
+def test_controls_and_stats(deployment: Deployment) -> None:
+    client = deployment.client()
     _submit(client)
     assert client.post("/api/v1/queues/default/concurrency", json={"reason": "slow", "value": 3}).status_code == 200
     (queue,) = client.get("/api/v1/queues").json()["queues"]
@@ -204,8 +204,8 @@ def test_controls_and_stats(world: World) -> None:
 
 
 @pytest.mark.parametrize("path", ["/api/v1/suspended", "/internal/tasks/suspended"])
-def test_suspended_jobs_are_resumed_and_discarded(world: World, path: str) -> None:
-    client = world.client()
+def test_suspended_jobs_are_resumed_and_discarded(deployment: Deployment, path: str) -> None:
+    client = deployment.client()
     jobs = [_submit(client, "park", {}) for _ in range(3)]
     for job_id in jobs:
         assert _run(client, job_id).json()["state"] == "suspended"
@@ -219,14 +219,14 @@ def test_suspended_jobs_are_resumed_and_discarded(world: World, path: str) -> No
     assert client.get(f"/api/v1/jobs/{jobs[1]}").json()["state"] == "cancelled"
 
 
-def test_metrics_are_for_those_who_see_all(world: World) -> None:
-    assert world.client().get("/metrics").status_code == 200
-    assert world.client("eve", Role.VIEWER, ("acme",)).get("/metrics").status_code == 403
-    assert world.stranger().get("/metrics").status_code == 401
+def test_metrics_need_access_to_all_tenants(deployment: Deployment) -> None:
+    assert deployment.client().get("/metrics").status_code == 200
+    assert deployment.client("eve", Role.VIEWER, ("acme",)).get("/metrics").status_code == 403
+    assert deployment.anonymous().get("/metrics").status_code == 401
 
 
-def test_names_may_have_slashes(world: World) -> None:
-    client = world.client()
+def test_names_may_have_slashes(deployment: Deployment) -> None:
+    client = deployment.client()
     job_id = _submit(client, queue="mail/eu")
     paused = client.post("/api/v1/queues/mail%2Feu/pause", json={"reason": "holidays"})
     assert (paused.status_code, paused.json()["queue"]) == (200, "mail/eu")
@@ -234,14 +234,14 @@ def test_names_may_have_slashes(world: World) -> None:
     shared = client.post("/api/v1/queues/mail%2feu/tenants/a%2Fb", json={"reason": "fair", "weight": 2}).json()
     assert shared["tenants"]["a/b"]["weight"] == 2
     assert client.get(f"/api/v1/jobs/{job_id}?queue=mail/eu").status_code == 200
-    # Twice encoded is another name.
+    # A name that is encoded twice is another name.
     twice = client.post("/api/v1/queues/mail%252Feu/pause", json={"reason": "x", "new": True})
     assert twice.json()["queue"] == "mail%2Feu"
 
 
 @pytest.mark.parametrize("path", ["pause", "resume", "intake/pause", "intake/resume", "intake/limit", "tenants/acme"])
-def test_an_unknown_queue_is_a_404(world: World, path: str) -> None:
-    client = world.client()
+def test_an_unknown_queue_is_a_404(deployment: Deployment, path: str) -> None:
+    client = deployment.client()
     _submit(client, queue="mail")
     body = {"reason": "x"} | ({"value": 5} if path == "intake/limit" else {"weight": 2} if "tenants" in path else {})
     refused = client.post(f"/api/v1/queues/mial/{path}", json=body)

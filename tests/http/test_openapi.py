@@ -1,4 +1,4 @@
-"""The OpenAPI document: every operation has an example of what goes in, of what comes out, and of every error."""
+"""The OpenAPI document: every operation has examples of its request, its responses and its errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from holdfast import Holdfast
 from holdfast.core.principal import Role
 from holdfast.http import create_api
-from tests.http.deployment import World, sample
+from tests.http.deployment import Deployment, sample
 from tests.http.test_jobs import _submit
 
 Document = dict[str, Any]
@@ -32,7 +32,7 @@ def _operations(document: Document) -> Iterator[Named]:
 
 
 def _contents(operation: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """What is sent and what is answered: where, schema and examples."""
+    """Request, responses and path parameters: name, schema and examples."""
     bodies = {"request": operation.get("requestBody", {})} | operation["responses"]
     for where, body in bodies.items():
         for content in body.get("content", {}).values():
@@ -42,8 +42,8 @@ def _contents(operation: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, 
             yield parameter["name"], parameter
 
 
-def test_everything_has_an_example_that_fits(document: Document) -> None:
-    missing, misfits = [], []
+def test_everything_has_a_valid_example(document: Document) -> None:
+    missing, invalid = [], []
     for name, operation in _operations(document):
         for where, content in _contents(operation):
             examples = [each["value"] for each in content.get("examples", {}).values()]
@@ -51,8 +51,8 @@ def test_everything_has_an_example_that_fits(document: Document) -> None:
             if not examples:
                 missing.append(f"{name} {where}")
             schema = content["schema"] | {"components": document["components"]}
-            misfits += [f"{name} {where}: {each}" for each in examples if not jsonschema_rs.is_valid(schema, each)]
-    assert (missing, misfits) == ([], [])
+            invalid += [f"{name} {where}: {each}" for each in examples if not jsonschema_rs.is_valid(schema, each)]
+    assert (missing, invalid) == ([], [])
 
 
 @pytest.mark.parametrize("simple", [True, False])
@@ -75,16 +75,18 @@ def test_submissions_have_an_example_of_the_apps_own_tasks(simple: bool) -> None
         assert not simple or jsonschema_rs.is_valid(schema, content["example"])
 
 
-def test_every_operation_tells_its_errors(document: Document) -> None:
-    """Refused tokens and stores that are down wherever somebody is asked for; bodies that do not fit wherever one is
-    read. An error is told with its codes, each by an example."""
+def test_every_operation_documents_its_errors(document: Document) -> None:
+    """Refused tokens and unreachable stores wherever a token is needed; invalid bodies wherever one is read.
+
+    Every error lists its codes, each with an example.
+    """
     for name, operation in _operations(document):
-        wanted = {"422"}
-        wanted |= {"401", "403", "503"} if "security" in operation else set()
-        wanted |= {"400", "413", "415"} if "requestBody" in operation else set()
+        expected = {"422"}
+        expected |= {"401", "403", "503"} if "security" in operation else set()
+        expected |= {"400", "413", "415"} if "requestBody" in operation else set()
         responses = operation["responses"]
-        assert wanted <= responses.keys(), name
-        for status in wanted:
+        assert expected <= responses.keys(), name
+        for status in expected:
             (content,) = responses[status]["content"].values()
             assert content["schema"] == {"$ref": "#/components/schemas/Problem"}
             assert set(responses[status]["x-problem-codes"]) == content["examples"].keys()
@@ -96,29 +98,29 @@ def test_links_lead_to_operations_and_their_parameters(document: Document) -> No
         for _, operation in _operations(document)
     }
     for _, operation in _operations(document):
-        for answer in operation["responses"].values():
-            for link in answer.get("links", {}).values():
+        for response in operation["responses"].values():
+            for link in response.get("links", {}).values():
                 assert link["parameters"].keys() <= parameters[link["operationId"]]
 
 
 @pytest.mark.parametrize("value", [b"\x84", b"a b", b"x" * 8_001])
-def test_a_last_event_id_that_nobody_can_have_given_out(shared: World, value: bytes) -> None:
+def test_an_invalid_last_event_id_is_refused(shared: Deployment, value: bytes) -> None:
     reply = shared.client().get("/api/v1/stream", headers=[(b"Last-Event-ID", value)])
     assert (reply.status_code, reply.json()["code"]) == (422, "INVALID_REQUEST")
 
 
-def test_a_reason_is_more_than_blanks(shared: World) -> None:
+def test_a_blank_reason_is_refused(shared: Deployment) -> None:
     job_id = _submit(shared.client())
     for reason in ("", " \n", "\u2003", "\x1f"):
         reply = shared.client().post(f"/api/v1/jobs/{job_id}/cancel", json={"reason": reason})
         assert (reply.status_code, reply.json()["code"]) == (422, "INVALID_REQUEST")
 
 
-def test_a_place_where_nothing_stands_is_a_place(shared: World) -> None:
-    """A cursor of the right shape goes on from there, whatever it says, and shows nothing of others."""
+def test_a_cursor_without_a_row_is_valid(shared: Deployment) -> None:
+    """A well-formed cursor continues from its position, and does not reveal rows of other tenants."""
     _submit(shared.client())
-    stranger = shared.client("eve", Role.VIEWER, ("nobody",))
+    viewer = shared.client("eve", Role.VIEWER, ("empty",))
     for cursor in ("9999999999999999-ff-00-61", "0---"):
-        assert stranger.get(f"/api/v1/jobs?cursor={cursor}").json() == {"jobs": [], "cursor": None}
+        assert viewer.get(f"/api/v1/jobs?cursor={cursor}").json() == {"jobs": [], "cursor": None}
     found = shared.client().get("/api/v1/jobs?cursor=9999999999999999-ff-00-61").json()
     assert found["jobs"] != []

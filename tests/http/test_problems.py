@@ -1,11 +1,11 @@
-"""Problems are stable: every code is explained, and every error that can reach a caller has a status of its own."""
+"""Problems are stable: every code is documented, and every error that can reach a caller has a status."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from holdfast import errors
-from holdfast.http import routes as _routes  # noqa: F401 - defines problems of its own
+from holdfast.http import routes as _routes  # noqa: F401 - defines more problems
 from holdfast.http.problems import INTERNAL, TITLES, HttpError, problem_of, status_of
 
 _PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "failure-codes.md"
@@ -20,16 +20,16 @@ def _rows(columns: int) -> list[list[str]]:
     return [[cell.strip(" `") for cell in line] for line in lines if len(line) == columns]
 
 
-def test_every_code_of_http_is_explained_with_its_status() -> None:
-    explained = {(code, int(status)) for code, _, status, _, _ in _rows(5)}
-    # One item of many has the code of what is wrong with it.
+def test_every_http_code_is_documented_with_its_status() -> None:
+    documented = {(code, int(status)) for code, _, status, _, _ in _rows(5)}
+    # The error of a bulk item has the code of its cause.
     own = {(kind.code, kind.status) for kind in _http() if "code" in vars(kind)}
-    assert explained == own | {(INTERNAL, 500)}
+    assert documented == own | {(INTERNAL, 500)}
 
 
 def test_every_code_a_caller_can_get_is_on_the_page() -> None:
-    explained = {row[0] for columns in (3, 4, 5) for row in _rows(columns)}
-    assert {kind.code for kind in _kinds(errors.HoldfastError) if kind.__module__.startswith("holdfast.")} <= explained
+    documented = {row[0] for columns in (3, 4, 5) for row in _rows(columns)}
+    assert {kind.code for kind in _kinds(errors.HoldfastError) if kind.__module__.startswith("holdfast.")} <= documented
 
 
 def _http() -> list[type[HttpError]]:
@@ -40,7 +40,7 @@ def test_every_status_has_its_title() -> None:
     assert {status_of(kind) for kind in _kinds(errors.HoldfastError)} <= set(TITLES)
 
 
-def test_an_error_is_told_with_its_own_code_and_status() -> None:
+def test_a_problem_has_the_code_and_status_of_its_error() -> None:
     for error, status in (
         (errors.TransitionInvalid("j-1", "failed", "queued"), 409),
         (errors.Unauthorized("who?"), 401),

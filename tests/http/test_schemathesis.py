@@ -1,7 +1,7 @@
-"""Schemathesis on the whole API: all checks, a token of every role and none, stateful links, nothing left out.
+"""Schemathesis on the whole API: all checks, stateful links, a token of every role and none.
 
-The program runs beside a real server with its own database; the seed is fixed. Every operation gets a hundred examples
-from everybody who comes with a token.
+The program runs against a real server with its own database; the seed is fixed. Every operation gets 100 random
+examples as an administrator, and 25 as each of the others.
 """
 
 from __future__ import annotations
@@ -20,44 +20,44 @@ import pytest
 from holdfast import Context, Holdfast
 from holdfast.core.principal import Role
 from holdfast.http.openapi import CODES
-from tests.http.deployment import PATIENCE_S, World, leave_a_trigger, sample, serving
+from tests.http.deployment import TIMEOUT_S, Deployment, record_trigger, sample, serving
 
 _PROGRAM: Final = Path(sys.executable).parent / "st"
-#: Every stream tells at once that it is ready; the client goes away then. Waiting is bounded by the service's setting.
+#: Every stream starts with a ready event; the client disconnects then. Waits are bounded by the service's setting.
 _CONFIGURATION: Final = "max-stream-events = 1\n"
 _TIMEOUT_S: Final = 1_800
 _SEED: Final = 20261115
-#: Random cases of each operation, beside hundreds that are the same for everybody. Whoever may do less gets the same
-#: answers as an administrator, or is refused: fewer will do, and they are others than an administrator's.
+#: Random cases of each operation, besides hundreds that are the same for all principals. Other roles get the same
+#: responses as an administrator or are refused, so fewer cases are enough. Each principal has its own seed.
 _EXAMPLES: Final = 100
-_EXAMPLES_OF_OTHERS: Final = 25
-#: Who comes, and of which tenants.
-_WHO: Final = {
+_EXAMPLES_OF_OTHER_ROLES: Final = 25
+#: Role and tenants of each principal.
+_PRINCIPALS: Final = {
     "admin": (Role.ADMIN, ("*",)),
     "operator": (Role.OPERATOR, ("default",)),
     "approver": (Role.APPROVER, ("default", "acme")),
     "viewer": (Role.VIEWER, ("*",)),
-    "nobody": (None, ()),
+    "anonymous": (None, ()),
 }
 
 
 @pytest.fixture
 def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where all of these tests, in whichever process, keep tables of characters: they take seconds to make."""
+    """A folder for character tables, shared by the processes of these tests: the tables take seconds to make."""
     return tmp_path_factory.getbasetemp().parent / "hypothesis-tables"
 
 
 @pytest.mark.search
 @pytest.mark.timeout(_TIMEOUT_S)
-@pytest.mark.parametrize("who", _WHO)
-def test_schemathesis_finds_nothing(who: str, tmp_path: Path, tables: Path) -> None:
-    role, tenants = _WHO[who]
+@pytest.mark.parametrize("principal", _PRINCIPALS)
+def test_schemathesis_finds_nothing(principal: str, tmp_path: Path, tables: Path) -> None:
+    role, tenants = _PRINCIPALS[principal]
     app = _app(f"sqlite:///{tmp_path / 'jobs.db'}")
-    with serving(app, worker=True, upkeep=True, run_endpoint=True) as world:
-        _furnish(world)
-        words = [] if role is None else ["-H", f"Authorization: Bearer {world.token(who, role, tenants)}"]
+    with serving(app, worker=True, upkeep=True, run_endpoint=True) as deployment:
+        _fill(deployment)
+        words = [] if role is None else ["-H", f"Authorization: Bearer {deployment.token(principal, role, tenants)}"]
         schema = tmp_path / "openapi.json"
-        schema.write_text(json.dumps(_strict(world.client().get("/openapi.json").json())))
+        schema.write_text(json.dumps(_strict(deployment.client().get("/openapi.json").json())))
         config = tmp_path / "schemathesis.toml"
         config.write_text(_CONFIGURATION)
         done = subprocess.run(
@@ -68,13 +68,13 @@ def test_schemathesis_finds_nothing(who: str, tmp_path: Path, tables: Path) -> N
                 "run",
                 str(schema),
                 "--url",
-                world.base,
+                deployment.base,
                 "--checks",
                 "all",
                 "--max-examples",
-                str(_EXAMPLES if role is Role.ADMIN else _EXAMPLES_OF_OTHERS),
+                str(_EXAMPLES if role is Role.ADMIN else _EXAMPLES_OF_OTHER_ROLES),
                 "--seed",
-                str(_SEED + list(_WHO).index(who)),
+                str(_SEED + list(_PRINCIPALS).index(principal)),
                 "--suppress-health-check",
                 "all",
                 "--generation-database",
@@ -94,8 +94,8 @@ def test_schemathesis_finds_nothing(who: str, tmp_path: Path, tables: Path) -> N
             check=False,
         )
         assert done.returncode == 0, f"{done.stdout[-20_000:]}\n{done.stderr[-2_000:]}"
-        # Who has gone away is noticed.
-        _until(lambda: world.service.hub.subscriber_count == 0)
+        # Disconnected clients are removed.
+        _until(lambda: deployment.service.hub.subscriber_count == 0)
 
 
 def _strict(document: dict[str, Any]) -> dict[str, Any]:
@@ -120,11 +120,11 @@ def _app(url: str) -> Holdfast:
     return app
 
 
-def _furnish(world: World) -> None:
-    """Something of every kind to be found."""
-    world.call(lambda: leave_a_trigger(world.service))
+def _fill(deployment: Deployment) -> None:
+    """Create at least one resource of every kind."""
+    deployment.call(lambda: record_trigger(deployment.service))
     jobs = [("add", {"a": 1}), ("refuse", {}), ("park", {}), ("flaky", {}), *[("publish", {"copies": 2})] * 3]
-    with world.client() as client:
+    with deployment.client() as client:
         for task, payload in jobs:
             for tenant in ("default", "acme"):
                 body = {"task": task, "payload": payload, "tenant_id": tenant}
@@ -135,7 +135,7 @@ def _furnish(world: World) -> None:
 
 
 def _until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)

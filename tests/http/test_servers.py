@@ -22,7 +22,7 @@ import pytest
 from holdfast.http import create_api
 from holdfast.http.service import Service
 from holdfast.verification.chaos.servers import free_port
-from tests.cli.harness import PATIENCE_S, environment, eventually
+from tests.cli.harness import TIMEOUT_S, environment, eventually
 from tests.http.deployment import sample
 
 _APP: Final = """
@@ -71,28 +71,28 @@ _LATER: Final = {"task": "add", "payload": {"a": 1}, "delay_s": 3600}
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", _SERVERS)
 def test_the_api_behind_other_servers(name: str, tmp_path: Path) -> None:
-    with _running(name, tmp_path) as (server, client), ThreadPoolExecutor(1) as thread:
+    with _run_server(name, tmp_path) as (server, client), ThreadPoolExecutor(1) as thread:
         eventually(lambda: _is_ready(client, server), what=f"{name} to be ready")
         _submit_and_wait(client)
         _wait_for_less_than_the_job_takes(client)
-        _leave(client, "POST", f"{_JOBS}?wait=60", msgspec.json.encode(_LATER))
-        _leave(client, "GET", _STREAM)
+        _disconnect(client, "POST", f"{_JOBS}?wait=60", msgspec.json.encode(_LATER))
+        _disconnect(client, "GET", _STREAM)
         waiting = thread.submit(client.post, f"{_JOBS}?wait=60", json=_LATER)
-        eventually(lambda: _open(client, _JOBS), what="a request that waits")
+        eventually(lambda: _is_open(client, _JOBS), what="a request that waits")
         with client.stream("GET", _STREAM) as stream:
             chunks = stream.iter_text()
             assert "event: ready" in next(chunks) + next(chunks)
             server.send_signal(signal.SIGTERM)
-            assert waiting.result(PATIENCE_S).status_code == 202
+            assert waiting.result(TIMEOUT_S).status_code == 202
             list(chunks)
         # uvicorn ends by the signal itself.
-        assert server.wait(PATIENCE_S) in (0, -signal.SIGTERM)
+        assert server.wait(TIMEOUT_S) in (0, -signal.SIGTERM)
     log = (tmp_path / "server.log").read_text()
     assert "Traceback" not in log, log
 
 
 async def test_signals_are_handled_as_before_when_the_service_has_ended(tmp_path: Path) -> None:
-    """A handler of the server's is called after the service's own; a default stays a default."""
+    """The server's handler is called after the service's own; a default handler is kept."""
     app = sample(f"sqlite:///{tmp_path / 'jobs.db'}")
     service: Service = create_api(app, upkeep=False).state.service
     handled: list[int] = []
@@ -105,7 +105,7 @@ async def test_signals_are_handled_as_before_when_the_service_has_ended(tmp_path
         async with service.running():
             assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
             signal.raise_signal(signal.SIGTERM)
-            await asyncio.wait_for(service.ending.wait(), PATIENCE_S)
+            await asyncio.wait_for(service.ending.wait(), TIMEOUT_S)
         assert handled == [signal.SIGTERM]
         assert signal.getsignal(signal.SIGTERM) is handler
     finally:
@@ -127,20 +127,20 @@ def _wait_for_less_than_the_job_takes(client: httpx.Client) -> None:
     assert client.post(f"{_JOBS}?wait=0.1", json=_LATER).status_code == 202
 
 
-def _leave(client: httpx.Client, method: str, target: str, body: bytes = b"") -> None:
-    """Send a request and close the connection before its answer; the request must end."""
+def _disconnect(client: httpx.Client, method: str, target: str, body: bytes = b"") -> None:
+    """Send a request and close the connection before the response; the request must end."""
     url = client.base_url
     lines = (f"{method} {target} HTTP/1.1", f"host: {url.host}:{url.port}", f"content-length: {len(body)}")
     head = "\r\n".join([*lines, "content-type: application/json", "", ""]).encode()
     path = target.partition("?")[0]
-    with socket.create_connection((url.host, url.port or 80), timeout=PATIENCE_S) as connection:
+    with socket.create_connection((url.host, url.port or 80), timeout=TIMEOUT_S) as connection:
         connection.sendall(head + body)
-        eventually(lambda: _open(client, path), what=f"a request to {path}")
-    eventually(lambda: not _open(client, path), what=f"the end of a request to {path} whose client has left")
+        eventually(lambda: _is_open(client, path), what=f"a request to {path}")
+    eventually(lambda: not _is_open(client, path), what=f"the end of a request to {path} whose client has disconnected")
 
 
-def _open(client: httpx.Client, path: str) -> bool:
-    """Whether the API is at work on a request to this path."""
+def _is_open(client: httpx.Client, path: str) -> bool:
+    """Whether the API has an unfinished request to this path."""
     return bool(client.get("/open").json().get(path))
 
 
@@ -153,7 +153,7 @@ def _is_ready(client: httpx.Client, server: subprocess.Popen[bytes]) -> bool:
 
 
 @contextmanager
-def _running(name: str, folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], httpx.Client]]:
+def _run_server(name: str, folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], httpx.Client]]:
     """The server as a process, and a client of it; killed when the block is left, if it still runs."""
     (folder / "served.py").write_text(_APP)
     port = free_port()
@@ -168,7 +168,7 @@ def _running(name: str, folder: Path) -> Iterator[tuple[subprocess.Popen[bytes],
             stderr=log,
             start_new_session=True,
         )
-    client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S, trust_env=False)
+    client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=TIMEOUT_S, trust_env=False)
     try:
         with client:
             yield server, client

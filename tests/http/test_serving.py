@@ -25,7 +25,7 @@ from holdfast.http import mount
 from holdfast.http.server import HttpServer, bind
 from holdfast.operations.queues import QueueOperations
 from tests.cli.harness import SAMPLE_APP, Process, Shell, environment
-from tests.http.deployment import World, sample, serving
+from tests.http.deployment import Deployment, sample, serving
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def shell(tmp_path: Path) -> Shell:
 
 
 @contextmanager
-def _served(shell: Shell, *words: str) -> Iterator[tuple[Process, str]]:
+def _serve(shell: Shell, *words: str) -> Iterator[tuple[Process, str]]:
     with shell.start("serve", *words, "--port", "0") as process:
         process.wait_log("serving ")
         found = re.search(r"on (http://127\.0\.0\.1:\d+)", process.log.read_text())
@@ -45,16 +45,16 @@ def _served(shell: Shell, *words: str) -> Iterator[tuple[Process, str]]:
 
 def test_dev_needs_no_token_and_has_a_link_that_works_once(shell: Shell) -> None:
     with (
-        _served(shell, "sample.py:app", "--dev") as (process, base),
+        _serve(shell, "sample.py:app", "--dev") as (process, base),
         httpx.Client(base_url=base, trust_env=False) as client,
     ):
         process.wait_log("/dev?key=")
         _wait_ready(client)
         job = client.post("/api/v1/jobs?wait=30", json={"task": "add", "payload": {"a": 1}})
         assert (job.status_code, job.json()["result"]) == (200, 2)
-        # A page elsewhere, in a browser that did not come by the link.
-        strange = {"sec-fetch-site": "cross-site"}
-        assert client.get("/api/v1/jobs", headers=strange).status_code == 401
+        # A page of another site, in a browser that has not used the link.
+        cross_site = {"sec-fetch-site": "cross-site"}
+        assert client.get("/api/v1/jobs", headers=cross_site).status_code == 401
         assert client.get("/api/v1/jobs", headers={"host": "evil.example"}).status_code == 401
         found = re.search(r"/dev\?key=\S+", process.log.read_text())
         assert found
@@ -62,49 +62,49 @@ def test_dev_needs_no_token_and_has_a_link_that_works_once(shell: Shell) -> None
         assert (first.status_code, first.headers["location"]) == (303, "./")
         assert "SameSite=Strict" in first.headers["set-cookie"]
         assert client.get("/api/v1/jobs", headers={"sec-fetch-site": "same-origin"}).status_code == 200
-        assert client.get("/api/v1/jobs", headers=strange).status_code == 401
+        assert client.get("/api/v1/jobs", headers=cross_site).status_code == 401
         assert client.get(found.group()).status_code == 410
         assert process.end() == 0
 
 
-def test_who_waits_is_answered_when_the_server_ends(shell: Shell) -> None:
-    """202 with the address, at once: the job is accepted, whatever becomes of this process."""
-    with _served(shell, "sample.py:app", "--dev", "--no-worker") as (process, base), ThreadPoolExecutor(1) as thread:
+def test_a_waiting_request_is_answered_when_the_server_ends(shell: Shell) -> None:
+    """202 with the location, at once: the job is accepted, although this process ends."""
+    with _serve(shell, "sample.py:app", "--dev", "--no-worker") as (process, base), ThreadPoolExecutor(1) as thread:
         with httpx.Client(base_url=base, timeout=60, trust_env=False) as client:
             _wait_ready(client)
-            wish = {"task": "slow", "payload": {"seconds": 60}}
-            waiting = thread.submit(client.post, "/api/v1/jobs?wait=60", json=wish)
+            body = {"task": "slow", "payload": {"seconds": 60}}
+            waiting = thread.submit(client.post, "/api/v1/jobs?wait=60", json=body)
             while not shell.json("jobs", "list"):
                 assert not waiting.done()
-            began = time.monotonic()
+            started = time.monotonic()
             process.end()
-            answer = waiting.result(60)
-        assert answer.status_code == 202
-        assert answer.headers["location"].endswith(answer.json()["job_id"])
-        # Less than the grace time, after which it would be cut off.
-        assert time.monotonic() - began < 9
+            response = waiting.result(60)
+        assert response.status_code == 202
+        assert response.headers["location"].endswith(response.json()["job_id"])
+        # Less than the grace time, after which the request would be cancelled.
+        assert time.monotonic() - started < 9
         assert "Traceback" not in process.log.read_text()
 
 
-def test_a_request_that_the_end_overtakes_is_told_so(
+def test_a_request_that_outlasts_the_grace_time_is_a_503(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Instead of a traceback in the log."""
+    """A 503 for the client, and no traceback in the log."""
     monkeypatch.setattr("holdfast.http.server._GRACE_S", 0.2)
-    asked = threading.Event()
+    called = threading.Event()
 
     async def hang(*_: Any) -> None:
-        asked.set()
+        called.set()
         await asyncio.sleep(60)
 
     with ThreadPoolExecutor(1) as thread:
-        with serving(sample(f"sqlite:///{tmp_path / 'jobs.db'}")) as world:
-            bearer = {"authorization": f"Bearer {world.token()}"}
+        with serving(sample(f"sqlite:///{tmp_path / 'jobs.db'}")) as deployment:
+            bearer = {"authorization": f"Bearer {deployment.token()}"}
             monkeypatch.setattr(QueueOperations, "find", hang)
-            waiting = thread.submit(httpx.get, f"{world.base}/api/v1/queues", headers=bearer, trust_env=False)
-            assert asked.wait(20)
-        answer = waiting.result(60)
-    assert (answer.status_code, answer.json()["code"]) == (503, "ENGINE_UNAVAILABLE")
+            waiting = thread.submit(httpx.get, f"{deployment.base}/api/v1/queues", headers=bearer, trust_env=False)
+            assert called.wait(20)
+        response = waiting.result(60)
+    assert (response.status_code, response.json()["code"]) == (503, "ENGINE_UNAVAILABLE")
     assert "Traceback" not in caplog.text
 
 
@@ -113,18 +113,18 @@ def test_dev_listens_on_loopback_only(shell: Shell) -> None:
     assert "loopback" in done.stderr
 
 
-def test_without_a_token_it_says_how_to_make_one(shell: Shell) -> None:
+def test_without_a_token_the_error_says_how_to_create_one(shell: Shell) -> None:
     done = shell.run("serve", "sample.py:app", "--host", "0.0.0.0", code=2)
     assert "holdfast token create" in done.stderr
 
 
-def test_a_token_of_the_command_line_lets_in(shell: Shell) -> None:
+def test_a_token_of_the_command_line_is_accepted(shell: Shell) -> None:
     made = shell.json("token", "create", "ada", "--role", "operator", "--all-tenants")
-    with _served(shell, "--no-upkeep") as (process, base), httpx.Client(base_url=base, trust_env=False) as client:
+    with _serve(shell, "--no-upkeep") as (process, base), httpx.Client(base_url=base, trust_env=False) as client:
         assert client.get("/api/v1/jobs").status_code == 401
         client.headers["authorization"] = f"Bearer {made['token']}"
         assert client.get("/api/v1/jobs").status_code == 200
-        # Without an app jobs are passed on; the worker judges.
+        # Without an app jobs are not checked; the worker does that.
         assert client.post("/api/v1/jobs", json={"task": "whatever"}).status_code == 202
         assert client.get("/readyz").json()["worker"] == "none"
         assert process.end() == 0
@@ -141,16 +141,16 @@ def _wait_ready(client: httpx.Client) -> None:
 
 
 def test_the_api_in_the_users_own_application(tmp_path: Path) -> None:
-    """One line; it starts and ends with it, and the user's own life goes on."""
-    lived: list[str] = []
+    """One line. The API starts and ends with the application, whose own lifespan still runs."""
+    lifespan_events: list[str] = []
 
     @asynccontextmanager
-    async def life(_: FastAPI) -> Any:
-        lived.append("began")
+    async def lifespan(_: FastAPI) -> Any:
+        lifespan_events.append("began")
         yield {"mine": 1}
-        lived.append("ended")
+        lifespan_events.append("ended")
 
-    shop, app = FastAPI(lifespan=life), sample(f"sqlite:///{tmp_path / 'jobs.db'}")
+    shop, app = FastAPI(lifespan=lifespan), sample(f"sqlite:///{tmp_path / 'jobs.db'}")
 
     @shop.get("/hello")
     async def hello() -> str:
@@ -158,16 +158,16 @@ def test_the_api_in_the_users_own_application(tmp_path: Path) -> None:
 
     inner = mount(shop, app, prefix="/tasks", worker=True)
     with serving(app, api=shop) as outer:
-        world = World(inner, outer.base, outer._loop)
-        client = world.client("ada", Role.OPERATOR)
+        deployment = Deployment(inner, outer.base, outer._loop)
+        client = deployment.client("ada", Role.OPERATOR)
         assert client.get("/hello").json() == "hello"
         reply = client.post("/tasks/api/v1/jobs?wait=20", json={"task": "add", "payload": {"a": 1}})
         assert (reply.status_code, reply.json()["state"]) == (200, "succeeded")
         later = client.post("/tasks/api/v1/jobs", json={"task": "add", "payload": {"a": 1}, "delay_s": 60})
         assert later.headers["location"].startswith("/tasks/api/v1/jobs/")
         assert client.get(later.headers["location"]).status_code == 200
-        world.close()
-    assert lived == ["began", "ended"]
+        deployment.close()
+    assert lifespan_events == ["began", "ended"]
 
 
 def test_a_missing_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,25 +181,23 @@ def test_a_missing_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.filterwarnings("error::ResourceWarning")
-@pytest.mark.parametrize("turns", range(6))
+@pytest.mark.parametrize("iterations", range(6))
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_a_connection_that_comes_at_the_end_is_closed(
-    loop: Callable[[], asyncio.AbstractEventLoop], turns: int
-) -> None:
+def test_a_connection_during_shutdown_is_closed(loop: Callable[[], asyncio.AbstractEventLoop], iterations: int) -> None:
     """By the server, not by the garbage collector, which would warn."""
     connections: list[socket.socket] = []
 
-    class Brief(HttpServer):
-        """Ends so many turns of the loop after somebody came."""
+    class BriefServer(HttpServer):
+        """Ends a number of loop iterations after a client has connected."""
 
         async def main_loop(self) -> None:
             connections.append(socket.create_connection(self._socket.getsockname(), timeout=10))
-            for _ in range(turns):
+            for _ in range(iterations):
                 await asyncio.sleep(0)
 
     async def serve() -> None:
         with bind("127.0.0.1", 0) as sock:
-            await Brief(FastAPI(), sock).run_until_stopped()
+            await BriefServer(FastAPI(), sock).run_until_stopped()
 
     with asyncio.Runner(loop_factory=loop) as runner:
         runner.run(serve())

@@ -17,16 +17,16 @@ from holdfast import Holdfast
 from holdfast.observe.prometheus import serve_metrics
 from holdfast.operations.metrics import render_metrics
 
-PATIENCE_S: Final = 60.0
+TIMEOUT_S: Final = 60.0
 
 
 async def fetch(port: int, path: str = "/metrics", method: str = "GET") -> tuple[str, str]:
-    """Head and body of the answer, over a socket."""
+    """Head and body of the response, over a socket."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(f"{method} {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
-    answer = (await reader.read()).decode()
+    response = (await reader.read()).decode()
     writer.close()
-    head, _, body = answer.partition("\r\n\r\n")
+    head, _, body = response.partition("\r\n\r\n")
     return head, body
 
 
@@ -49,24 +49,24 @@ async def scrape(app: Holdfast) -> dict[str, float]:
     return samples(body)
 
 
-async def eventually(look: Callable[[], Awaitable[Any]], what: str) -> Any:
-    """What `look` gives once that is true."""
-    give_up_at = time.monotonic() + PATIENCE_S
-    while time.monotonic() < give_up_at:
-        if seen := await look():
-            return seen
+async def eventually(check: Callable[[], Awaitable[Any]], what: str) -> Any:
+    """Wait until `check` returns a true value, and return it."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline:
+        if result := await check():
+            return result
         await asyncio.sleep(0.02)
-    raise AssertionError(f"waited {PATIENCE_S:g} s for {what}")
+    raise AssertionError(f"waited {TIMEOUT_S:g} s for {what}")
 
 
-class Receiver:
-    """Takes spans by OTLP over HTTP, as a collector does."""
+class SpanReceiver:
+    """Receives spans by OTLP over HTTP, as a collector does."""
 
     def __init__(self) -> None:
         self.spans: list[Any] = []
         self.services: set[str] = set()
 
-    def take(self, body: bytes) -> None:
+    def receive(self, body: bytes) -> None:
         for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
             self.services |= {
                 each.value.string_value for each in resource.resource.attributes if each.key == "service.name"
@@ -75,8 +75,8 @@ class Receiver:
                 self.spans += scope.spans
 
     def wait(self, number: int) -> list[Any]:
-        """So many spans, in the order in which they began."""
-        for _ in range(round(PATIENCE_S / 0.05)):
+        """Wait for this number of spans; return them in the order in which they started."""
+        for _ in range(round(TIMEOUT_S / 0.05)):
             if len(self.spans) >= number:
                 break
             threading.Event().wait(0.05)
@@ -85,19 +85,19 @@ class Receiver:
 
 
 @contextmanager
-def receiving() -> Iterator[tuple[Receiver, str]]:
+def run_span_receiver() -> Iterator[tuple[SpanReceiver, str]]:
     """A receiver on loopback, and its address."""
-    receiver = Receiver()
+    receiver = SpanReceiver()
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            receiver.take(self.rfile.read(int(self.headers["Content-Length"])))
+            receiver.receive(self.rfile.read(int(self.headers["Content-Length"])))
             self.send_response(200)
             self.send_header("Content-Length", "0")
             self.end_headers()
 
         def log_message(self, *_: object) -> None:
-            """Not on stderr."""
+            """Keep stderr clean."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)

@@ -1,4 +1,4 @@
-"""The alert rules and the dashboard: promtool has its say, and nothing in them speaks of a metric that is not there."""
+"""The alert rules and the dashboard: promtool accepts them, and they use only metrics that exist."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ HISTOGRAMS = {
     "outbox_publish_seconds",
     "outbox_publish_delay_seconds",
 }
-#: What M2 asks for, by the alert that is it.
-WANTED = {
+#: The alerts that requirement M2 demands.
+REQUIRED = {
     "HoldfastFailures",
     "HoldfastLag",
     "HoldfastNoActiveWorkers",
@@ -66,7 +66,7 @@ def alerts() -> dict[str, str]:
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
-def full_sight() -> StoreGauges:
+def make_store_gauges() -> StoreGauges:
     queue = QueueGauges(
         queue="q",
         streams={"stream:task": 1},
@@ -96,9 +96,9 @@ def full_sight() -> StoreGauges:
 
 
 def known_metrics() -> set[str]:
-    """Every name of a sample that can be scraped."""
+    """The names of all samples that can be scraped."""
     counts = Counters(triggers={"t": TriggerCounters("q", lag=1)}, outbox=OutboxStats())
-    families = MetricsCollector("holdfast", counts, full_sight()).collect()
+    families = MetricsCollector("holdfast", counts, make_store_gauges()).collect()
     return {sample.name for family in families for sample in family.samples}
 
 
@@ -117,7 +117,7 @@ def test_every_rule_fires_when_it_should_and_only_then() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_rule_that_is_wrong_does_not_pass(tmp_path: Path) -> None:
+def test_a_wrong_rule_fails(tmp_path: Path) -> None:
     for path in (RULES, TESTS):
         text = path.read_text(encoding="utf-8").replace("holdfast_queue_lag) > 1000", "holdfast_queue_lag) > 9000")
         (tmp_path / path.name).write_text(text, encoding="utf-8")
@@ -126,12 +126,12 @@ def test_a_rule_that_is_wrong_does_not_pass(tmp_path: Path) -> None:
     assert "HoldfastLag" in done.stdout + done.stderr
 
 
-def test_all_alerts_that_are_asked_for_are_there() -> None:
-    assert set(alerts()) >= WANTED
+def test_all_required_alerts_exist() -> None:
+    assert set(alerts()) >= REQUIRED
 
 
 @pytest.mark.parametrize("name", sorted(alerts()))
-def test_every_alert_is_tested_both_ways(name: str) -> None:
+def test_every_alert_is_tested_firing_and_quiet(name: str) -> None:
     cases = TESTS.read_text(encoding="utf-8").split("  - name: ")[1:]
     own = [case for case in cases if f"alertname: {name}\n" in case]
     assert any(re.search(rf"alertname: {name}\n +exp_alerts:\n", case) for case in own), "never seen firing"
@@ -139,7 +139,7 @@ def test_every_alert_is_tested_both_ways(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "rule"), sorted(alerts().items()))
-def test_every_alert_says_how_bad_it_is_and_what_to_do(name: str, rule: str) -> None:
+def test_every_alert_has_a_severity_and_a_runbook(name: str, rule: str) -> None:
     assert re.search(r"severity: (critical|warning)\n", rule)
     for annotation in ("summary", "description"):
         assert re.search(rf'{annotation}: ".{{10,}}"\n', rule)
@@ -149,12 +149,12 @@ def test_every_alert_says_how_bad_it_is_and_what_to_do(name: str, rule: str) -> 
     assert len(texts[name].split()) > 40, "its runbook says too little"
 
 
-def test_no_runbook_is_for_an_alert_that_is_gone() -> None:
+def test_every_runbook_is_for_an_existing_alert() -> None:
     sections = re.findall(r"^## (\w+)$", RUNBOOKS.read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert sorted(sections) == sorted(alerts())
 
 
-def test_rules_and_dashboard_speak_of_metrics_that_there_are() -> None:
+def test_rules_and_dashboard_use_only_existing_metrics() -> None:
     queries = [target["expr"] for panel in panels() for target in panel.get("targets", [])]
     for text in [*alerts().values(), TESTS.read_text(encoding="utf-8"), *queries]:
         assert set(_METRIC.findall(text)) <= known_metrics(), text
@@ -171,14 +171,14 @@ def test_the_dashboard_can_be_imported() -> None:
     assert len({panel["id"] for panel in found}) == len(found)
     taken: set[tuple[int, int]] = set()
     for panel in found:
-        place = panel["gridPos"]
-        assert place["x"] + place["w"] <= 24
+        position = panel["gridPos"]
+        assert position["x"] + position["w"] <= 24
         cells = {
             (x, y)
-            for x in range(place["x"], place["x"] + place["w"])
-            for y in range(place["y"], place["y"] + place["h"])
+            for x in range(position["x"], position["x"] + position["w"])
+            for y in range(position["y"], position["y"] + position["h"])
         }
-        assert not cells & taken, f"{panel['title']} lies over another panel"
+        assert not cells & taken, f"{panel['title']} overlaps another panel"
         taken |= cells
 
 
@@ -188,11 +188,11 @@ def test_the_reference_explains_every_metric_and_no_other() -> None:
     assert explained == {name.removeprefix("holdfast") for name in names | HISTOGRAMS}
 
 
-async def test_another_prefix() -> None:
+async def test_the_prefix_can_be_set() -> None:
     async with Holdfast("sqlite://", metrics_prefix="ingest") as app:
         text, content_type = await render_metrics(app)
     families = list(text_string_to_metric_families(text.decode()))
     assert families
-    # But for those with names that other programs know.
+    # Metrics with fixed names keep them.
     assert all(family.name.startswith(("ingest_", "outbox_", "queue_")) for family in families)
     assert content_type.startswith("text/plain")

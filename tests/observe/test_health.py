@@ -1,4 +1,4 @@
-"""`/livez` and `/readyz` beside the metrics of workers and upkeep."""
+"""`/livez` and `/readyz` next to the metrics of workers and upkeep."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def text() -> tuple[bytes, str]:
     return b"x 1\n", "text/plain"
 
 
-async def asked(port: int, path: str = "/readyz") -> tuple[int, Any]:
+async def get_health(port: int, path: str = "/readyz") -> tuple[int, Any]:
     head, body = await fetch(port, path)
     assert "application/json" in head
     return int(head.split()[1]), json.loads(body)
@@ -39,17 +39,17 @@ def shell(tmp_path: Path) -> Shell:
 
 
 @pytest.mark.parametrize("words", [("worker", "sample.py:app"), ("upkeep",)])
-def test_worker_and_upkeep_serve_both(shell: Shell, words: tuple[str, ...]) -> None:
+def test_worker_and_upkeep_serve_health_and_metrics(shell: Shell, words: tuple[str, ...]) -> None:
     port = free_port()
 
     def ready() -> Any:
         with suppress(ConnectionError):
-            status, body = asyncio.run(asked(port))
+            status, body = asyncio.run(get_health(port))
             return body if status == 200 else None
         return None
 
     with shell.start(*words, "--metrics-port", str(port)) as process:
-        body = eventually_sync(ready, what="it to be ready")
+        body = eventually_sync(ready, what="the process to be ready")
         assert body == {
             "ready": True,
             "engine": "ok",
@@ -59,7 +59,7 @@ def test_worker_and_upkeep_serve_both(shell: Shell, words: tuple[str, ...]) -> N
             "reasons": [],
             "warnings": [],
         }
-        assert asyncio.run(asked(port, "/livez")) == (200, {"status": "ok"})
+        assert asyncio.run(get_health(port, "/livez")) == (200, {"status": "ok"})
         head, body = asyncio.run(fetch(port, "/other"))
         assert head.startswith("HTTP/1.1 404")
         assert body == "not found; use /metrics, /livez or /readyz\n"
@@ -69,61 +69,61 @@ def test_worker_and_upkeep_serve_both(shell: Shell, words: tuple[str, ...]) -> N
 async def test_a_worker_is_ready_while_it_can_claim(make_redis: MakeServer, namespace: str) -> None:
     server = make_redis()
     async with Holdfast(server.url, namespace=namespace, reply_timeout_s=1, connect_timeout_s=0.5) as app:
-        begun, finish = asyncio.Event(), asyncio.Event()
+        started, finish = asyncio.Event(), asyncio.Event()
 
         @app.task
         async def work() -> None:
-            begun.set()
+            started.set()
             await finish.wait()
 
         worker = Worker(app)
         async with serve_metrics("127.0.0.1", 0, text, lambda: worker_readiness(app, worker)) as port:
-            status, body = await asked(port)
+            status, body = await get_health(port)
             assert (status, body["ready"], body["worker"], body["reasons"]) == (503, False, "starting", ["starting"])
             running = asyncio.create_task(worker.run())
 
             async def ready() -> bool:
-                return (await asked(port))[0] == 200
+                return (await get_health(port))[0] == 200
 
             async def unreachable() -> Any:
-                status, body = await asked(port)
+                status, body = await get_health(port)
                 return body if status == 503 else None
 
             await eventually(ready, "the worker to be ready")
             server.kill()
-            body = await eventually(unreachable, "the outage to be seen")
+            body = await eventually(unreachable, "the outage to be reported")
             assert body["engine"] == "down"
             assert "engine unreachable" in body["reasons"]
             assert "127.0.0.1" not in json.dumps(body)
-            assert (await asked(port, "/livez"))[0] == 200
+            assert (await get_health(port, "/livez"))[0] == 200
             server.start()
             await eventually(ready, "the worker to be ready again")
             await work.submit()
-            await begun.wait()
+            await started.wait()
             worker.drain()
-            status, body = await asked(port)
+            status, body = await get_health(port)
             assert (status, body["worker"], body["reasons"]) == (503, "draining", ["draining"])
             finish.set()
             await running
 
 
-async def test_a_ledger_that_is_down_is_a_warning(redis_url: str, namespace: str) -> None:
+async def test_an_unreachable_ledger_is_a_warning(redis_url: str, namespace: str) -> None:
     ledger = f"postgresql://app:s3cret@127.0.0.1:{free_port()}/holdfast"
     async with Holdfast(redis_url, namespace=namespace, ledger=ledger, connect_timeout_s=0.5) as app:
         upkeep = Upkeep(app.engine, [], app.settings, backend_of(app).ledger)
         async with serve_metrics("127.0.0.1", 0, text, lambda: upkeep_readiness(app, upkeep)) as port:
-            status, body = await asked(port)
+            status, body = await get_health(port)
             assert (status, body["reasons"]) == (503, ["starting"])
             running = asyncio.create_task(upkeep.run())
 
             async def ready() -> Any:
-                status, body = await asked(port)
+                status, body = await get_health(port)
                 return body if status == 200 else None
 
             body = await eventually(ready, "upkeep to be ready")
             assert (body["ledger"], body["warnings"]) == ("down", ["ledger unreachable"])
             assert "s3cret" not in json.dumps(body)
             upkeep.stop()
-            status, body = await asked(port)
+            status, body = await get_health(port)
             assert (status, body["reasons"]) == (503, ["draining"])
             await running

@@ -1,4 +1,4 @@
-"""Log lines name the job they are about, and no secret gets out: not in logs, events, dead letters or views."""
+"""Log lines name their job. Secrets do not appear in logs, events, dead letters or job infos."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LEAKS = (
 
 @pytest.fixture
 def lines() -> Iterator[io.StringIO]:
-    """Everything that is logged, as JSON lines."""
+    """All log records as JSON lines."""
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter())
@@ -51,11 +51,11 @@ def documents(lines: io.StringIO) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines.getvalue().splitlines()]
 
 
-def a_claim() -> Claim:
+def make_claim() -> Claim:
     return Claim(Lease("mail", "j1", "1", 1, "blue-1"), "send", b"{}", "acme", "k", "t-1", 3, 0, 0, Meta())
 
 
-def test_a_line_has_time_level_logger_message_and_what_was_added(lines: io.StringIO) -> None:
+def test_a_line_has_time_level_logger_message_and_extra_fields(lines: io.StringIO) -> None:
     logging.getLogger("shop").warning("order %d", 7, extra={"order": {"id": 7}, "tags": {"a"}})
     (line,) = documents(lines)
     assert line.pop("time").endswith("Z")
@@ -63,12 +63,12 @@ def test_a_line_has_time_level_logger_message_and_what_was_added(lines: io.Strin
 
 
 def test_a_line_inside_a_run_names_the_job(lines: io.StringIO) -> None:
-    token = current_claim.set(a_claim())
+    token = current_claim.set(make_claim())
     logging.getLogger("shop").info("now")
     current_claim.reset(token)
     logging.getLogger("shop").info("later")
     inside, after = documents(lines)
-    assert {name: inside[name] for name in log_fields(a_claim())} == {
+    assert {name: inside[name] for name in log_fields(make_claim())} == {
         "trace_id": "t-1",
         "job_id": "j1",
         "task": "send",
@@ -80,7 +80,7 @@ def test_a_line_inside_a_run_names_the_job(lines: io.StringIO) -> None:
     assert "job_id" not in after
 
 
-async def test_the_user_s_own_lines_name_their_job_on_the_loop_and_in_threads(
+async def test_lines_of_user_code_name_their_job_on_the_loop_and_in_threads(
     engine_url: str, namespace: str, lines: io.StringIO
 ) -> None:
     async with Holdfast(engine_url, namespace=namespace) as app:
@@ -101,8 +101,8 @@ async def test_the_user_s_own_lines_name_their_job_on_the_loop_and_in_threads(
     assert all(line["attempt"] == 1 and line["worker"] for line in mine)
 
 
-async def test_what_the_worker_says_of_a_job_names_it(app_on: Any, lines: io.StringIO) -> None:
-    app = app_on
+async def test_worker_lines_about_a_job_name_it(engine_app: Any, lines: io.StringIO) -> None:
+    app = engine_app
 
     @app.task
     async def fail() -> None:
@@ -115,14 +115,14 @@ async def test_what_the_worker_says_of_a_job_names_it(app_on: Any, lines: io.Str
 
 
 @pytest.fixture
-async def app_on(engine_url: str, namespace: str) -> Any:
+async def engine_app(engine_url: str, namespace: str) -> Any:
     async with Holdfast(engine_url, namespace=namespace) as app:
         yield app
 
 
 @pytest.mark.parametrize("leak", LEAKS)
-async def test_a_secret_in_an_error_is_nowhere(app_on: Any, lines: io.StringIO, leak: str) -> None:
-    app = app_on
+async def test_a_secret_in_an_error_is_redacted_everywhere(engine_app: Any, lines: io.StringIO, leak: str) -> None:
+    app = engine_app
 
     @app.task
     async def on_the_loop() -> None:
@@ -143,23 +143,23 @@ async def test_a_secret_in_an_error_is_nowhere(app_on: Any, lines: io.StringIO, 
     for task in (on_the_loop, in_a_thread, suspended):
         await task.submit()
     await drain(app)
-    views = await app.engine.find("default", [State.SUSPENDED], 10)
+    infos = await app.engine.find("default", [State.SUSPENDED], 10)
     feed = await app.engine.read_feed("default", "", 100)
-    assert len(views) == 1
-    told = [*map(msgspec.json.encode, views), *map(msgspec.json.encode, feed)]
+    assert len(infos) == 1
+    outputs = [*map(msgspec.json.encode, infos), *map(msgspec.json.encode, feed)]
     if backend_of(app).ledger is not None:
         page = await app.ledger.queries.jobs()
         for row in page.jobs:
             from holdfast.core.job import JobKey
 
             key = JobKey(row.tenant_id, row.queue, row.job_id)
-            told += [
+            outputs += [
                 repr(await app.ledger.queries.events(key)).encode(),
                 repr(await app.ledger.queries.dead_letter_of(key)).encode(),
             ]
         assert len(page.jobs) == 3
-    assert any(b"***" in text for text in told)
-    assert not any(SECRET.encode() in text for text in told)
+    assert any(b"***" in text for text in outputs)
+    assert not any(SECRET.encode() in text for text in outputs)
     assert "trying" in lines.getvalue()
     assert SECRET not in lines.getvalue()
 
@@ -168,14 +168,16 @@ _secret = st.text(st.characters(codec="ascii", categories=("L", "N")), min_size=
 _forms = st.sampled_from(["redis://u:{}@h/0", "password={}", "api_key: '{}'", "Authorization: Basic {}", "hf_ab12_{}"])
 
 
-@given(secret=_secret, form=_forms, level=st.sampled_from([10, 20, 30, 40, 50]), way=st.integers(0, 4))
+@given(secret=_secret, form=_forms, level=st.sampled_from([10, 20, 30, 40, 50]), variant=st.integers(0, 4))
 @settings(
     max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-def test_no_secret_in_any_line_at_any_level(lines: io.StringIO, secret: str, form: str, level: int, way: int) -> None:
+def test_no_secret_in_any_line_at_any_level(
+    lines: io.StringIO, secret: str, form: str, level: int, variant: int
+) -> None:
     lines.truncate(0)
     text, log = form.format(secret), logging.getLogger("shop")
-    match way:
+    match variant:
         case 0:
             log.log(level, text)
         case 1:

@@ -1,4 +1,4 @@
-"""Known jobs, then a scrape: every number is exactly what happened."""
+"""Known jobs, then a scrape: every metric has exactly the expected value."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ QUEUE = "default"
 
 
 def make(url: str, namespace: str, **more: Any) -> Holdfast:
-    # Long enough for a busy machine to renew in time, short enough to wait for the end of one lease.
+    # Long enough for a busy machine to renew in time, short enough to wait until one lease expires.
     leases: dict[str, Any] = {"visibility_timeout_s": 2, "heartbeat_interval_s": 0.1, "reclaim_interval_s": 0.05}
     app = Holdfast(url, namespace=namespace, **leases, **more)
 
@@ -54,15 +54,15 @@ def make(url: str, namespace: str, **more: Any) -> Holdfast:
         raise ValueError("always")
 
     @app.task(retry=Retry(base=3600, cap=7200, jitter=None))
-    async def patient() -> None:
+    async def retry_later() -> None:
         raise ValueError("not now")
 
     @app.task
-    async def hopeless() -> None:
+    async def fatal() -> None:
         raise Fatal("no")
 
     @app.task(on_exhausted="suspend")
-    async def doubtful() -> None:
+    async def suspend() -> None:
         raise Fatal("who knows")
 
     return app
@@ -80,16 +80,16 @@ async def submit(app: Holdfast, name: str, **options: Any) -> str:
 
 
 async def lose_a_lease(app: Holdfast) -> None:
-    """A worker claims a job and is never heard of again; another one takes it over. Then the first comes back."""
+    """A worker claims a job and stops renewing; another one reclaims it. Then the first one settles."""
     await submit(app, "ok")
-    (ghost,) = await app.engine.claim("ghost", [QUEUE], 1, 1000)
+    (claim,) = await app.engine.claim("ghost", [QUEUE], 1, 1000)
 
-    async def taken_over() -> bool:
+    async def reclaimed() -> bool:
         await drain(app)
-        return (await app.engine.get(QUEUE, [ghost.job_id]))[0].state is State.SUCCEEDED  # type: ignore[union-attr]
+        return (await app.engine.get(QUEUE, [claim.job_id]))[0].state is State.SUCCEEDED  # type: ignore[union-attr]
 
-    await eventually(taken_over, "the job to be taken over")
-    assert await app.engine.settle([Settlement(ghost, Succeed(b"1"), 0)]) == [SettleResult.STALE]
+    await eventually(reclaimed, "the job to be reclaimed")
+    assert await app.engine.settle([Settlement(claim, Succeed(b"1"), 0)]) == [SettleResult.STALE]
 
 
 async def drain_all(app: Holdfast, retries: int) -> None:
@@ -100,8 +100,8 @@ async def drain_all(app: Holdfast, retries: int) -> None:
     await eventually(done, "all retries to be over")
 
 
-async def test_the_numbers_are_exactly_what_happened(app: Holdfast) -> None:
-    for name, number in {"ok": 3, "in_a_thread": 2, "flaky": 2, "hopeless": 1, "doubtful": 1}.items():
+async def test_the_counters_match_what_happened(app: Holdfast) -> None:
+    for name, number in {"ok": 3, "in_a_thread": 2, "flaky": 2, "fatal": 1, "suspend": 1}.items():
         for _ in range(number):
             await submit(app, name)
     first = await submit(app, "ok", idempotency_key="same")
@@ -112,14 +112,14 @@ async def test_the_numbers_are_exactly_what_happened(app: Holdfast) -> None:
     for _ in range(3):
         with pytest.raises(TransitionInvalid):
             await app.engine.move(QUEUE, first, State.QUEUED, actor="eve", reason="again")
-    waiting = await submit(app, "patient")
+    waiting = await submit(app, "retry_later")
     await drain(app)
-    await app.engine.move(QUEUE, waiting, State.DLQ_PENDING, actor="ada", reason="hopeless")
+    await app.engine.move(QUEUE, waiting, State.DLQ_PENDING, actor="ada", reason="permanent")
     await app.engine.set_control(QUEUE, QueueControl(intake_paused=True, backlog_alert=50))
     with pytest.raises(IntakeRefused):
         await submit(app, "ok")
 
-    seen = await scrape(app)
+    metrics = await scrape(app)
     expected = {
         'task_process_total{result="succeeded"}': 7,
         'task_process_total{result="retry"}': 3,
@@ -146,15 +146,15 @@ async def test_the_numbers_are_exactly_what_happened(app: Holdfast) -> None:
         f'queue_lag{{queue="{QUEUE}"}}': 0,
         f'retrying_ratio{{queue="{QUEUE}"}}': 0,
     }
-    assert {name: seen.get(name) for name in expected} == expected
+    assert {name: metrics.get(name) for name in expected} == expected
 
 
-async def test_a_queue_at_one_moment(app: Holdfast, namespace: str) -> None:
+async def test_the_gauges_of_a_queue(app: Holdfast, namespace: str) -> None:
     for _ in range(5):
         await submit(app, "ok")
     claims = await app.engine.claim("w1", [QUEUE], 2, 1000)
     await submit(app, "ok", delay=3600)
-    seen = await scrape(app)
+    metrics = await scrape(app)
     stream = f"{namespace}:stream:task"
     expected = {
         f'stream_length{{stream="{stream}"}}': 5,
@@ -165,7 +165,7 @@ async def test_a_queue_at_one_moment(app: Holdfast, namespace: str) -> None:
         f'jobs{{queue="{QUEUE}",state="running"}}': 2,
         f'jobs{{queue="{QUEUE}",state="queued"}}': 4,
     }
-    assert {name: seen.get(name) for name in expected} == expected
+    assert {name: metrics.get(name) for name in expected} == expected
     assert len(claims) == 2
     if app.settings.url.startswith("redis"):
         redis: Any = Redis.from_url(app.settings.url)
@@ -173,8 +173,8 @@ async def test_a_queue_at_one_moment(app: Holdfast, namespace: str) -> None:
         await redis.aclose()
 
 
-async def test_how_much_of_the_work_waits_for_a_retry(app: Holdfast) -> None:
-    await submit(app, "patient")
+async def test_the_retrying_ratio_of_a_queue(app: Holdfast) -> None:
+    await submit(app, "retry_later")
     await drain(app)
     for _ in range(3):
         await submit(app, "ok")
@@ -183,7 +183,7 @@ async def test_how_much_of_the_work_waits_for_a_retry(app: Holdfast) -> None:
 
 
 @pytest.mark.redis
-async def test_messages_that_meet_a_job_are_skipped_or_not_due(redis_url: str, namespace: str) -> None:
+async def test_messages_of_known_jobs_are_skipped_or_not_due(redis_url: str, namespace: str) -> None:
     async with make(redis_url, namespace, retry_via={QUEUE: RetryVia.SCHEDULE}) as app:
         ended = await submit(app, "ok")
         await drain(app)
@@ -196,17 +196,17 @@ async def test_messages_that_meet_a_job_are_skipped_or_not_due(redis_url: str, n
         await redis.xadd(stream, {"task_id": "foreign", "type": "ok", "payload": "{}"})
         await redis.aclose()
 
-        async def read() -> bool:
+        async def all_read() -> bool:
             counts = app.engine.counters
             return counts.succeeded + counts.skipped + counts.not_due + counts.malformed >= 6
 
-        # Not `drain`: it does not see foreign messages, and a claim that it ends on its way is never counted.
+        # Not `drain`: it does not see foreign messages, and does not count every claim that it ends.
         worker = Worker(app, queues=[QUEUE], upkeep=False)
         running = asyncio.create_task(worker.run())
-        await eventually(read, "all messages to be read")
+        await eventually(all_read, "all messages to be read")
         worker.drain()
         await running
-        seen = await scrape(app)
+        metrics = await scrape(app)
     expected = {
         'task_process_total{result="succeeded"}': 2,
         'task_process_total{result="skipped"}': 2,
@@ -215,10 +215,10 @@ async def test_messages_that_meet_a_job_are_skipped_or_not_due(redis_url: str, n
         "task_dlq_total": 1,
         "jobs_adopted_total": 1,
     }
-    assert {name: seen[name] for name in expected} == expected
+    assert {name: metrics[name] for name in expected} == expected
 
 
-async def test_a_look_for_lost_leases_that_fails_is_counted(app: Holdfast, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_reclaim_is_counted(app: Holdfast, monkeypatch: pytest.MonkeyPatch) -> None:
     async def refuse(*_: object) -> None:
         raise EngineUnavailable("gone")
 
@@ -230,31 +230,33 @@ async def test_a_look_for_lost_leases_that_fails_is_counted(app: Holdfast, monke
     assert (await scrape(app))['stream_reclaim_total{result="error"}'] == 2
 
 
-async def test_the_process_is_told_while_the_engine_is_down(app: Holdfast, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_process_counters_are_served_while_the_engine_is_unreachable(
+    app: Holdfast, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await submit(app, "ok")
 
     async def refuse(*_: object) -> None:
         raise EngineUnavailable("gone")
 
     monkeypatch.setattr(app.engine, "queues", refuse)
-    seen = await scrape(app)
-    assert (seen["engine_up"], seen["jobs_submitted_total"]) == (0, 1)
-    assert not any(name.startswith("backlog") for name in seen)
+    metrics = await scrape(app)
+    assert (metrics["engine_up"], metrics["jobs_submitted_total"]) == (0, 1)
+    assert not any(name.startswith("backlog") for name in metrics)
 
 
-async def test_how_far_the_ledger_is_behind(redis_url: str, ledger_url: str, namespace: str) -> None:
+async def test_the_feed_lag_of_the_ledger(redis_url: str, ledger_url: str, namespace: str) -> None:
     async with make(redis_url, namespace, ledger=ledger_url) as app:
         for number in range(3):
             await submit(app, "ok", idempotency_key=str(number))
         await asyncio.sleep(0.05)
-        seen = await scrape(app)
-        assert seen["ledger_up"] == 1
-        assert seen[f'feed_lag_entries{{queue="{QUEUE}"}}'] == 3
-        assert 0.05 <= seen[f'feed_lag_seconds{{queue="{QUEUE}"}}'] < 20
+        metrics = await scrape(app)
+        assert metrics["ledger_up"] == 1
+        assert metrics[f'feed_lag_entries{{queue="{QUEUE}"}}'] == 3
+        assert 0.05 <= metrics[f'feed_lag_seconds{{queue="{QUEUE}"}}'] < 20
         backend = backend_of(app)
         assert backend.ledger is not None
-        bookkeeping = LedgerTasks(app.engine, backend.ledger, app.settings, name="b")
-        bookkeeping.start()
+        ledger_tasks = LedgerTasks(app.engine, backend.ledger, app.settings, name="b")
+        ledger_tasks.start()
         try:
 
             async def caught_up() -> bool:
@@ -263,20 +265,20 @@ async def test_how_far_the_ledger_is_behind(redis_url: str, ledger_url: str, nam
             await eventually(caught_up, "the ledger to catch up")
             assert (await scrape(app))["ledger_events_total"] == 3
         finally:
-            await bookkeeping.stop()
+            await ledger_tasks.stop()
 
 
-async def test_dead_letters_that_wait_for_the_engine_are_told_by_tenant(
+async def test_unconfirmed_dead_letters_are_counted_by_tenant(
     redis_url: str, postgres_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with make(redis_url, namespace, ledger=postgres_url) as app:
         for tenant in ("acme", "acme", "globex"):
-            await submit(app, "hopeless", tenant_id=tenant)
+            await submit(app, "fatal", tenant_id=tenant)
         await drain(app)
         backend = backend_of(app)
         assert backend.ledger is not None
         projector = Projector(app.engine, backend.ledger, name="p")
-        # The engine is not told: it does not answer that question.
+        # Dead letters are never confirmed to the engine.
         monkeypatch.setattr(projector._confirmer, "confirm_all", lambda _: asyncio.sleep(0, 1))
         running = asyncio.create_task(projector.run())
         try:
@@ -285,20 +287,20 @@ async def test_dead_letters_that_wait_for_the_engine_are_told_by_tenant(
                 return (await scrape(app)).get('dlq_pending{tenant="acme"}') == 2
 
             await eventually(recorded, "the dead letters to be recorded")
-            seen = await scrape(app)
+            metrics = await scrape(app)
         finally:
             running.cancel()
             with suppress(asyncio.CancelledError):
                 await running
-    assert seen['dlq_pending{tenant="globex"}'] == 1
-    assert seen[f'jobs{{queue="{QUEUE}",state="dlq_pending"}}'] == 3
+    assert metrics['dlq_pending{tenant="globex"}'] == 1
+    assert metrics[f'jobs{{queue="{QUEUE}",state="dlq_pending"}}'] == 3
 
 
-async def test_an_unreachable_ledger_is_told(redis_url: str, namespace: str, tmp_path: Path) -> None:
+async def test_an_unreachable_ledger_is_reported(redis_url: str, namespace: str, tmp_path: Path) -> None:
     ledger = "postgresql://nobody:x@127.0.0.1:1/none"
     async with make(redis_url, namespace, ledger=ledger, connect_timeout_s=0.5) as app:
-        seen = await scrape(app)
-    assert (seen["engine_up"], seen["ledger_up"]) == (1, 0)
+        metrics = await scrape(app)
+    assert (metrics["engine_up"], metrics["ledger_up"]) == (1, 0)
 
 
 async def test_only_metrics_are_served(app: Holdfast) -> None:
@@ -310,10 +312,10 @@ async def test_only_metrics_are_served(app: Holdfast) -> None:
         assert (await fetch(port, method="POST"))[0].startswith("HTTP/1.1 405")
         assert await fetch(port, method="HEAD") != await fetch(port)
         assert (await fetch(port, "/metrics?x=1"))[1] == "x 1\n"
-        # A client that says nothing and goes, and one that never ends its head, cost nothing.
-        for words in (b"", b"GET /metrics" + b"x" * 100_000):
+        # A client that disconnects silently, and one with an endless request head, do no harm.
+        for request in (b"", b"GET /metrics" + b"x" * 100_000):
             _, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(words)
+            writer.write(request)
             writer.close()
             with suppress(ConnectionError):
                 await writer.wait_closed()
@@ -323,10 +325,10 @@ async def test_only_metrics_are_served(app: Holdfast) -> None:
                 pass
 
 
-def test_only_what_the_engine_has_applied_is_a_run() -> None:
+def test_only_applied_settlements_count_as_runs() -> None:
     counts = Counters()
     claim = Claim(Lease("q", "j", "1", 1, "w"), "t", b"{}", "a", "k", "t", 1, 0, 0, Meta())
-    verdicts: list[Verdict] = [Succeed(b"1"), Succeed(b"1"), Succeed(b"1"), Release("given back"), Hold("ask")]
+    verdicts: list[Verdict] = [Succeed(b"1"), Succeed(b"1"), Succeed(b"1"), Release("given back"), Hold("approval")]
     runs = [Run(claim, TaskSpec("t", lambda: None, TaskPolicy())) for _ in verdicts]
     for run, verdict in zip(runs, verdicts, strict=True):
         run.settlement, run.took_s = Settlement(claim, verdict, 0), 0.5
@@ -339,7 +341,7 @@ def test_only_what_the_engine_has_applied_is_a_run() -> None:
     assert sum(counts.run_retried.buckets) + sum(counts.run_dead.buckets) == 0
 
 
-def test_a_run_time_is_in_the_bucket_that_prometheus_means() -> None:
+def test_a_duration_is_in_the_bucket_that_prometheus_expects() -> None:
     durations = Histogram()
     durations.add([BOUNDS_S[-1] + 1, 0, BOUNDS_S[0], math.nextafter(BOUNDS_S[0], 1), BOUNDS_S[-1]])
     durations.add([0.0])

@@ -28,7 +28,7 @@ def shell(tmp_path: Path) -> Shell:
     return Shell(tmp_path, environment(tmp_path))
 
 
-def scraped(port: int) -> dict[str, float]:
+def scrape_port(port: int) -> dict[str, float]:
     try:
         return samples(asyncio.run(fetch(port))[1])
     except ConnectionError:
@@ -53,18 +53,18 @@ def submit(shell: Shell, task: str, payload: bytes, number: int) -> None:
 
 
 def test_every_process_serves_its_own_metrics(shell: Shell) -> None:
-    # Whose next one is free as well; nobody is given one of these by chance.
+    # Outside the range from which the system assigns ports, so the next one is free as well.
     port = quiet_port()
     words = ("worker", "sample.py:app", "--processes", "2", "--metrics-port", str(port))
     with shell.start(*words) as process:
         submit(shell, "add", b'{"a":1}', 4)
 
         def all_done() -> bool:
-            done = [scraped(port + child).get('task_process_total{result="succeeded"}', -1) for child in (0, 1)]
+            done = [scrape_port(port + child).get('task_process_total{result="succeeded"}', -1) for child in (0, 1)]
             return min(done) >= 0 and sum(done) == 4
 
-        eventually(all_done, what="both processes to tell of all jobs together")
-        assert scraped(port)['active_workers{queue="default"}'] == 2
+        eventually(all_done, what="both processes to count all jobs together")
+        assert scrape_port(port)['active_workers{queue="default"}'] == 2
         assert process.logged(f"metrics on http://127.0.0.1:{port}/metrics")
         assert process.end() == 0
 
@@ -73,11 +73,11 @@ def test_upkeep_serves_metrics(shell: Shell) -> None:
     submit(shell, "add", b'{"a":1}', 1)
     port = free_port()
     with shell.start("upkeep", "--metrics-port", str(port)) as process:
-        eventually(lambda: scraped(port).get('backlog{queue="default"}') == 1, what="its metrics")
+        eventually(lambda: scrape_port(port).get('backlog{queue="default"}') == 1, what="its metrics")
         assert process.end() == 0
 
 
-def test_a_port_that_is_taken_is_told(shell: Shell) -> None:
+def test_a_port_in_use_is_reported(shell: Shell) -> None:
     port = free_port()
     with shell.start("upkeep", "--metrics-port", str(port)) as process:
         process.wait_log("metrics on")
@@ -85,7 +85,7 @@ def test_a_port_that_is_taken_is_told(shell: Shell) -> None:
     assert f"cannot serve metrics on 127.0.0.1:{port}" in done.stderr
 
 
-def test_concurrency_set_while_they_run_is_seen_by_all_workers_within_seconds(shell: Shell) -> None:
+def test_a_concurrency_change_reaches_all_running_workers_within_seconds(shell: Shell) -> None:
     words = ("worker", "sample.py:app", "--concurrency", "1")
     with shell.start(*words) as first, shell.start(*words, "--name", "green") as second:
         first.wait_log("started")
@@ -93,10 +93,10 @@ def test_concurrency_set_while_they_run_is_seen_by_all_workers_within_seconds(sh
         submit(shell, "slow", b'{"seconds":60}', 8)
 
         def running() -> int:
-            async def look(engine: Engine) -> int:
+            async def count(engine: Engine) -> int:
                 return (await engine.stats("default")).states.get(State.RUNNING, 0)
 
-            return with_engine(shell, look)
+            return with_engine(shell, count)
 
         eventually(lambda: running() == 2, what="one job in each process")
 

@@ -1,4 +1,4 @@
-"""What other parts count, and what HTTP answers say: no secrets there either."""
+"""HTTP errors do not contain secrets, and webhook deliveries are counted."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ def test_no_secret_in_a_guard_s_reasons() -> None:
 
 
 class FakeSender:
-    """Fails, then delivers."""
+    """Fails twice, then delivers."""
 
     def __init__(self) -> None:
-        self.tries = 0
+        self.calls = 0
 
     async def send(self, url: str, webhook_id: str, body: bytes, trace: Mapping[str, str]) -> int:
-        self.tries += 1
-        if self.tries < 3:
+        self.calls += 1
+        if self.calls < 3:
             raise Fatal("no")
         return 204
 
 
 async def test_webhooks_are_counted() -> None:
     async with Holdfast("sqlite://") as app:
-        office = _WebhookBackend(app.engine, app.settings, FakeSender())  # type: ignore[arg-type]
+        webhook_app = _WebhookBackend(app.engine, app.settings, FakeSender())  # type: ignore[arg-type]
         delivery = WebhookDelivery(
             url="https://x", webhook_id="w", type="job.succeeded", body="{}", tenant_id="a", trace_id=""
         )
         arguments = msgspec.json.decode(sign_payload(app.settings, delivery))
         for _ in range(2):
             with pytest.raises(Fatal):
-                await office._deliver(**arguments)
-        await office._deliver(**arguments)
-        seen = await scrape(app)
-    assert (seen['webhooks_total{result="failed"}'], seen['webhooks_total{result="delivered"}']) == (2, 1)
+                await webhook_app._deliver(**arguments)
+        await webhook_app._deliver(**arguments)
+        metrics = await scrape(app)
+    assert (metrics['webhooks_total{result="failed"}'], metrics['webhooks_total{result="delivered"}']) == (2, 1)

@@ -21,7 +21,7 @@ from holdfast.errors import EngineUnavailable, MissingExtra
 from holdfast.execution.backend import backend_of
 from holdfast.observe.tracing import Tracer, tracer_for
 from holdfast.testing import drain
-from tests.observe.support import attributes, receiving
+from tests.observe.support import attributes, run_span_receiver
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 
@@ -58,11 +58,11 @@ asyncio.run(submit() if sys.argv[1] == "submit" else work(sys.argv[2]))
 
 def run(folder: Path, *words: str, **settings: str) -> list[str]:
     (folder / "program.py").write_text(PROGRAM)
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HOLDFAST_", "OTEL_"))}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HOLDFAST_", "OTEL_"))}
     done = subprocess.run(
         [sys.executable, "program.py", *words],
         cwd=folder,
-        env=kept | {"PYTHONPATH": str(SOURCE)} | settings,
+        env=inherited | {"PYTHONPATH": str(SOURCE)} | settings,
         capture_output=True,
         text=True,
         check=False,
@@ -73,7 +73,7 @@ def run(folder: Path, *words: str, **settings: str) -> list[str]:
 
 
 def test_one_trace_from_submission_to_success_across_processes(engine_url: str, namespace: str, tmp_path: Path) -> None:
-    with receiving() as (receiver, address):
+    with run_span_receiver() as (receiver, address):
         env = {
             "HOLDFAST_URL": engine_url,
             "HOLDFAST_NAMESPACE": namespace,
@@ -109,23 +109,23 @@ def test_one_trace_from_submission_to_success_across_processes(engine_url: str, 
     assert [attributes(span)["holdfast.answer"] for span in (first_settle, second_settle)] == ["applied"] * 2
 
     (error,) = first.events
-    told = attributes(error)
-    assert (error.name, told["exception.type"]) == ("exception", "ConnectionError")
-    assert told["exception.message"] == "cannot reach redis://app:***@cache"
-    assert "Traceback" in told["exception.stacktrace"]
+    details = attributes(error)
+    assert (error.name, details["exception.type"]) == ("exception", "ConnectionError")
+    assert details["exception.message"] == "cannot reach redis://app:***@cache"
+    assert "Traceback" in details["exception.stacktrace"]
     assert first.status.code == 2
     assert second.status.code == 0
     assert not any(b"hunter2" in span.SerializeToString() for span in spans)
 
 
-def test_off_nothing_is_loaded_and_nothing_is_added(tmp_path: Path) -> None:
+def test_without_tracing_nothing_is_loaded_or_added(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'jobs.db'}"
-    said = run(tmp_path, "submit", HOLDFAST_URL=url)
-    assert said[1:] == ["False"], "no SDK loaded, no trace id"
+    output = run(tmp_path, "submit", HOLDFAST_URL=url)
+    assert output[1:] == ["False"], "no SDK loaded, no trace id"
 
 
-class Traced:
-    """An app whose spans are kept here."""
+class TracedApp:
+    """An app and its finished spans."""
 
     def __init__(self, app: Holdfast, exporter: InMemorySpanExporter, tracer: Tracer) -> None:
         self.app = app
@@ -133,31 +133,31 @@ class Traced:
         self._exporter = exporter
 
     async def trace_id(self, job_id: str) -> str:
-        (view,) = await self.app.engine.get("default", [job_id])
-        assert view is not None
-        return view.trace_id
+        (info,) = await self.app.engine.get("default", [job_id])
+        assert info is not None
+        return info.trace_id
 
     def spans(self) -> list[Any]:
         return sorted(self._exporter.get_finished_spans(), key=lambda span: span.start_time or 0)
 
-    def named(self, name: str) -> Any:
+    def find_span(self, name: str) -> Any:
         (span,) = [span for span in self.spans() if span.name == name]
         return span
 
 
 @pytest.fixture
-async def traced(engine_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Traced]:
+async def traced(engine_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TracedApp]:
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     tracer = Tracer(provider)
     for module in ("holdfast.client.backend", "holdfast.worker.worker"):
         monkeypatch.setattr(f"{module}.tracer_for", lambda _: tracer)
     async with Holdfast(engine_url, namespace=namespace) as app:
-        yield Traced(app, exporter, tracer)
+        yield TracedApp(app, exporter, tracer)
     provider.shutdown()
 
 
-async def test_a_job_that_a_job_submits_lies_below_it(traced: Traced) -> None:
+async def test_a_job_submitted_by_a_job_is_its_child(traced: TracedApp) -> None:
     app = traced.app
 
     @app.task
@@ -177,16 +177,16 @@ async def test_a_job_that_a_job_submits_lies_below_it(traced: Traced) -> None:
 
     job = await parent.submit()
     await drain(app)
-    inside, run_thread = traced.named("inside"), traced.named("run threaded")
-    assert inside.parent.span_id == traced.named("run parent").context.span_id
-    assert traced.named("submit child").parent.span_id == inside.context.span_id
-    assert traced.named("run child").parent.span_id == traced.named("submit child").context.span_id
-    assert traced.named("inside the thread").parent.span_id == run_thread.context.span_id
+    inside, run_thread = traced.find_span("inside"), traced.find_span("run threaded")
+    assert inside.parent.span_id == traced.find_span("run parent").context.span_id
+    assert traced.find_span("submit child").parent.span_id == inside.context.span_id
+    assert traced.find_span("run child").parent.span_id == traced.find_span("submit child").context.span_id
+    assert traced.find_span("inside the thread").parent.span_id == run_thread.context.span_id
     assert len({span.context.trace_id for span in traced.spans()}) == 1
     assert await traced.trace_id(job.id) == f"{inside.context.trace_id:032x}"
 
 
-async def test_a_trace_id_that_was_given_stays(traced: Traced) -> None:
+async def test_a_given_trace_id_is_kept(traced: TracedApp) -> None:
     app = traced.app
 
     @app.task
@@ -197,7 +197,7 @@ async def test_a_trace_id_that_was_given_stays(traced: Traced) -> None:
     assert await traced.trace_id(job.id) == "mine"
 
 
-async def test_many_at_once_share_a_span(traced: Traced) -> None:
+async def test_a_bulk_submission_has_one_span(traced: TracedApp) -> None:
     app = traced.app
 
     @app.task
@@ -207,13 +207,13 @@ async def test_many_at_once_share_a_span(traced: Traced) -> None:
     await ok.submit_many([(n,) for n in range(3)])
     assert await ok.submit_many([]) == []
     await drain(app)
-    submit = traced.named("submit ok")
+    submit = traced.find_span("submit ok")
     assert submit.attributes["holdfast.jobs"] == 3
     runs = [span for span in traced.spans() if span.name == "run ok"]
     assert [span.parent.span_id for span in runs] == [submit.context.span_id] * 3
 
 
-async def test_a_duplicate_names_the_job_that_was_first(traced: Traced) -> None:
+async def test_a_duplicate_names_the_first_job(traced: TracedApp) -> None:
     app = traced.app
 
     @app.task
@@ -226,7 +226,7 @@ async def test_a_duplicate_names_the_job_that_was_first(traced: Traced) -> None:
     assert (second.attributes["holdfast.duplicate"], second.attributes["holdfast.job_id"]) == (True, first.id)
 
 
-async def test_a_submission_that_fails_is_an_error(traced: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_submission_that_fails_is_an_error(traced: TracedApp, monkeypatch: pytest.MonkeyPatch) -> None:
     app = traced.app
 
     @app.task
@@ -240,27 +240,27 @@ async def test_a_submission_that_fails_is_an_error(traced: Traced, monkeypatch: 
     monkeypatch.setattr(app.engine, "submit", refuse)
     with pytest.raises(EngineUnavailable):
         await ok.submit()
-    span = traced.named("submit ok")
+    span = traced.find_span("submit ok")
     assert span.status.is_ok is False
     assert span.events[0].attributes["exception.message"].endswith("redis://app:***@cache is gone")
 
 
-async def test_a_job_from_elsewhere_begins_a_trace_of_its_own(traced: Traced) -> None:
+async def test_a_job_without_a_trace_context_starts_its_own_trace(traced: TracedApp) -> None:
     app = traced.app
 
     @app.task(retry=Retry(max_retries=0))
     async def fail() -> None:
         raise Fatal("no")
 
-    desk = (await backend_of(app).submitter())._submitter  # type: ignore[attr-defined]
+    submitter = (await backend_of(app).submitter())._submitter  # type: ignore[attr-defined]
     with traced.tracer.tracer.start_as_current_span("unrelated"):
-        await desk.submit(Envelope(job_id=new_job_ids(1)[0], task="fail", payload=b"{}"))
+        await submitter.submit(Envelope(job_id=new_job_ids(1)[0], task="fail", payload=b"{}"))
         await drain(app)
-    assert traced.named("run fail").parent is None
-    assert traced.named("run fail").attributes["holdfast.outcome"] == State.DLQ_PENDING.value
+    assert traced.find_span("run fail").parent is None
+    assert traced.find_span("run fail").attributes["holdfast.outcome"] == State.DLQ_PENDING.value
 
 
-def test_whether_it_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_tracing_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tracer_for(False) is None
     assert tracer_for(None) is None, "the program has no tracer provider"
     monkeypatch.setattr("opentelemetry.trace.get_tracer_provider", TracerProvider)

@@ -1,4 +1,4 @@
-"""Messages of every kind, then a scrape: metrics of triggers are exactly what happened, under exactly their names."""
+"""Messages of every kind, then a scrape: trigger metrics have exactly the expected names and values."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def app(tmp_path: Path) -> AsyncIterator[Holdfast]:
 
 
 def entry(namespace: str, name: str = "orders", **more: Any) -> TriggerEntry:
-    told = {
+    values = {
         "name": name,
         "queue_name": "orders",
         "consumer_group": name,
@@ -46,11 +46,11 @@ def entry(namespace: str, name: str = "orders", **more: Any) -> TriggerEntry:
         "runtime": {"task": "ship"},
         "metrics": {"export_interval": 0.01},
     }
-    return TriggerEntry.model_validate(told | more)
+    return TriggerEntry.model_validate(values | more)
 
 
 @asynccontextmanager
-async def running(triggers: TriggerService) -> AsyncIterator[None]:
+async def run_triggers(triggers: TriggerService) -> AsyncIterator[None]:
     task = asyncio.create_task(triggers.run())
     try:
         yield
@@ -59,16 +59,16 @@ async def running(triggers: TriggerService) -> AsyncIterator[None]:
         await task
 
 
-def own(seen: dict[str, float]) -> dict[str, float]:
-    """Without the buckets."""
+def select_trigger_metrics(metrics: dict[str, float]) -> dict[str, float]:
+    """Metrics of triggers, without buckets."""
     return {
         name: value
-        for name, value in seen.items()
+        for name, value in metrics.items()
         if name.startswith("queue_") and not name.startswith("queue_lag") and "_bucket" not in name
     }
 
 
-async def test_the_numbers_are_exactly_what_happened(app: Holdfast, namespace: str) -> None:
+async def test_the_counters_match_what_happened(app: Holdfast, namespace: str) -> None:
     broker = MemoryBroker.named(namespace)
     for body, key in (
         (b"1", "a"),
@@ -80,17 +80,17 @@ async def test_the_numbers_are_exactly_what_happened(app: Holdfast, namespace: s
         (b"[]", "f"),
     ):
         broker.write("orders", body, {"x-dedup-key": key})
-    async with running(TriggerService(app, [entry(namespace, concurrency=3)])):
+    async with run_triggers(TriggerService(app, [entry(namespace, concurrency=3)])):
 
         async def done() -> bool:
             return (await scrape(app)).get('queue_processing_duration_seconds_count{queue="orders"}') == 7
 
         await eventually(done, "all messages")
-        seen = own(await scrape(app))
-        total_s = seen.pop('queue_processing_duration_seconds_sum{queue="orders"}')
+        metrics = select_trigger_metrics(await scrape(app))
+        total_s = metrics.pop('queue_processing_duration_seconds_sum{queue="orders"}')
         assert 0 < total_s < 20
-        assert seen.pop('queue_consume_delay_seconds_sum{queue="orders"}') >= 0
-        assert seen == {
+        assert metrics.pop('queue_consume_delay_seconds_sum{queue="orders"}') >= 0
+        assert metrics == {
             'queue_messages_consumed_total{queue="orders",status="success"}': 3,
             'queue_messages_consumed_total{queue="orders",status="duplicate"}': 1,
             'queue_messages_consumed_total{queue="orders",status="rejected"}': 1,
@@ -108,10 +108,10 @@ async def test_the_numbers_are_exactly_what_happened(app: Holdfast, namespace: s
     assert after['queue_messages_consumed_total{queue="orders",status="success"}'] == 3
 
 
-async def test_what_waits_while_nobody_takes_it(app: Holdfast, namespace: str) -> None:
+async def test_the_lag_of_a_paused_trigger(app: Holdfast, namespace: str) -> None:
     broker = MemoryBroker.named(namespace)
     triggers = TriggerService(app, [entry(namespace)])
-    async with running(triggers):
+    async with run_triggers(triggers):
 
         async def ready() -> bool:
             return triggers.ready
@@ -121,18 +121,18 @@ async def test_what_waits_while_nobody_takes_it(app: Holdfast, namespace: str) -
         for number in range(5):
             broker.write("orders", str(number).encode())
 
-        async def behind() -> bool:
+        async def lags() -> bool:
             return (await scrape(app)).get('queue_consumer_lag{queue="orders"}') == 5
 
-        await eventually(behind, "the lag")
+        await eventually(lags, "the lag")
 
 
-async def test_a_trigger_whose_metrics_are_off_is_not_told_of(app: Holdfast, namespace: str) -> None:
-    async with running(TriggerService(app, [entry(namespace, metrics={"enabled": False})])):
-        assert own(await scrape(app)) == {}
+async def test_a_trigger_with_disabled_metrics_is_not_exported(app: Holdfast, namespace: str) -> None:
+    async with run_triggers(TriggerService(app, [entry(namespace, metrics={"enabled": False})])):
+        assert select_trigger_metrics(await scrape(app)) == {}
 
 
-def test_several_triggers_of_one_queue_are_told_together() -> None:
+def test_triggers_of_one_queue_share_their_metrics() -> None:
     one, two, other = TriggerCounters("q", lag=3), TriggerCounters("q", lag=5), TriggerCounters("r")
     for number, counts in enumerate((one, two, other), 1):
         counts.consumed[ExecutionStatus.SUCCESS] = number
@@ -143,14 +143,14 @@ def test_several_triggers_of_one_queue_are_told_together() -> None:
     families = MetricsCollector(
         "x", Counters(triggers={"a": one, "b": two, "c": other}), StoreGauges(engine_up=True)
     ).collect()
-    seen = {
+    metrics = {
         (sample.name, sample.labels["queue"], sample.labels.get("status", "")): sample.value
         for family in families
         if family.name.startswith("queue_")
         for sample in family.samples
         if sample.labels.get("le") in (None, "+Inf")
     }
-    assert {name: value for name, value in seen.items() if value} == {
+    assert {name: value for name, value in metrics.items() if value} == {
         ("queue_messages_consumed_total", "q", "success"): 3,
         ("queue_messages_consumed_total", "r", "success"): 3,
         ("queue_processing_duration_seconds_bucket", "q", ""): 3,
@@ -175,7 +175,7 @@ def test_several_triggers_of_one_queue_are_told_together() -> None:
     }
 
 
-async def test_readiness_beside_the_metrics() -> None:
+async def test_readiness_is_served_next_to_the_metrics() -> None:
     async def text() -> tuple[bytes, str]:
         return b"x 1\n", "text/plain"
 

@@ -1,4 +1,4 @@
-"""A receiver, and the kinds of stores that can deliver to it."""
+"""A webhook receiver, and the pairs of stores that deliver to it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from tests.webhooks.receiver import Receiver, receiving
+from tests.webhooks.receiver import Receiver, run_receiver
 
 
 @pytest.fixture
 async def receiver() -> AsyncIterator[Receiver]:
-    async with receiving() as receiver:
+    async with run_receiver() as receiver:
         yield receiver
 
 
@@ -22,5 +22,7 @@ def stores(request: pytest.FixtureRequest, tmp_path: Path, namespace: str) -> di
     if request.param == "embedded":
         return {"url": f"sqlite:///{tmp_path / 'holdfast.db'}"}
     url: str = request.getfixturevalue("redis_url")
-    kept = request.getfixturevalue("postgres_url") if "postgres" in request.param else f"sqlite:///{tmp_path / 'l.db'}"
-    return {"url": url, "ledger": kept, "namespace": namespace}
+    ledger = (
+        request.getfixturevalue("postgres_url") if "postgres" in request.param else f"sqlite:///{tmp_path / 'l.db'}"
+    )
+    return {"url": url, "ledger": ledger, "namespace": namespace}

@@ -1,4 +1,4 @@
-"""A receiver of webhooks on loopback: raw sockets, so that it can misbehave; and the convention, written anew."""
+"""A webhook receiver on loopback. Raw sockets let it misbehave, and it checks signatures without the product's code."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Request:
 class Receiver:
     port: int
     requests: list[Request] = field(default_factory=list)
-    #: What to answer to the next requests, in order; then always OK.
+    #: Responses to the next requests, in order; then always OK.
     answers: list[bytes | Answer] = field(default_factory=list)
     connections: int = 0
 
@@ -66,7 +66,7 @@ class Receiver:
 
 
 @asynccontextmanager
-async def receiving() -> AsyncIterator[Receiver]:
+async def run_receiver() -> AsyncIterator[Receiver]:
     receiver = Receiver(0)
     async with serve_tcp(receiver.serve, "127.0.0.1") as receiver.port:
         yield receiver
@@ -78,10 +78,10 @@ def status(code: int, *headers: str) -> bytes:
 
 
 def is_signed(request: Request, secret: str) -> bool:
-    """As the convention says, in as few words."""
+    """Check the signature as the Standard Webhooks specification says, without the product's code."""
     key = base64.b64decode(secret.split("_", 1)[1])
     content = b".".join(
         [request.headers["webhook-id"].encode(), request.headers["webhook-timestamp"].encode(), request.body]
     )
-    wanted = base64.b64encode(hmac.new(key, content, hashlib.sha256).digest()).decode()
-    return any(one == f"v1,{wanted}" for one in request.headers["webhook-signature"].split(" "))
+    expected = base64.b64encode(hmac.new(key, content, hashlib.sha256).digest()).decode()
+    return any(one == f"v1,{expected}" for one in request.headers["webhook-signature"].split(" "))

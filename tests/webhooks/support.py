@@ -1,4 +1,4 @@
-"""Apps that send webhooks, and their deliveries."""
+"""Apps that send webhooks, and queries for their deliveries."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tests.webhooks.receiver import SECRET
 
 
 def make_app(stores: dict[str, Any], **settings: Any) -> Holdfast:
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "webhook_secret": SECRET,
         "webhook_allow": ["127.0.0.1"],
         "webhook_backoff_s": 0.05,
     } | settings
-    app = Holdfast(**stores, **given)
+    app = Holdfast(**stores, **options)
 
     @app.task
     async def add(a: int, b: int) -> int:
@@ -30,6 +30,6 @@ def make_app(stores: dict[str, Any], **settings: Any) -> Holdfast:
     return app
 
 
-async def deliveries(app: Holdfast, state: State | None = None) -> list[Any]:
-    wanted = JobFilter(queues=frozenset({QUEUE}), states=frozenset({state} if state else ()))
-    return list((await app.ledger.queries.jobs(wanted, limit=100)).jobs)
+async def list_deliveries(app: Holdfast, state: State | None = None) -> list[Any]:
+    job_filter = JobFilter(queues=frozenset({QUEUE}), states=frozenset({state} if state else ()))
+    return list((await app.ledger.queries.jobs(job_filter, limit=100)).jobs)

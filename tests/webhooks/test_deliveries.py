@@ -1,4 +1,4 @@
-"""From a job's end, an approval or an alert to a signed request: through the ledger, the courier and a worker."""
+"""From a finished job, an approval or an alert to a signed request: ledger, dispatcher and webhook worker."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ from holdfast.upkeep.dispatch import WebhookDispatcher
 from holdfast.upkeep.ledger_tasks import LedgerTasks
 from holdfast.webhooks import verify
 from holdfast.webhooks.deliveries import TASK
-from tests.webhooks.receiver import OTHER_SECRET, SECRET, Receiver, is_signed, receiving, status
-from tests.webhooks.support import deliveries, make_app
+from tests.webhooks.receiver import OTHER_SECRET, SECRET, Receiver, is_signed, run_receiver, status
+from tests.webhooks.support import list_deliveries, make_app
 from tests.worker.support import eventually, working
 
 
 @pytest.fixture(autouse=True)
-def patient_dispatcher() -> Iterator[None]:
-    """On a loaded machine the ledger may take longer than a dispatcher waits in one pass."""
+def long_record_timeout() -> Iterator[None]:
+    """On a loaded machine the ledger may take longer than one pass of a dispatcher waits."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "_RECORD_TIMEOUT_MS", 60_000)
         yield
 
 
-async def test_the_end_of_a_job_is_told(stores: dict[str, Any], receiver: Receiver) -> None:
+async def test_a_finished_job_is_delivered(stores: dict[str, Any], receiver: Receiver) -> None:
     app = make_app(stores)
     async with app, working(app):
         job = await app.tasks["add"].options(webhook=receiver.url, trace_id="t-1").submit(1, 2)
         assert await job.result(timeout=60) == 3
         await eventually(lambda: receiver.requests, "the webhook")
-        await eventually(lambda: deliveries(app, State.SUCCEEDED), "the delivery's own end")
+        await eventually(lambda: list_deliveries(app, State.SUCCEEDED), "the delivery's own end")
     [request] = receiver.requests
     assert is_signed(request, SECRET)
     message = verify(request.headers, request.body, SECRET)
     assert message.type == "job.succeeded"
-    told = message.data
-    assert (told["job_id"], told["task"], told["state"], told["result"]) == (job.id, "add", "succeeded", 3)
-    assert (told["queue"], told["tenant_id"], told["trace_id"]) == ("default", "default", "t-1")
-    assert told["finished_at"] is not None
+    data = message.data
+    assert (data["job_id"], data["task"], data["state"], data["result"]) == (job.id, "add", "succeeded", 3)
+    assert (data["queue"], data["tenant_id"], data["trace_id"]) == ("default", "default", "t-1")
+    assert data["finished_at"] is not None
 
 
-async def test_a_failure_is_told_without_our_insides(stores: dict[str, Any], receiver: Receiver) -> None:
+async def test_a_failure_is_delivered_without_internals(stores: dict[str, Any], receiver: Receiver) -> None:
     app = make_app(stores)
     async with app, working(app):
         job = await app.tasks["fail"].options(webhook=receiver.url).submit("db password is hunter2")
@@ -60,15 +60,15 @@ async def test_a_failure_is_told_without_our_insides(stores: dict[str, Any], rec
         await eventually(lambda: receiver.requests, "the webhook")
     [request] = receiver.requests
     assert request.json["type"] == "job.failed"
-    told = request.json["data"]
-    assert told["error"]["code"] == "TASK_FATAL"
-    assert told["error"]["message"]
-    assert told["dlq_id"]
+    data = request.json["data"]
+    assert data["error"]["code"] == "TASK_FATAL"
+    assert data["error"]["message"]
+    assert data["dlq_id"]
     for secret in (b"hunter2", b"Traceback", b"worker", b"payload"):
         assert secret not in request.body
 
 
-async def test_a_cancelled_job_is_told(stores: dict[str, Any], receiver: Receiver) -> None:
+async def test_a_cancelled_job_is_delivered(stores: dict[str, Any], receiver: Receiver) -> None:
     app = make_app(stores)
     async with app, working(app):
         job = await app.tasks["add"].options(webhook=receiver.url, delay=600).submit(1, 2)
@@ -77,12 +77,12 @@ async def test_a_cancelled_job_is_told(stores: dict[str, Any], receiver: Receive
     assert receiver.requests[0].json["type"] == "job.cancelled"
 
 
-async def test_it_is_tried_again_until_it_is_taken(stores: dict[str, Any], receiver: Receiver) -> None:
+async def test_a_delivery_is_retried_until_it_is_accepted(stores: dict[str, Any], receiver: Receiver) -> None:
     receiver.answers = [status(500), status(503)]
     app = make_app(stores)
     async with app, working(app):
         await app.tasks["add"].options(webhook=receiver.url).submit(1, 2)
-        [done] = await eventually(lambda: deliveries(app, State.SUCCEEDED), "the delivery's end")
+        [done] = await eventually(lambda: list_deliveries(app, State.SUCCEEDED), "the delivery's end")
     assert done.retry_count == 2
     assert len(receiver.requests) == 3
     assert len({request.headers["webhook-id"] for request in receiver.requests}) == 1
@@ -90,12 +90,12 @@ async def test_it_is_tried_again_until_it_is_taken(stores: dict[str, Any], recei
     assert all(is_signed(request, SECRET) for request in receiver.requests)
 
 
-async def test_after_the_last_attempt_it_is_a_dead_letter(stores: dict[str, Any], receiver: Receiver) -> None:
+async def test_a_delivery_is_dead_lettered_after_the_last_attempt(stores: dict[str, Any], receiver: Receiver) -> None:
     receiver.answers = [status(500)] * 10
     app = make_app(stores, webhook_attempts=3)
     async with app, working(app):
         await app.tasks["add"].options(webhook=receiver.url).submit(1, 2)
-        [dead] = await eventually(lambda: deliveries(app, State.FAILED), "the delivery's end")
+        [dead] = await eventually(lambda: list_deliveries(app, State.FAILED), "the delivery's end")
     assert len(receiver.requests) == 3
     assert dead.dlq_id
     assert "answered 500" in dead.last_error
@@ -103,75 +103,75 @@ async def test_after_the_last_attempt_it_is_a_dead_letter(stores: dict[str, Any]
     assert dead.job_type == TASK
 
 
-async def test_gone_is_a_dead_letter_at_once(stores: dict[str, Any], receiver: Receiver) -> None:
+async def test_status_410_dead_letters_a_delivery_at_once(stores: dict[str, Any], receiver: Receiver) -> None:
     receiver.answers = [status(410)]
     app = make_app(stores)
     async with app, working(app):
         await app.tasks["add"].options(webhook=receiver.url).submit(1, 2)
-        await eventually(lambda: deliveries(app, State.FAILED), "the delivery's end")
+        await eventually(lambda: list_deliveries(app, State.FAILED), "the delivery's end")
     assert len(receiver.requests) == 1
 
 
-async def test_a_courier_that_dies_before_its_mark_repeats_nothing(
+async def test_a_dispatcher_that_fails_before_its_mark_repeats_nothing(
     stores: dict[str, Any], receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app = make_app(stores)
-    # A worker that keeps the ledger but has no courier: the test's own dies half-way.
-    monkeypatch.setattr(WebhookDispatcher, "run", _nothing)
+    # The worker projects but has no dispatcher: the one of the test fails half-way.
+    monkeypatch.setattr(WebhookDispatcher, "run", _wait_forever)
     async with app, working(app):
         job = await app.tasks["add"].options(webhook=receiver.url).submit(1, 2)
         await job.result(timeout=60)
         ledger = backend_of(app).ledger
         assert ledger is not None
         await app.ledger.wait_caught_up()
-        courier = WebhookDispatcher(app.engine, ledger, app.settings)
+        dispatcher = WebhookDispatcher(app.engine, ledger, app.settings)
         real = ledger.notifications.mark.jobs
 
-        async def die(*_: Any) -> None:
+        async def fail(*_: Any) -> None:
             raise LedgerUnavailable("killed")
 
-        monkeypatch.setattr(ledger.notifications.mark, "jobs", die)
+        monkeypatch.setattr(ledger.notifications.mark, "jobs", fail)
         for _ in range(2):
             with pytest.raises(LedgerUnavailable):
-                await courier.run_once()
+                await dispatcher.run_once()
         await eventually(lambda: receiver.requests, "the webhook")
         monkeypatch.setattr(ledger.notifications.mark, "jobs", real)
-        assert await courier.run_once() == 1
-        assert await courier.run_once() == 0
+        assert await dispatcher.run_once() == 1
+        assert await dispatcher.run_once() == 0
         await app.ledger.wait_caught_up()
-        await eventually(lambda: deliveries(app, State.SUCCEEDED), "the delivery's end")
-        assert len(await deliveries(app)) == 1
+        await eventually(lambda: list_deliveries(app, State.SUCCEEDED), "the delivery's end")
+        assert len(await list_deliveries(app)) == 1
     assert len(receiver.requests) == 1
 
 
-async def test_a_row_is_marked_only_once_the_ledger_has_its_delivery(
+async def test_a_row_is_marked_only_after_the_ledger_has_its_delivery(
     stores: dict[str, Any], receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app = make_app(stores)
-    monkeypatch.setattr(WebhookDispatcher, "run", _nothing)
+    monkeypatch.setattr(WebhookDispatcher, "run", _wait_forever)
     async with app, working(app):
         job = await app.tasks["add"].options(webhook=receiver.url).submit(1, 2)
         await job.result(timeout=60)
         ledger = backend_of(app).ledger
         assert ledger is not None
         await app.ledger.wait_caught_up()
-        courier = WebhookDispatcher(app.engine, ledger, app.settings)
+        dispatcher = WebhookDispatcher(app.engine, ledger, app.settings)
         if ledger.projection is not None:
-            # An engine that was wiped now would lose the delivery.
-            monkeypatch.setattr(ledger.projection, "wait_recorded", _nothing_yet)
-            assert await courier.run_once() == 0
+            # If the engine lost its data now, the delivery would be lost.
+            monkeypatch.setattr(ledger.projection, "wait_recorded", _record_nothing)
+            assert await dispatcher.run_once() == 0
             monkeypatch.undo()
-        assert await courier.run_once() == 1
-        assert await courier.run_once() == 0
-        await eventually(lambda: deliveries(app, State.SUCCEEDED), "the delivery's end")
+        assert await dispatcher.run_once() == 1
+        assert await dispatcher.run_once() == 0
+        await eventually(lambda: list_deliveries(app, State.SUCCEEDED), "the delivery's end")
     assert len(receiver.requests) == 1
 
 
-async def _nothing_yet(*_: Any) -> set[Any]:
+async def _record_nothing(*_: Any) -> set[Any]:
     return set()
 
 
-async def test_couriers_side_by_side_tell_once(
+async def test_concurrent_dispatchers_deliver_once(
     stores: dict[str, Any], receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app = make_app(stores)
@@ -187,7 +187,7 @@ async def test_couriers_side_by_side_tell_once(
         await eventually(lambda: len(receiver.requests) >= 20, "all webhooks")
 
         async def all_done() -> bool:
-            return len(await deliveries(app, State.SUCCEEDED)) == 20
+            return len(await list_deliveries(app, State.SUCCEEDED)) == 20
 
         await eventually(all_done, "the deliveries' ends")
         for other in others:
@@ -195,31 +195,31 @@ async def test_couriers_side_by_side_tell_once(
     assert sorted(request.json["data"]["job_id"] for request in receiver.requests) == sorted(job.id for job in jobs)
 
 
-async def test_subscribers_hear_of_their_tenants_jobs(stores: dict[str, Any], receiver: Receiver) -> None:
-    async with receiving() as other:
+async def test_subscribers_receive_the_jobs_of_their_tenants(stores: dict[str, Any], receiver: Receiver) -> None:
+    async with run_receiver() as other:
         hooks = [
             {"url": receiver.url, "events": ["job.*"], "tenants": ["acme"], "secret": OTHER_SECRET},
             {"url": other.url, "events": ["job.failed"]},
         ]
         app = make_app(stores, webhooks=hooks)
         async with app, working(app):
-            wanted = await app.tasks["add"].options(tenant_id="acme").submit(1, 2)
+            matching = await app.tasks["add"].options(tenant_id="acme").submit(1, 2)
             await app.tasks["add"].options(tenant_id="umbrella").submit(1, 2)
             failed = await app.tasks["fail"].options(tenant_id="umbrella").submit("no")
             await eventually(lambda: receiver.requests and other.requests, "the webhooks")
-            assert (await wanted.info()).meta.webhook == ANY_SUBSCRIBER
+            assert (await matching.info()).meta.webhook == ANY_SUBSCRIBER
 
-            async def all_told() -> bool:
-                return len(await deliveries(app, State.SUCCEEDED)) == 2
+            async def all_delivered() -> bool:
+                return len(await list_deliveries(app, State.SUCCEEDED)) == 2
 
-            await eventually(all_told, "the deliveries' ends")
-        assert [request.json["data"]["job_id"] for request in receiver.requests] == [wanted.id]
+            await eventually(all_delivered, "the deliveries' ends")
+        assert [request.json["data"]["job_id"] for request in receiver.requests] == [matching.id]
         assert is_signed(receiver.requests[0], OTHER_SECRET)
         assert [request.json["data"]["job_id"] for request in other.requests] == [failed.id]
         assert is_signed(other.requests[0], SECRET)
 
 
-async def test_alerts_are_told(stores: dict[str, Any], receiver: Receiver) -> None:
+async def test_alerts_are_delivered(stores: dict[str, Any], receiver: Receiver) -> None:
     app = make_app(stores, webhooks=[{"url": receiver.url, "events": ["alert.*"]}])
     async with app, working(app):
         ledger = backend_of(app).ledger
@@ -237,20 +237,22 @@ async def test_alerts_are_told(stores: dict[str, Any], receiver: Receiver) -> No
     assert request.json["data"]["details"] == {"backlog": 1500}
 
 
-async def test_approvals_are_told_step_by_step(stores: dict[str, Any], receiver: Receiver) -> None:
+async def test_each_step_of_an_approval_is_delivered(stores: dict[str, Any], receiver: Receiver) -> None:
     app = make_app(stores, webhooks=[{"url": receiver.url, "events": ["approval.*"]}])
     async with app, working(app):
         job = await app.tasks["add"].options(hold=True).submit(1, 2)
-        await eventually(lambda: receiver.requests, "the question")
+        await eventually(lambda: receiver.requests, "the approval request")
         ledger = backend_of(app).ledger
         assert ledger is not None
-        asked = receiver.requests[0].json
-        assert (asked["type"], asked["data"]["job_id"]) == ("approval.requested", job.id)
-        await ledger.operators.vote(None, asked["data"]["approval_id"], actor="ada", approve=False, reason="too dear")
-        await eventually(lambda: len(receiver.requests) == 2, "the answer")
-    told = receiver.requests[1].json
-    assert told["type"] == "approval.rejected"
-    assert (told["data"]["decided_by"], told["data"]["decision_reason"]) == ("ada", "too dear")
+        requested = receiver.requests[0].json
+        assert (requested["type"], requested["data"]["job_id"]) == ("approval.requested", job.id)
+        await ledger.operators.vote(
+            None, requested["data"]["approval_id"], actor="ada", approve=False, reason="too dear"
+        )
+        await eventually(lambda: len(receiver.requests) == 2, "the decision")
+    decided = receiver.requests[1].json
+    assert decided["type"] == "approval.rejected"
+    assert (decided["data"]["decided_by"], decided["data"]["decision_reason"]) == ("ada", "too dear")
     assert receiver.requests[0].headers["webhook-id"] != receiver.requests[1].headers["webhook-id"]
 
 
@@ -264,8 +266,8 @@ async def test_a_long_result_is_left_out(stores: dict[str, Any], receiver: Recei
     async with app, working(app):
         await long.options(webhook=receiver.url).submit()
         await eventually(lambda: receiver.requests, "the webhook")
-    told = receiver.requests[0].json["data"]
-    assert (told["result"], told["result_omitted"]) == (None, True)
+    data = receiver.requests[0].json["data"]
+    assert (data["result"], data["result_omitted"]) == (None, True)
 
 
 # At submission -------------------------------------------------------------------------------------
@@ -303,7 +305,7 @@ async def test_without_a_ledger_there_are_no_webhooks(redis_url: str, namespace:
 
 
 @pytest.mark.parametrize(
-    ("given", "why"),
+    ("given", "reason"),
     [
         ({"webhook_secret": "secret"}, "whsec_"),
         ({"webhook_allow": ["10.0.0.0/99"]}, "neither a host name"),
@@ -314,24 +316,24 @@ async def test_without_a_ledger_there_are_no_webhooks(redis_url: str, namespace:
         ({"webhooks": [{"url": "https://example.org/", "event": ["job.*"]}]}, "webhooks"),
     ],
 )
-def test_settings_that_cannot_be(given: dict[str, Any], why: str) -> None:
-    with pytest.raises(InvalidOption, match=why):
+def test_invalid_settings_are_refused(given: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidOption, match=reason):
         Holdfast("sqlite://", **given)
 
 
-def test_settings_show_no_secret() -> None:
+def test_settings_do_not_show_the_secret() -> None:
     app = Holdfast("sqlite://", webhook_secret=SECRET)
     assert SECRET not in repr(app.settings)
     assert SECRET not in str(app.settings.model_dump())
 
 
-async def test_nothing_runs_where_nobody_is_told(tmp_path: Path) -> None:
+async def test_no_webhook_worker_runs_without_webhooks(tmp_path: Path) -> None:
     app = make_app({"url": f"sqlite:///{tmp_path / 'h.db'}"}, webhook_secret=None)
     async with app, working(app):
         assert not [task for task in asyncio.all_tasks() if task.get_name() == "holdfast-webhook-worker"]
 
 
-async def test_logs_have_no_secret_of_the_address(
+async def test_logs_do_not_contain_the_secret_of_the_address(
     tmp_path: Path, receiver: Receiver, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "holdfast")
@@ -339,11 +341,11 @@ async def test_logs_have_no_secret_of_the_address(
     app = make_app({"url": f"sqlite:///{tmp_path / 'h.db'}"})
     async with app, working(app):
         await app.tasks["add"].options(webhook=receiver.url).submit(1, 2)
-        await eventually(lambda: deliveries(app, State.SUCCEEDED), "the delivery's end")
+        await eventually(lambda: list_deliveries(app, State.SUCCEEDED), "the delivery's end")
     assert "delivered" in caplog.text
     assert "s3cret" not in caplog.text
     assert SECRET not in caplog.text
 
 
-async def _nothing(_: WebhookDispatcher) -> None:
+async def _wait_forever(_: WebhookDispatcher) -> None:
     await asyncio.Event().wait()

@@ -1,4 +1,4 @@
-"""One attempt: what goes over the wire, and what a receiver, or a resolver, may do to it."""
+"""One delivery attempt: what is sent, and how the sender handles misbehaving receivers and resolvers."""
 
 from __future__ import annotations
 
@@ -15,28 +15,30 @@ from holdfast.settings import Settings
 from holdfast.verification.chaos.servers import free_port
 from holdfast.webhooks import verify
 from holdfast.webhooks.sender import DeliveryFailed, WebhookSender
-from tests.webhooks.receiver import OK, OTHER_SECRET, SECRET, Receiver, is_signed, receiving, status
+from tests.webhooks.receiver import OK, OTHER_SECRET, SECRET, Receiver, is_signed, run_receiver, status
 
 BODY = b'{"type":"job.succeeded","timestamp":"2026-11-15T12:00:00Z","data":{}}'
 
 
-def settings(**given: object) -> Settings:
-    return Settings.load(**({"webhook_secret": SECRET, "webhook_allow": ["127.0.0.1"], "webhook_timeout_s": 5} | given))
+def settings(**options: object) -> Settings:
+    return Settings.load(
+        **({"webhook_secret": SECRET, "webhook_allow": ["127.0.0.1"], "webhook_timeout_s": 5} | options)
+    )
 
 
-class Names:
-    """A resolver with answers of its own: each look-up takes the next."""
+class StubResolver:
+    """A resolver with fixed answers; each lookup takes the next."""
 
     def __init__(self, *answers: Sequence[str]) -> None:
         self.answers = list(answers)
-        self.asked: list[str] = []
+        self.lookups: list[str] = []
 
     async def __call__(self, host: str, port: int) -> Sequence[Address]:
-        self.asked.append(host)
+        self.lookups.append(host)
         return [ip_address(text) for text in self.answers.pop(0)]
 
 
-async def test_a_delivery_is_signed_and_taken(receiver: Receiver) -> None:
+async def test_a_delivery_is_signed_and_accepted(receiver: Receiver) -> None:
     assert await WebhookSender(settings()).send(receiver.url, "msg_1", BODY) == 204
     [request] = receiver.requests
     assert request.line == "POST /hook?key=s3cret HTTP/1.1"
@@ -50,13 +52,13 @@ async def test_a_delivery_is_signed_and_taken(receiver: Receiver) -> None:
     assert verify(request.headers, request.body, SECRET).id == "msg_1"
 
 
-async def test_while_a_secret_is_replaced_both_sign(receiver: Receiver) -> None:
+async def test_both_secrets_sign_during_a_rotation(receiver: Receiver) -> None:
     await WebhookSender(settings(webhook_secret=f"{SECRET} {OTHER_SECRET}")).send(receiver.url, "msg_1", BODY)
     assert is_signed(receiver.requests[0], SECRET)
     assert is_signed(receiver.requests[0], OTHER_SECRET)
 
 
-async def test_a_subscriber_has_a_secret_of_its_own(receiver: Receiver) -> None:
+async def test_a_subscriber_can_have_its_own_secret(receiver: Receiver) -> None:
     hooks = [{"url": receiver.url, "events": ["alert.*"], "secret": OTHER_SECRET}]
     await WebhookSender(settings(webhooks=hooks)).send(receiver.url, "msg_1", BODY)
     assert is_signed(receiver.requests[0], OTHER_SECRET)
@@ -64,14 +66,14 @@ async def test_a_subscriber_has_a_secret_of_its_own(receiver: Receiver) -> None:
 
 
 @pytest.mark.parametrize("code", [400, 401, 404, 408, 409, 429, 500, 502, 503])
-async def test_what_is_not_taken_is_tried_again(receiver: Receiver, code: int) -> None:
+async def test_an_error_status_is_retried(receiver: Receiver, code: int) -> None:
     receiver.answers = [status(code)]
     with pytest.raises(DeliveryFailed, match=str(code)) as caught:
         await WebhookSender(settings()).send(receiver.url, "msg_1", BODY)
     assert "s3cret" not in str(caught.value)
 
 
-async def test_gone_means_never_again(receiver: Receiver) -> None:
+async def test_status_410_is_permanent(receiver: Receiver) -> None:
     receiver.answers = [status(410)]
     with pytest.raises(Fatal, match="410"):
         await WebhookSender(settings()).send(receiver.url, "msg_1", BODY)
@@ -79,7 +81,7 @@ async def test_gone_means_never_again(receiver: Receiver) -> None:
 
 @pytest.mark.parametrize("code", [301, 302, 303, 307, 308])
 async def test_redirects_are_not_followed(receiver: Receiver, code: int) -> None:
-    async with receiving() as elsewhere:
+    async with run_receiver() as elsewhere:
         receiver.answers = [status(code, f"location: {elsewhere.url}")]
         with pytest.raises(DeliveryFailed, match=str(code)):
             await WebhookSender(settings()).send(receiver.url, "msg_1", BODY)
@@ -87,29 +89,29 @@ async def test_redirects_are_not_followed(receiver: Receiver, code: int) -> None
 
 
 async def test_proxies_of_the_environment_are_not_used(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with receiving() as proxy:
+    async with run_receiver() as proxy:
         for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
             monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.port}")
         await WebhookSender(settings()).send(receiver.url, "msg_1", BODY)
         assert (len(receiver.requests), proxy.connections) == (1, 0)
 
 
-async def test_nobody_there_is_tried_again() -> None:
+async def test_a_refused_connection_is_retried() -> None:
     with pytest.raises(DeliveryFailed, match="is unreachable"):
         await WebhookSender(settings()).send(f"http://127.0.0.1:{free_port()}/", "msg_1", BODY)
 
 
-async def test_a_name_without_an_address_is_tried_again() -> None:
+async def test_a_name_without_an_address_is_retried() -> None:
     async def unknown(host: str, port: int) -> Sequence[Address]:
         raise OSError(-2, "Name or service not known")
 
     with pytest.raises(DeliveryFailed, match="not known"):
         await WebhookSender(settings(), unknown).send("https://example.org/", "msg_1", BODY)
     with pytest.raises(DeliveryFailed, match="no address"):
-        await WebhookSender(settings(), Names([])).send("https://example.org/", "msg_1", BODY)
+        await WebhookSender(settings(), StubResolver([])).send("https://example.org/", "msg_1", BODY)
 
 
-# What it must not be used for ----------------------------------------------------------------------
+# Targets that are refused --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -118,26 +120,26 @@ async def test_a_name_without_an_address_is_tried_again() -> None:
      ["fd00::1"], ["8.8.8.8", "192.168.0.1"], ["192.168.0.1", "8.8.8.8"]],
 )  # fmt: skip
 async def test_names_of_private_addresses_are_refused(receiver: Receiver, addresses: list[str]) -> None:
-    names = Names(addresses)
+    resolver = StubResolver(addresses)
     with pytest.raises(Fatal, match=r"example\.org is not on the public internet"):
-        await WebhookSender(settings(webhook_allow=[]), names).send(
+        await WebhookSender(settings(webhook_allow=[]), resolver).send(
             f"http://example.org:{receiver.port}/", "msg_1", BODY
         )
-    assert names.asked == ["example.org"]
+    assert resolver.lookups == ["example.org"]
     assert receiver.connections == 0
 
 
 async def test_the_checked_address_is_the_one_that_is_used(receiver: Receiver) -> None:
-    """DNS rebinding: a second look-up would get another answer; there is none."""
-    names = Names(["127.0.0.1"], ["10.6.6.6"])
-    assert await WebhookSender(settings(), names).send(f"http://example.org:{receiver.port}/", "msg_1", BODY) == 204
-    assert names.asked == ["example.org"]
-    # The name is what the receiver knows itself by.
+    """DNS rebinding: a second lookup would return another address, so the sender makes only one."""
+    resolver = StubResolver(["127.0.0.1"], ["10.6.6.6"])
+    assert await WebhookSender(settings(), resolver).send(f"http://example.org:{receiver.port}/", "msg_1", BODY) == 204
+    assert resolver.lookups == ["example.org"]
+    # The Host header has the name, not the address.
     assert receiver.requests[0].headers["host"] == f"example.org:{receiver.port}"
 
 
-async def test_a_name_that_changes_its_mind_between_attempts_is_refused(receiver: Receiver) -> None:
-    sender = WebhookSender(settings(webhook_allow=["127.0.0.1/32"]), Names(["127.0.0.1"], ["127.0.0.2"]))
+async def test_a_name_that_later_resolves_to_a_private_address_is_refused(receiver: Receiver) -> None:
+    sender = WebhookSender(settings(webhook_allow=["127.0.0.1/32"]), StubResolver(["127.0.0.1"], ["127.0.0.2"]))
     url = f"http://example.org:{receiver.port}/"
     assert await sender.send(url, "msg_1", BODY) == 204
     with pytest.raises(Fatal, match="public internet"):
@@ -146,11 +148,11 @@ async def test_a_name_that_changes_its_mind_between_attempts_is_refused(receiver
 
 async def test_the_next_address_is_tried(receiver: Receiver) -> None:
     allowed = settings(webhook_allow=["127.0.0.0/8"])
-    names = Names(["127.6.6.6", "127.0.0.1"])
-    assert await WebhookSender(allowed, names).send(f"http://example.org:{receiver.port}/", "msg_1", BODY) == 204
+    resolver = StubResolver(["127.6.6.6", "127.0.0.1"])
+    assert await WebhookSender(allowed, resolver).send(f"http://example.org:{receiver.port}/", "msg_1", BODY) == 204
 
 
-async def test_what_is_not_allowed_any_more_is_refused(receiver: Receiver) -> None:
+async def test_a_target_that_is_no_longer_allowed_is_refused(receiver: Receiver) -> None:
     with pytest.raises(Fatal, match="public internet"):
         await WebhookSender(settings(webhook_allow=[])).send(receiver.url, "msg_1", BODY)
     with pytest.raises(Fatal, match="no secret"):
@@ -161,18 +163,18 @@ async def test_what_is_not_allowed_any_more_is_refused(receiver: Receiver) -> No
 # Receivers that misbehave --------------------------------------------------------------------------
 
 
-async def test_a_silent_receiver_is_left(receiver: Receiver) -> None:
+async def test_a_silent_receiver_times_out(receiver: Receiver) -> None:
     async def silent(_: asyncio.StreamWriter) -> None:
         await asyncio.sleep(30)
 
     receiver.answers = [silent]
-    began = time.monotonic()
+    started = time.monotonic()
     with pytest.raises(DeliveryFailed, match=r"did not respond within 0\.3 s"):
         await WebhookSender(settings(webhook_timeout_s=0.3)).send(receiver.url, "msg_1", BODY)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - started < 5
 
 
-async def test_a_receiver_that_drips_its_headers_is_left(receiver: Receiver) -> None:
+async def test_a_receiver_that_drips_its_headers_times_out(receiver: Receiver) -> None:
     async def drip(writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\n")
         while True:
@@ -202,7 +204,7 @@ async def test_endless_headers_are_not_read_to_their_end(receiver: Receiver) -> 
     assert sent < 20_000_000
 
 
-async def test_of_a_huge_answer_only_a_little_is_read(receiver: Receiver) -> None:
+async def test_only_the_beginning_of_a_huge_response_is_read(receiver: Receiver) -> None:
     sent = 0
 
     async def flood(writer: asyncio.StreamWriter) -> None:
@@ -218,7 +220,7 @@ async def test_of_a_huge_answer_only_a_little_is_read(receiver: Receiver) -> Non
     assert sent < 50_000_000
 
 
-async def test_an_answer_that_never_ends_is_taken_by_its_status(receiver: Receiver) -> None:
+async def test_an_endless_response_is_judged_by_its_status(receiver: Receiver) -> None:
     async def slow(writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 202 Accepted\r\ncontent-length: 100\r\n\r\nx")
         await writer.drain()
@@ -228,9 +230,9 @@ async def test_an_answer_that_never_ends_is_taken_by_its_status(receiver: Receiv
     assert await WebhookSender(settings()).send(receiver.url, "msg_1", BODY) == 202
 
 
-@pytest.mark.parametrize("answer", [b"", b"garbage\r\n\r\n", b"\x00\x00\x00", b"HTTP/1.1 999999 x\r\n\r\n"])
-async def test_nonsense_is_tried_again(receiver: Receiver, answer: bytes) -> None:
-    receiver.answers = [answer, OK]
+@pytest.mark.parametrize("response", [b"", b"garbage\r\n\r\n", b"\x00\x00\x00", b"HTTP/1.1 999999 x\r\n\r\n"])
+async def test_an_invalid_response_is_retried(receiver: Receiver, response: bytes) -> None:
+    receiver.answers = [response, OK]
     with pytest.raises(DeliveryFailed):
         await WebhookSender(settings()).send(receiver.url, "msg_1", BODY)
     assert await WebhookSender(settings()).send(receiver.url, "msg_1", BODY) == 204

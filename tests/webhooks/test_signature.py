@@ -1,4 +1,4 @@
-"""Signatures, by the convention's own example, and everything that a receiver must refuse."""
+"""Signatures: the specification's own example, and everything that a receiver must refuse."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def headers(body: bytes = BODY, secret: str = SECRET, at: int = AT) -> dict[str,
     return sign(parse_secrets(secret), "msg_1", at, body)
 
 
-def test_the_conventions_own_example() -> None:
+def test_the_example_of_the_specification() -> None:
     # From the Standard Webhooks specification's reference libraries.
     secret = parse_secrets("whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw")
     signed = sign(secret, "msg_p5jXN8AQM9LWM0D4loKWxJek", 1614265330, b'{"test": 2432232314}')
@@ -31,7 +31,7 @@ def test_the_conventions_own_example() -> None:
     }
 
 
-def test_a_delivery_is_read() -> None:
+def test_a_signed_delivery_is_decoded() -> None:
     message = verify(headers(), BODY, SECRET, now=NOW)
     assert (message.id, message.type, message.timestamp, message.data) == (
         "msg_1",
@@ -39,11 +39,11 @@ def test_a_delivery_is_read() -> None:
         NOW,
         {"job_id": "a"},
     )
-    shouted = {name.title(): value for name, value in headers().items()}
-    assert verify(shouted, BODY.decode(), SECRET, now=NOW) == message
+    title_case = {name.title(): value for name, value in headers().items()}
+    assert verify(title_case, BODY.decode(), SECRET, now=NOW) == message
 
 
-def test_while_a_secret_is_replaced_either_end_may_have_both() -> None:
+def test_either_end_may_have_both_secrets_during_a_rotation() -> None:
     both = f"{OTHER_SECRET} {SECRET}"
     assert verify(headers(secret=both), BODY, SECRET, now=NOW).id == "msg_1"
     assert verify(headers(secret=both), BODY, OTHER_SECRET, now=NOW).id == "msg_1"
@@ -51,7 +51,7 @@ def test_while_a_secret_is_replaced_either_end_may_have_both() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "why"),
+    ("change", "reason"),
     [
         ({"webhook-id": "msg_2"}, "does not match"),
         ({"webhook-timestamp": str(AT + 1)}, "does not match"),
@@ -65,8 +65,8 @@ def test_while_a_secret_is_replaced_either_end_may_have_both() -> None:
         ({"webhook-timestamp": "9" * 30}, "not a number"),
     ],
 )
-def test_what_was_changed_is_refused(change: dict[str, str], why: str) -> None:
-    with pytest.raises(SignatureInvalid, match=why):
+def test_a_changed_header_is_refused(change: dict[str, str], reason: str) -> None:
+    with pytest.raises(SignatureInvalid, match=reason):
         verify(headers() | change, BODY, SECRET, now=NOW)
 
 
@@ -79,11 +79,11 @@ def test_another_body_or_another_secret_is_refused() -> None:
         verify(headers(), BODY, "whsec_short", now=NOW)
 
 
-@pytest.mark.parametrize("away", [timedelta(minutes=5, seconds=1), -timedelta(minutes=5, seconds=1)])
-def test_old_and_future_timestamps_are_refused(away: timedelta) -> None:
+@pytest.mark.parametrize("offset", [timedelta(minutes=5, seconds=1), -timedelta(minutes=5, seconds=1)])
+def test_old_and_future_timestamps_are_refused(offset: timedelta) -> None:
     with pytest.raises(SignatureInvalid, match="outside the tolerance"):
-        verify(headers(), BODY, SECRET, now=NOW + away)
-    assert verify(headers(), BODY, SECRET, now=NOW + away, tolerance=timedelta(minutes=6)).id == "msg_1"
+        verify(headers(), BODY, SECRET, now=NOW + offset)
+    assert verify(headers(), BODY, SECRET, now=NOW + offset, tolerance=timedelta(minutes=6)).id == "msg_1"
 
 
 def test_a_replayed_signature_is_refused_and_a_second_attempt_is_not() -> None:
@@ -93,9 +93,9 @@ def test_a_replayed_signature_is_refused_and_a_second_attempt_is_not() -> None:
     assert verify(first, BODY, SECRET, seen=seen, now=now).id == "msg_1"
     with pytest.raises(SignatureInvalid, match="already received"):
         verify(first, BODY, SECRET, seen=seen, now=now + timedelta(minutes=4))
-    # holdfast tried again: the same id, another timestamp.
-    again = headers(at=int(now.timestamp()) + 5)
-    assert verify(again, BODY, SECRET, seen=seen, now=now).id == "msg_1"
+    # A retry has the same id and another timestamp.
+    retry = headers(at=int(now.timestamp()) + 5)
+    assert verify(retry, BODY, SECRET, seen=seen, now=now).id == "msg_1"
 
 
 def test_a_forged_request_does_not_use_up_an_id() -> None:
@@ -105,7 +105,7 @@ def test_a_forged_request_does_not_use_up_an_id() -> None:
     assert verify(headers(), BODY, SECRET, seen=seen, now=NOW).id == "msg_1"
 
 
-def test_what_cannot_come_any_more_is_forgotten() -> None:
+def test_expired_deliveries_are_removed() -> None:
     seen = InMemoryDeliveryStore()
     past = datetime.now(UTC) - timedelta(seconds=1)
     assert all(seen.add(f"delivery-{number}", past) for number in range(1_000))
@@ -113,14 +113,14 @@ def test_what_cannot_come_any_more_is_forgotten() -> None:
     assert len(seen) == 1
 
 
-def test_a_signed_body_that_is_none_of_ours_is_refused() -> None:
+def test_a_signed_body_in_another_format_is_refused() -> None:
     for body in (b"{}", b"\xff", b"[1]", b""):
         with pytest.raises(SignatureInvalid, match="not a holdfast webhook"):
             verify(headers(body), body, SECRET, now=NOW)
 
 
 @pytest.mark.parametrize("text", ["", "whsec_", "whsec_%%%%", "whsec_YWJj", "secret", "whsec_" + "A" * 120])
-def test_secrets_that_are_none(text: str) -> None:
+def test_invalid_secrets_are_refused(text: str) -> None:
     if not text:
         assert parse_secrets(text) == ()
         return

@@ -9,7 +9,7 @@ import pytest
 from holdfast.core.webhook_url import AllowList, check_address, check_target, is_public
 from holdfast.errors import InvalidOption
 
-NONE = AllowList()
+EMPTY = AllowList()
 
 PRIVATE = [
     "127.0.0.1", "127.255.255.254", "10.1.2.3", "172.16.0.1", "172.31.255.255", "192.168.1.1", "0.0.0.0", "0.1.2.3",
@@ -26,13 +26,13 @@ PUBLIC = ["8.8.8.8", "1.1.1.1", "93.184.216.34", "2606:4700::1111", "::ffff:8.8.
 def test_addresses_that_are_not_public(text: str) -> None:
     assert not is_public(ip_address(text))
     with pytest.raises(InvalidOption, match="public internet"):
-        check_address("example.org", ip_address(text), NONE)
+        check_address("example.org", ip_address(text), EMPTY)
 
 
 @pytest.mark.parametrize("text", PUBLIC)
 def test_addresses_that_are_public(text: str) -> None:
     assert is_public(ip_address(text))
-    check_address("example.org", ip_address(text), NONE)
+    check_address("example.org", ip_address(text), EMPTY)
 
 
 @pytest.mark.parametrize(
@@ -40,14 +40,14 @@ def test_addresses_that_are_public(text: str) -> None:
     [
         "https://127.0.0.1/hook", "http://127.0.0.1:8080/", "http://[::1]/", "http://[::ffff:127.0.0.1]/",
         "http://[fd00::1]:8080/x", "https://169.254.169.254/latest/meta-data", "http://0.0.0.0/",
-        # Other spellings of the same.
+        # Other spellings of the same addresses.
         "http://127.1/", "http://2130706433/", "http://0x7f000001/", "http://0177.0.0.1/", "http://0x7f.1/",
         "http://127.0.0.1./", "http://127.0.0.256/",
     ],
 )  # fmt: skip
 def test_literal_addresses_are_refused_at_once(url: str) -> None:
     with pytest.raises(InvalidOption, match="webhook"):
-        check_target(url, NONE)
+        check_target(url, EMPTY)
 
 
 @pytest.mark.parametrize(
@@ -62,19 +62,19 @@ def test_literal_addresses_are_refused_at_once(url: str) -> None:
         "https://" + "a" * 64 + ".org/", "https://example.org/" + "a" * 1000, "*",
     ],
 )  # fmt: skip
-def test_addresses_that_are_none(url: object) -> None:
+def test_invalid_addresses_are_refused(url: object) -> None:
     with pytest.raises(InvalidOption, match="webhook") as caught:
-        check_target(url, NONE)
+        check_target(url, EMPTY)
     assert "p4ssw0rd" not in str(caught.value)
 
 
-def test_a_good_address_and_what_is_shown_of_it() -> None:
-    target = check_target("https://Hooks.Example.org.:8443/a/b?token=s3cret#part", NONE)
+def test_a_valid_address_and_its_redacted_form() -> None:
+    target = check_target("https://Hooks.Example.org.:8443/a/b?token=s3cret#part", EMPTY)
     assert (target.host, target.port, target.path) == ("hooks.example.org", 8443, "/a/b?token=s3cret")
     assert target.redacted == "https://hooks.example.org:8443"
-    assert check_target("http://8.8.8.8", NONE).path == "/"
-    assert check_target("http://example.org#@127.0.0.1:80/", NONE).host == "example.org"
-    assert check_target("http://[2606:4700::1111]:80/", NONE).redacted == "http://[2606:4700::1111]"
+    assert check_target("http://8.8.8.8", EMPTY).path == "/"
+    assert check_target("http://example.org#@127.0.0.1:80/", EMPTY).host == "example.org"
+    assert check_target("http://[2606:4700::1111]:80/", EMPTY).redacted == "http://[2606:4700::1111]"
 
 
 def test_exceptions_allow_what_they_name_and_no_more() -> None:
@@ -92,6 +92,6 @@ def test_exceptions_allow_what_they_name_and_no_more() -> None:
 
 
 @pytest.mark.parametrize("entry", ["10.0.0.0/99", "http://x/", "a b", "", "127.1"])
-def test_exceptions_that_are_none(entry: str) -> None:
+def test_invalid_exceptions_are_refused(entry: str) -> None:
     with pytest.raises(InvalidOption):
         AllowList.parse([entry])
