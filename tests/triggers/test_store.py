@@ -155,7 +155,7 @@ async def test_a_pause_is_heard_by_every_process_and_logged_once(book: TriggerSt
 
 
 async def test_two_who_pause_at_once_write_one_line(book: TriggerStore, rig: Rig) -> None:
-    other = rig.another()
+    other = rig.new_ledger()
     try:
         both = (book.set_paused("t", True, pause("t")), other.triggers.set_paused("t", True, pause("t")))
         assert sorted(await asyncio.gather(*both)) == [False, True]
