@@ -66,9 +66,9 @@ class KafkaServer(ServerProcess):
     def _format(self) -> None:
         self.folder.mkdir(parents=True)
         self._properties.write_text("".join(f"{key}={value}\n" for key, value in self._settings().items()))
-        words = ["format", "-t", _CLUSTER, "-c", str(self._properties)]
+        args = ["format", "-t", _CLUSTER, "-c", str(self._properties)]
         with self._log_file.open("ab") as log:
-            done = subprocess.run(self._java("kafka.tools.StorageTool", *words), stdout=log, stderr=log, check=False)
+            done = subprocess.run(self._java("kafka.tools.StorageTool", *args), stdout=log, stderr=log, check=False)
         if done.returncode:
             raise RuntimeError(f"StorageTool ended with {done.returncode}\n{self._log()}")
 
@@ -93,8 +93,8 @@ class KafkaServer(ServerProcess):
     def _properties(self) -> Path:
         return self.folder / "server.properties"
 
-    def _java(self, name: str, *words: str) -> list[str]:
-        return ["java", *_JVM, "-cp", f"{self.binary.parent}/*", name, *words]
+    def _java(self, name: str, *args: str) -> list[str]:
+        return ["java", *_JVM, "-cp", f"{self.binary.parent}/*", name, *args]
 
     def _settings(self) -> dict[str, str]:
         plain, sasl, controller = (

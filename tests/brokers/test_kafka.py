@@ -167,8 +167,8 @@ async def test_a_commit_never_passes_a_message_in_flight(harness: KafkaHarness) 
     rig = BrokerRig(harness, await harness.new_queue(partitions=1))
     await rig.publish(*[b"%d" % number for number in range(10)])
     first = await rig.reader()
-    taken = await first.take(10)
-    for message in taken:
+    delivered = await first.take(10)
+    for message in delivered:
         if message.body != b"3":
             await first.adapter.ack(message)
     await eventually(lambda: _is_committed(harness, rig.queue, {0: 3}))
@@ -189,17 +189,17 @@ async def test_requeued_messages_are_delivered_in_order_before_all_others(harnes
     await reader.adapter.pause()
     await rig.publish(*[b"%d" % number for number in range(6)], key="k")
     await reader.adapter.resume()
-    taken = await reader.take(5)
+    delivered = await reader.take(5)
     await reader.adapter.pause()
-    await reader.adapter.nack(taken[2], requeue=True)
-    await reader.adapter.nack(taken[1], requeue=True)
-    await reader.adapter.ack(taken[0])
+    await reader.adapter.nack(delivered[2], requeue=True)
+    await reader.adapter.nack(delivered[1], requeue=True)
+    await reader.adapter.ack(delivered[0])
     await reader.adapter.resume()
     redelivered = await reader.take(3)
     assert [message.body for message in redelivered] == [b"1", b"2", b"5"]
     assert [message.deliveries for message in redelivered] == [2, 2, 1]
     # An acknowledgement of the first delivery has no effect.
-    await reader.adapter.ack(taken[1])
+    await reader.adapter.ack(delivered[1])
     assert reader.adapter.owns(redelivered[0])
     await rig.close()
 
@@ -284,11 +284,11 @@ async def test_a_revocation_waits_for_messages_being_handled(harness: KafkaHarne
     keys = await _keys_of_two_partitions(rig)
     first = await rig.reader()
     for key in keys:
-        await rig.publish(b"begun", b"waits", key=key)
+        await rig.publish(b"started", b"waits", key=key)
     started: dict[str, RawMessage] = {}
     waiting: dict[str, RawMessage] = {}
     for message in await first.take(4):
-        (started if message.body == b"begun" else waiting)[message.key] = message
+        (started if message.body == b"started" else waiting)[message.key] = message
     assert all(first.adapter.owns(message) for message in started.values())
     second = await rig.reader()
     revoked: list[str] = []

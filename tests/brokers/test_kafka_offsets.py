@@ -77,9 +77,9 @@ def test_a_rewind_replaces_the_messages_read_before() -> None:
     offsets = InFlightOffsets(10)
     offsets.assign([0])
     before = [add_message(offsets, 0, offset) for offset in (5, 6)]
-    again = add_message(offsets, 0, 3)
+    rewound = add_message(offsets, 0, 3)
     assert [offsets.holds(stale_messages) for stale_messages in before] == [False, False]
-    assert offsets.holds(again)
+    assert offsets.holds(rewound)
     assert (offsets.room(), offsets.to_commit()) == (9, {0: 3})
 
 
@@ -148,10 +148,10 @@ def test_a_message_of_another_consumer_is_ignored() -> None:
     one, other = InFlightOffsets(5), InFlightOffsets(5)
     one.assign([0])
     other.assign([0])
-    theirs, ours = add_message(one, 0, 0), add_message(other, 0, 0)
-    other.ack(theirs)
-    assert other.redeliver(theirs) is None
-    assert other.holds(ours)
+    foreign, own = add_message(one, 0, 0), add_message(other, 0, 0)
+    other.ack(foreign)
+    assert other.redeliver(foreign) is None
+    assert other.holds(own)
 
 
 async def test_messages_of_a_revoked_partition_are_not_delivered() -> None:

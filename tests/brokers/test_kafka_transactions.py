@@ -58,8 +58,8 @@ async def test_a_marker_is_not_passed_before_the_message_in_front_of_it(harness:
     await reader.handle(1)
     await reader.stop()
     assert await _committed(harness, rig.queue) in (None, 0)
-    again = await rig.reader()
-    assert [message.body for message in await again.handle(3)] == [b"in flight", b"done", b"later"]
+    successor = await rig.reader()
+    assert [message.body for message in await successor.handle(3)] == [b"in flight", b"done", b"later"]
     await eventually(partial(_is_committed, harness, rig.queue, 5))
     assert in_flight.body == b"in flight"
 
@@ -80,10 +80,10 @@ async def test_a_reassigned_partition_is_committed_from_its_new_position(harness
     await reader.take(2)
     # The next member gets the only partition, including the unsettled messages.
     await reader.stop()
-    again = await rig.reader()
-    (first,) = await again.take(1)
+    successor = await rig.reader()
+    (first,) = await successor.take(1)
     assert first.body == b"one"
-    await again.stop()
+    await successor.stop()
     assert await _committed(harness, rig.queue) in (None, 0)
 
 

@@ -244,7 +244,7 @@ async def test_tls_with_a_private_certificate_authority(harness: RabbitHarness, 
     await named.close()
 
 
-@pytest.mark.parametrize("how", ["url", "parts", "virtual host"])
+@pytest.mark.parametrize("kind", ["url", "parts", "virtual host"])
 async def test_wrong_credentials_are_refused_and_never_shown(
     harness: RabbitHarness, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -137,9 +137,9 @@ async def test_a_connection_in_autocommit_is_refused(deployment: Deployment) -> 
         with pytest.raises(UsageError, match=r"not in a transaction.*async with connection\.transaction\(\)"):
             await outbox.add(async_connection, "t", payload=1)
         await async_connection.execute("BEGIN")
-        await outbox.add(async_connection, "begun", payload=1)
+        await outbox.add(async_connection, "explicit begin", payload=1)
         await async_connection.execute("COMMIT")
-    assert [event.topic for event in await deployment.events()] == ["begun"]
+    assert [event.topic for event in await deployment.events()] == ["explicit begin"]
 
 
 async def test_errors_name_the_right_function(deployment: Deployment) -> None:

@@ -420,7 +420,9 @@ async def test_a_retried_event_has_all_its_attempts_again(rig: Rig) -> None:
         EventRow(id="new", key="e", attempts=1),
     )
     assert (
-        await rig.outbox.retry_events(["default"], ["dead", "again", "acme's", "sent", "new", "none"], "ann", "mended")
+        await rig.outbox.retry_events(
+            ["default"], ["dead", "again", "acme's", "sent", "new", "none"], "ann", "repaired"
+        )
         == 2
     )
     revived = {event.id: event for event in await rig.due_events()}
@@ -428,7 +430,12 @@ async def test_a_retried_event_has_all_its_attempts_again(rig: Rig) -> None:
     assert revived["dead"].attempt_count == revived["again"].attempt_count == 0
     assert revived["new"].attempt_count == 1
     (entry,) = (await rig.ledger.queries.audit_log(AuditFilter())).entries
-    assert (entry.type, entry.actor, entry.reason, entry.target) == ("operator.outbox_retry", "ann", "mended", "outbox")
+    assert (entry.type, entry.actor, entry.reason, entry.target) == (
+        "operator.outbox_retry",
+        "ann",
+        "repaired",
+        "outbox",
+    )
     assert entry.after is not None
     assert msgspec.json.decode(entry.after.text) == {"events": 2, "ids": ["again", "dead"]}
     assert await rig.outbox.retry_events(None, ["sent"], "ann", "") == 0
