@@ -1,7 +1,7 @@
-"""A real Kafka broker for tests: one node that is its own controller, small and quick to start.
+"""A real Kafka broker for tests: one node that is broker and controller, with settings for a quick start.
 
-The fixtures are for every test package: `from tests.brokers.kafka_server import kafka_server as kafka_server` in its
-`conftest.py`. The shared one is never killed; tests that do such things make one of their own.
+`tests/conftest.py` imports the fixtures. Tests must not stop the shared broker; those that need to start a separate one
+with `make_kafka`.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from tools.servers import KAFKA
 
 MakeKafka = Callable[..., "KafkaServer"]
 
-#: On the second listener, with SASL/PLAIN.
+#: Credentials of the second listener, which uses SASL/PLAIN.
 SASL_USER: Final = "holdfast"
 SASL_PASSWORD: Final = "correct-horse-battery"
 
 _CLUSTER: Final = "aG9sZGZhc3QtdGVzdHMtMQ"
-#: A broker starts once and serves a minute: the quick compiler is enough.
+#: A broker starts once and runs for a minute: the first compiler tier is enough.
 _JVM: Final = ("-Xms96m", "-Xmx256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Xshare:auto")
 
 
 class KafkaServer(ServerProcess):
-    """`kafka.Kafka` in KRaft mode. Topics come into being when they are first used, with two partitions."""
+    """`kafka.Kafka` in KRaft mode. Topics are created on first use, with two partitions."""
 
-    #: A Java machine on a busy computer takes its time.
+    #: A JVM starts slowly on a busy machine.
     _ready_within_s = 45.0
 
     def __init__(self, jar: Path, folder: Path, options: Mapping[str, str] | None = None) -> None:
@@ -44,12 +44,12 @@ class KafkaServer(ServerProcess):
 
     @property
     def address(self) -> str:
-        """For `bootstrap_servers`."""
+        """Value for `bootstrap_servers`."""
         return f"127.0.0.1:{self.port}"
 
     @property
     def sasl_address(self) -> str:
-        """The same broker, for clients with a password."""
+        """Address of the listener that requires a password."""
         return f"127.0.0.1:{self.sasl_port}"
 
     def start(self) -> None:
@@ -58,7 +58,7 @@ class KafkaServer(ServerProcess):
         super().start()
 
     def remove(self) -> None:
-        """Stop it and delete all it had. Not asked politely: nothing of it is kept."""
+        """Kill the server and delete its data. A graceful stop is not needed, since no data is kept."""
         if self._process is not None:
             self.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -66,35 +66,35 @@ class KafkaServer(ServerProcess):
     def _format(self) -> None:
         self.folder.mkdir(parents=True)
         self._properties.write_text("".join(f"{key}={value}\n" for key, value in self._settings().items()))
-        words = ["format", "-t", _CLUSTER, "-c", str(self._properties)]
+        args = ["format", "-t", _CLUSTER, "-c", str(self._properties)]
         with self._log_file.open("ab") as log:
-            done = subprocess.run(self._java("kafka.tools.StorageTool", *words), stdout=log, stderr=log, check=False)
+            done = subprocess.run(self._java("kafka.tools.StorageTool", *args), stdout=log, stderr=log, check=False)
         if done.returncode:
             raise RuntimeError(f"StorageTool ended with {done.returncode}\n{self._log()}")
 
     def _launch(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
-        # A Java machine must not outlive the run, however that ends. (It goes with the thread that starts it.)
+        # The JVM must not outlive the test run, however that ends: it ends with the thread that started it.
         tie = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
         command = [*tie, *self._java("kafka.Kafka", str(self._properties))]
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.folder)
 
     def _answers(self) -> bool:
-        """A question for metadata, answered with a broker."""
-        question = struct.pack(">hhih", 3, 1, 1, -1) + struct.pack(">i", 0)
+        """Send a metadata request; the response must name a broker."""
+        request = struct.pack(">hhih", 3, 1, 1, -1) + struct.pack(">i", 0)
         try:
             with socket.create_connection(("127.0.0.1", self.port), timeout=2) as connection:
-                connection.sendall(struct.pack(">i", len(question)) + question)
-                answer = connection.recv(12, socket.MSG_WAITALL)
+                connection.sendall(struct.pack(">i", len(request)) + request)
+                response = connection.recv(12, socket.MSG_WAITALL)
         except OSError:
             return False
-        return len(answer) == 12 and int.from_bytes(answer[8:]) > 0
+        return len(response) == 12 and int.from_bytes(response[8:]) > 0
 
     @property
     def _properties(self) -> Path:
         return self.folder / "server.properties"
 
-    def _java(self, name: str, *words: str) -> list[str]:
-        return ["java", *_JVM, "-cp", f"{self.binary.parent}/*", name, *words]
+    def _java(self, name: str, *args: str) -> list[str]:
+        return ["java", *_JVM, "-cp", f"{self.binary.parent}/*", name, *args]
 
     def _settings(self) -> dict[str, str]:
         plain, sasl, controller = (
@@ -127,7 +127,7 @@ class KafkaServer(ServerProcess):
             "num.io.threads": "2",
             "background.threads": "2",
             "log.cleaner.dedupe.buffer.size": "4194304",
-            # A killed broker that comes back must not count as dead for long.
+            # A restarted broker must not be treated as dead for long.
             "broker.session.timeout.ms": "3000",
             "broker.heartbeat.interval.ms": "500",
             "controlled.shutdown.enable": "false",
@@ -137,7 +137,7 @@ class KafkaServer(ServerProcess):
 
 @pytest.fixture(scope="session")
 def kafka_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaServer]:
-    """A shared broker; tests use topics and groups of their own."""
+    """A shared broker; each test uses its own topics and groups."""
     server = KafkaServer(find_server(KAFKA), tmp_path_factory.mktemp("kafka") / "node")
     try:
         server.start()
@@ -148,7 +148,7 @@ def kafka_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaServ
 
 @pytest.fixture
 def make_kafka(tmp_path: Path) -> Iterator[MakeKafka]:
-    """Brokers of a test's own, to be killed, stopped and restarted: `make_kafka(num_partitions="4")`."""
+    """Start brokers that only this test uses and may stop: `make_kafka(num_partitions="4")`."""
     made: list[KafkaServer] = []
 
     def make(**options: str) -> KafkaServer:

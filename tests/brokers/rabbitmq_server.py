@@ -1,7 +1,7 @@
-"""A real RabbitMQ for tests: a node of its own, with its own port mapper, that ends with the run.
+"""A real RabbitMQ for tests: a separate node with its own port mapper, which ends with the test run.
 
-The fixtures are for every test package: `from tests.brokers.rabbitmq_server import rabbitmq_server as rabbitmq_server`
-in its `conftest.py`. The shared one is never killed; tests that do such things make one of their own.
+`tests/conftest.py` imports the fixtures. Tests must not stop the shared broker; those that need to start a separate one
+with `make_rabbitmq`.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ MakeRabbit = Callable[..., "RabbitServer"]
 
 USER: Final = "holdfast"
 PASSWORD: Final = "correct-horse-9-battery"
-#: May connect, and do nothing at all.
+#: A user who may connect but has no permissions.
 STRANGER: Final = "stranger"
 
-_LOOK_S: Final = 0.02
+_POLL_S: Final = 0.02
 _SALT: Final = b"salt"
-#: Two threads that do not spin while they wait: the tests need the processors.
+#: Two scheduler threads without busy waiting: the tests need the processors.
 _MACHINE: Final = "+S 2:2 +sbwt none +sbwtdcpu none +sbwtdio none -start_epmd false"
 
 
 class RabbitServer(ServerProcess):
     """`rabbitmq-server`, plain and, with `tls`, on a second port with a certificate."""
 
-    #: It takes 6 s where nobody else works.
+    #: A start takes 6 s on an idle machine.
     _ready_within_s = 45.0
 
     def __init__(
@@ -70,16 +70,16 @@ class RabbitServer(ServerProcess):
         super().start()
 
     def wait_for_register(self, queue: str) -> None:
-        """Until a quorum queue that was just made survives a kill: its node writes its register half a second later."""
+        """Wait until a new quorum queue survives a kill: the node writes its register half a second later."""
         (register,) = (self.folder / "data").glob("*/quorum/*/names.dets")
         deadline = monotonic() + READY_WITHIN_S
         while queue.encode() not in register.read_bytes():
             if monotonic() > deadline:
                 raise TimeoutError(f"queue {queue} is not registered")
-            sleep(_LOOK_S)
+            sleep(_POLL_S)
 
     def remove(self) -> None:
-        """End it and its port mapper, and delete all it had. Not asked politely: nothing of it is kept."""
+        """Kill the server and its port mapper and delete their data. A graceful stop is not needed."""
         if self._process is not None:
             self.kill()
         if self._mapper is not None:
@@ -119,20 +119,20 @@ class RabbitServer(ServerProcess):
         }
 
     def _start_mapper(self) -> subprocess.Popen[bytes]:
-        """Erlang's port mapper as a child of ours: the one that a node starts by itself stays for ever."""
-        command = [*_tied(), "epmd", "-port", str(self._mapper_port), "-address", "127.0.0.1"]
+        """Start Erlang's port mapper as a child process: one that a node starts itself never ends."""
+        command = [*_kill_with_parent(), "epmd", "-port", str(self._mapper_port), "-address", "127.0.0.1"]
         with self._log_file.open("ab") as log:
             return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment())
 
     def _launch(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
-        command = [*_tied(), str(self.binary), "-noinput"]
+        command = [*_kill_with_parent(), str(self.binary), "-noinput"]
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.folder, env=self._environment()
         )
 
     def _environment(self) -> dict[str, str]:
-        given = {key: value for key, value in os.environ.items() if not key.startswith(("RABBITMQ_", "ERL_"))}
-        return given | {
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith(("RABBITMQ_", "ERL_"))}
+        return inherited | {
             "HOME": str(self.folder),
             "ERL_EPMD_PORT": str(self._mapper_port),
             "ERL_EPMD_ADDRESS": "127.0.0.1",
@@ -145,12 +145,12 @@ class RabbitServer(ServerProcess):
             "RABBITMQ_ENABLED_PLUGINS_FILE": str(self.folder / "enabled_plugins"),
             "RABBITMQ_CONF_ENV_FILE": "/dev/null",
             "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": _MACHINE,
-            # The script becomes the Erlang machine instead of watching over it: signals reach the server itself.
+            # The script replaces itself with the Erlang VM instead of supervising it, so that signals reach the server.
             "RABBITMQ_ALLOW_INPUT": "true",
         }
 
     def _answers(self) -> bool:
-        """The protocol's header, answered with a method frame."""
+        """Send the protocol header; the response must be a method frame."""
         try:
             with socket.create_connection(("127.0.0.1", self.port), timeout=2) as connection:
                 connection.sendall(b"AMQP\x00\x00\x09\x01")
@@ -159,8 +159,8 @@ class RabbitServer(ServerProcess):
             return False
 
 
-def _tied() -> list[str]:
-    """What is started so goes with the thread that starts it, however the run ends."""
+def _kill_with_parent() -> list[str]:
+    """Return a command prefix that ends the child with the thread that starts it, however the run ends."""
     return ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
 
 
@@ -186,7 +186,7 @@ def _definitions() -> dict[str, object]:
 
 @pytest.fixture(scope="session")
 def rabbitmq_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RabbitServer]:
-    """A shared broker, with TLS on its second port; tests use queues of their own."""
+    """A shared broker, with TLS on its second port; each test uses its own queues."""
     folder = tmp_path_factory.mktemp("rabbitmq")
     server = RabbitServer(find_server(RABBITMQ), folder / "node", tls=make_certificates(folder / "tls"))
     try:
@@ -198,7 +198,7 @@ def rabbitmq_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rabbit
 
 @pytest.fixture
 def make_rabbitmq(tmp_path: Path) -> Iterator[MakeRabbit]:
-    """Brokers of a test's own, to be killed, stopped and restarted: `make_rabbitmq(tls=make_certificates(folder))`."""
+    """Start brokers that only this test uses and may stop: `make_rabbitmq(tls=make_certificates(folder))`."""
     made: list[RabbitServer] = []
 
     def make(*, tls: Certificates | None = None, **options: str) -> RabbitServer:

@@ -1,9 +1,9 @@
-"""moto's server, as `moto_server` starts it, with queues that do one thing at a time.
+"""moto's server, as `moto_server` starts it, with calls to queues serialized by a lock.
 
-moto answers every request in a thread of its own and looks at a queue without a lock: two that receive at the same time
-can both be given messages of one group, and a deletion can bring back what another one has just removed. SQS promises
-that neither happens. While it waits for messages, moto notices new ones, but not that a group or a message has become
-free again: SQS does.
+moto handles every request in a separate thread and reads queues without a lock. Two concurrent receive calls can both
+return messages of one group, and a deletion can restore a message that another call has just deleted. SQS guarantees
+that neither happens. While a receive call waits, moto notices new messages, but not that a group or a message has
+become available again; SQS notices both.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moto.server import main
 from moto.sqs.models import Message, SQSBackend
 from werkzeug.serving import WSGIRequestHandler
 
-_LOOK_S: Final = 0.02
+_POLL_S: Final = 0.02
 _CHANGES: Final = (
     "change_message_visibility",
     "change_message_visibility_batch",
@@ -33,7 +33,7 @@ _lock: Final = threading.RLock()
 _receive_message: Final = SQSBackend.receive_message
 
 
-def _one_at_a_time(method: Callable[..., Any]) -> Callable[..., Any]:
+def _serialize(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def locked(*args: Any, **options: Any) -> Any:
         with _lock:
@@ -42,7 +42,7 @@ def _one_at_a_time(method: Callable[..., Any]) -> Callable[..., Any]:
     return locked
 
 
-def _received(
+def _receive_with_lock(
     self: SQSBackend,
     queue_name: str,
     count: int,
@@ -56,15 +56,15 @@ def _received(
             found = _receive_message(self, queue_name, count, 0, visibility_timeout, message_attribute_names)
         if found or monotonic() >= deadline:
             return found
-        sleep(_LOOK_S)
+        sleep(_POLL_S)
 
 
 if __name__ == "__main__":
     for name in _CHANGES:
-        setattr(SQSBackend, name, _one_at_a_time(getattr(SQSBackend, name)))
-    SQSBackend.receive_message = _received  # type: ignore[method-assign]
-    # It counts the whole queue for each message that is received, to see whether it is days old.
+        setattr(SQSBackend, name, _serialize(getattr(SQSBackend, name)))
+    SQSBackend.receive_message = _receive_with_lock  # type: ignore[method-assign]
+    # moto's check of the retention period scans the whole queue for each received message.
     SQSBackend.is_message_valid_based_on_retention_period = lambda *_: True  # type: ignore[method-assign]
-    # Connections are kept, as SQS keeps them.
+    # Keep connections alive, as SQS does.
     WSGIRequestHandler.protocol_version = "HTTP/1.1"
     main()

@@ -1,7 +1,6 @@
-"""SQS for tests: moto's server (see `serial_moto`), in a process of its own. It keeps nothing beyond its process.
+"""SQS for tests: moto's server (see `serial_moto`), in a separate process. Its data is lost when the process ends.
 
-The fixture is for every test package: `from tests.brokers.sqs_server import sqs_server as sqs_server` in its
-`conftest.py`.
+`tests/conftest.py` imports the fixture.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _PROGRAM: Final = Path(__file__).with_name("serial_moto.py")
 
 
 class SqsServer(ServerProcess):
-    """moto. It takes every password, or none: `strict`."""
+    """moto. It accepts any credentials; with `strict` it accepts none."""
 
     _ready_within_s = 45.0
 
@@ -43,7 +42,7 @@ class SqsServer(ServerProcess):
         super().start()
 
     def _launch(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
-        # Not measured: it is no part of holdfast.
+        # Without coverage: moto is not part of holdfast.
         environment = {key: value for key, value in os.environ.items() if not key.startswith("COV")}
         if self._strict:
             environment["INITIAL_NO_AUTH_ACTION_COUNT"] = "0"
@@ -61,7 +60,7 @@ class SqsServer(ServerProcess):
 
 @pytest.fixture(scope="session")
 def sqs_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SqsServer]:
-    """A shared server; tests use queues of their own."""
+    """A shared server; each test uses its own queues."""
     server = SqsServer(tmp_path_factory.mktemp("sqs") / "server")
     try:
         server.start()

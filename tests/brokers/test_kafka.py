@@ -1,4 +1,4 @@
-"""The client of Kafka on a real broker: the contract, and what is Kafka's own."""
+"""The Kafka client on a real broker: the broker contract, and behaviour specific to Kafka."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ class KafkaHarness(BrokerHarness):
     def __init__(self, server: KafkaServer) -> None:
         self.server = server
         self._admin = AdminClient({"bootstrap.servers": server.address}, logger=logging.getLogger("test.kafka"))
-        #: Of the adapters that are made from now on.
-        self.patience: dict[str, float] = {"session_timeout_s": 6.0}
-        self._closers: list[KafkaAdapter | KafkaPublisher] = []
+        #: Timeouts of adapters created from now on.
+        self.timeouts: dict[str, float] = {"session_timeout_s": 6.0}
+        self._clients: list[KafkaAdapter | KafkaPublisher] = []
 
     def connection(self, **fields: Any) -> KafkaConfig:
-        """As a user with a password."""
+        """Return a connection of the user with a password."""
         settings = {
             "bootstrap_servers": self.server.sasl_address,
             "security_protocol": "SASL_PLAINTEXT",
             "sasl_username": SASL_USER,
             "sasl_password": SASL_PASSWORD,
-            **self.patience,
+            **self.timeouts,
             "publish_timeout_s": 3.0,
         }
         return KafkaConfig.model_validate(settings | fields)
@@ -68,10 +68,10 @@ class KafkaHarness(BrokerHarness):
     def adapter(
         self, queue: str, *, group: str = "readers", prefetch: int = 10, connection: KafkaConfig | None = None
     ) -> KafkaAdapter:
-        return self._kept(KafkaAdapter(connection or self.connection(), queue, f"{queue}-{group}", prefetch=prefetch))
+        return self._keep(KafkaAdapter(connection or self.connection(), queue, f"{queue}-{group}", prefetch=prefetch))
 
     def publisher(self, connection: KafkaConfig | None = None) -> KafkaPublisher:
-        return self._kept(KafkaPublisher(connection or self.connection()))
+        return self._keep(KafkaPublisher(connection or self.connection()))
 
     def lost_adapter(self, queue: str) -> KafkaAdapter:
         return self.adapter(queue, connection=self._lost())
@@ -90,23 +90,23 @@ class KafkaHarness(BrokerHarness):
         return OutgoingMessage(topic, b"x" * 2_000_000, {}, key)
 
     async def kill_broker(self) -> None:
-        """Not before it has noted what is acknowledged: it does so twice a second, and what came since comes again."""
-        for adapter in self._closers:
+        """Wait for the commit of acknowledged offsets, which happens twice a second, then kill the server."""
+        for adapter in self._clients:
             if isinstance(adapter, KafkaAdapter):
-                await eventually(partial(self._has_noted, adapter))
+                await eventually(partial(self._has_committed, adapter))
         self.server.kill()
 
-    async def _has_noted(self, adapter: KafkaAdapter) -> bool:
+    async def _has_committed(self, adapter: KafkaAdapter) -> bool:
         done = adapter._offsets.done_up_to()
-        noted = await asyncio.to_thread(self.committed, adapter._topic)
-        return all(noted.get(partition) == offset for partition, offset in done.items())
+        committed_offsets = await asyncio.to_thread(self.committed, adapter._topic)
+        return all(committed_offsets.get(partition) == offset for partition, offset in done.items())
 
     async def start_broker(self) -> None:
-        # Not in a thread: the server goes with the thread that started it.
+        # Not in a thread: the server ends with the thread that started it.
         self.server.start()
 
     async def write(self, queue: str, body: bytes | None, **fields: Any) -> None:
-        """As some other program does."""
+        """Write a message as another program does."""
         producer = Producer({"bootstrap.servers": self.server.address})
         producer.produce(queue, body, **fields)
         assert await asyncio.to_thread(producer.flush, SOON_S) == 0
@@ -115,24 +115,24 @@ class KafkaHarness(BrokerHarness):
         return set(self._admin.list_topics(timeout=SOON_S).topics)
 
     def committed(self, queue: str, group: str = "readers") -> dict[int, int]:
-        """What the broker has noted for the group: partition → offset."""
-        asking = Consumer({"bootstrap.servers": self.server.address, "group.id": f"{queue}-{group}"})
+        """Return the committed offsets of the group by partition."""
+        consumer = Consumer({"bootstrap.servers": self.server.address, "group.id": f"{queue}-{group}"})
         try:
-            places = asking.committed([TopicPartition(queue, number) for number in range(8)], timeout=SOON_S)
-            return {place.partition: place.offset for place in places if place.offset >= 0}
+            positions = consumer.committed([TopicPartition(queue, number) for number in range(8)], timeout=SOON_S)
+            return {position.partition: position.offset for position in positions if position.offset >= 0}
         finally:
-            asking.close()
+            consumer.close()
 
     async def close(self) -> None:
-        for client in self._closers:
+        for client in self._clients:
             await client.close()
 
     def _lost(self) -> KafkaConfig:
-        nowhere = f"127.0.0.1:{free_port()}"
-        return self.connection(bootstrap_servers=nowhere, connect_timeout_s=1.0, publish_timeout_s=1.0)
+        unused_address = f"127.0.0.1:{free_port()}"
+        return self.connection(bootstrap_servers=unused_address, connect_timeout_s=1.0, publish_timeout_s=1.0)
 
-    def _kept(self, client: Client) -> Client:
-        self._closers.append(client)
+    def _keep(self, client: Client) -> Client:
+        self._clients.append(client)
         return client
 
 
@@ -144,18 +144,18 @@ async def harness(kafka_server: KafkaServer) -> AsyncIterator[KafkaHarness]:
 
 
 @pytest.fixture
-async def bench(harness: KafkaHarness) -> AsyncIterator[BrokerRig]:
-    bench = BrokerRig(harness, await harness.new_queue())
-    yield bench
-    await bench.close()
+async def rig(harness: KafkaHarness) -> AsyncIterator[BrokerRig]:
+    rig = BrokerRig(harness, await harness.new_queue())
+    yield rig
+    await rig.close()
 
 
 class TestKafka(BrokerContract):
     async def test_a_paused_consumer_keeps_its_messages(self, bench: BrokerRig) -> None:
-        """One partition, so that the group has no reason to give it to the second one."""
+        """With one partition: otherwise the group would assign one to the second consumer."""
         harness = bench.harness
         assert isinstance(harness, KafkaHarness)
-        harness.patience = {"session_timeout_s": 2.0, "max_poll_interval_s": 2.0}
+        harness.timeouts = {"session_timeout_s": 2.0, "max_poll_interval_s": 2.0}
         bench.queue = await harness.new_queue(partitions=1)
         await super().test_a_paused_consumer_keeps_its_messages(bench)
 
@@ -163,56 +163,56 @@ class TestKafka(BrokerContract):
 # Offsets ------------------------------------------------------------------------------------------------
 
 
-async def test_a_commit_never_passes_a_message_in_hand(harness: KafkaHarness) -> None:
-    bench = BrokerRig(harness, await harness.new_queue(partitions=1))
-    await bench.publish(*[b"%d" % number for number in range(10)])
-    first = await bench.reader()
-    taken = await first.take(10)
-    for message in taken:
+async def test_a_commit_never_passes_a_message_in_flight(harness: KafkaHarness) -> None:
+    rig = BrokerRig(harness, await harness.new_queue(partitions=1))
+    await rig.publish(*[b"%d" % number for number in range(10)])
+    first = await rig.reader()
+    delivered = await first.take(10)
+    for message in delivered:
         if message.body != b"3":
             await first.adapter.ack(message)
-    await eventually(lambda: _is(harness, bench.queue, {0: 3}))
+    await eventually(lambda: _is_committed(harness, rig.queue, {0: 3}))
     await first.stop()
-    assert await _is(harness, bench.queue, {0: 3})
-    second = await bench.reader()
-    again = await second.take(7)
-    assert [message.body for message in again] == [b"%d" % number for number in range(3, 10)]
-    for message in reversed(again):
+    assert await _is_committed(harness, rig.queue, {0: 3})
+    second = await rig.reader()
+    redelivered = await second.take(7)
+    assert [message.body for message in redelivered] == [b"%d" % number for number in range(3, 10)]
+    for message in reversed(redelivered):
         await second.adapter.ack(message)
-    await eventually(lambda: _is(harness, bench.queue, {0: 10}))
-    await bench.close()
+    await eventually(lambda: _is_committed(harness, rig.queue, {0: 10}))
+    await rig.close()
 
 
-async def test_requeued_messages_come_in_order_before_all_others(harness: KafkaHarness) -> None:
-    bench = BrokerRig(harness, await harness.new_queue(partitions=1))
-    reader = await bench.reader(prefetch=5)
+async def test_requeued_messages_are_delivered_in_order_before_all_others(harness: KafkaHarness) -> None:
+    rig = BrokerRig(harness, await harness.new_queue(partitions=1))
+    reader = await rig.reader(prefetch=5)
     await reader.adapter.pause()
-    await bench.publish(*[b"%d" % number for number in range(6)], key="k")
+    await rig.publish(*[b"%d" % number for number in range(6)], key="k")
     await reader.adapter.resume()
-    taken = await reader.take(5)
+    delivered = await reader.take(5)
     await reader.adapter.pause()
-    await reader.adapter.nack(taken[2], requeue=True)
-    await reader.adapter.nack(taken[1], requeue=True)
-    await reader.adapter.ack(taken[0])
+    await reader.adapter.nack(delivered[2], requeue=True)
+    await reader.adapter.nack(delivered[1], requeue=True)
+    await reader.adapter.ack(delivered[0])
     await reader.adapter.resume()
-    again = await reader.take(3)
-    assert [message.body for message in again] == [b"1", b"2", b"5"]
-    assert [message.deliveries for message in again] == [2, 2, 1]
-    # The first delivery counts no more.
-    await reader.adapter.ack(taken[1])
-    assert reader.adapter.owns(again[0])
-    await bench.close()
+    redelivered = await reader.take(3)
+    assert [message.body for message in redelivered] == [b"1", b"2", b"5"]
+    assert [message.deliveries for message in redelivered] == [2, 2, 1]
+    # An acknowledgement of the first delivery has no effect.
+    await reader.adapter.ack(delivered[1])
+    assert reader.adapter.owns(redelivered[0])
+    await rig.close()
 
 
 # Rebalances ---------------------------------------------------------------------------------------------
 
 
 class Handler:
-    """Handles messages as a trigger does: one key's one after the other, different keys at the same time."""
+    """Handles messages as a trigger does: in order per key, different keys concurrently."""
 
     def __init__(self, adapter: KafkaAdapter, handled: list[RawMessage]) -> None:
         self.adapter = adapter
-        self.mine = 0
+        self.handled_count = 0
         self._handled = handled
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -229,11 +229,11 @@ class Handler:
             if self.adapter.owns(message):
                 await asyncio.sleep(0.005)
                 self._handled.append(message)
-                self.mine += 1
+                self.handled_count += 1
                 await self.adapter.ack(message)
 
     async def stop(self) -> None:
-        """As a trigger does: nothing new, what is in hand to its end, then close."""
+        """Stop as a trigger does: receive nothing new, finish messages in flight, then close."""
         await self.adapter.pause()
         while self._tasks:
             await asyncio.wait(self._tasks)
@@ -242,9 +242,9 @@ class Handler:
 
 
 @pytest.mark.parametrize("assignment", ["cooperative-sticky", "range"])
-async def test_members_come_and_go_and_nothing_is_lost_or_repeated(harness: KafkaHarness, assignment: str) -> None:
+async def test_rebalances_lose_and_repeat_no_message(harness: KafkaHarness, assignment: str) -> None:
     queue = await harness.new_queue(partitions=4)
-    bench = BrokerRig(harness, queue)
+    rig = BrokerRig(harness, queue)
     handled: list[RawMessage] = []
     connection = harness.connection(assignment=assignment)
 
@@ -254,80 +254,80 @@ async def test_members_come_and_go_and_nothing_is_lost_or_repeated(harness: Kafk
         return Handler(adapter, handled)
 
     async def publish() -> int:
-        publisher, sent = await bench.publisher(), 0
-        while not enough.is_set():
-            batch = [bench.outgoing(b"%d" % number, key=f"key-{number % 40}") for number in range(sent, sent + 40)]
+        publisher, sent = await rig.publisher(), 0
+        while not stop_publishing.is_set():
+            batch = [rig.outgoing(b"%d" % number, key=f"key-{number % 40}") for number in range(sent, sent + 40)]
             assert await publisher.publish(batch) == [None] * 40
             sent += 40
             await asyncio.sleep(0.02)
         return sent
 
-    enough = asyncio.Event()
+    stop_publishing = asyncio.Event()
     publishing = asyncio.create_task(publish())
     first = await join()
-    await _until(lambda: first.mine > 100)
+    await _until(lambda: first.handled_count > 100)
     second = await join()
-    await _until(lambda: second.mine > 100)
+    await _until(lambda: second.handled_count > 100)
     await first.stop()
-    reached = second.mine
-    await _until(lambda: second.mine > reached + 200)
-    enough.set()
+    reached = second.handled_count
+    await _until(lambda: second.handled_count > reached + 200)
+    stop_publishing.set()
     sent = await publishing
     await _until(lambda: len(handled) >= sent)
     await second.stop()
     assert by_key(handled) == {f"key-{key}": [b"%d" % number for number in range(key, sent, 40)] for key in range(40)}
-    await bench.close()
+    await rig.close()
 
 
-async def test_a_partition_that_leaves_waits_for_what_is_being_handed_over(harness: KafkaHarness) -> None:
-    bench = BrokerRig(harness, await harness.new_queue(partitions=2))
-    keys = await _keys_of_two_partitions(bench)
-    first = await bench.reader()
+async def test_a_revocation_waits_for_messages_being_handled(harness: KafkaHarness) -> None:
+    rig = BrokerRig(harness, await harness.new_queue(partitions=2))
+    keys = await _keys_of_two_partitions(rig)
+    first = await rig.reader()
     for key in keys:
-        await bench.publish(b"begun", b"waits", key=key)
-    begun: dict[str, RawMessage] = {}
+        await rig.publish(b"started", b"waits", key=key)
+    started: dict[str, RawMessage] = {}
     waiting: dict[str, RawMessage] = {}
     for message in await first.take(4):
-        (begun if message.body == b"begun" else waiting)[message.key] = message
-    assert all(first.adapter.owns(message) for message in begun.values())
-    second = await bench.reader()
-    leaving: list[str] = []
+        (started if message.body == b"started" else waiting)[message.key] = message
+    assert all(first.adapter.owns(message) for message in started.values())
+    second = await rig.reader()
+    revoked: list[str] = []
 
-    async def one_leaves() -> bool:
-        leaving[:] = [key for key, message in waiting.items() if not first.adapter.owns(message)]
-        return bool(leaving)
+    async def one_is_revoked() -> bool:
+        revoked[:] = [key for key, message in waiting.items() if not first.adapter.owns(message)]
+        return bool(revoked)
 
-    await eventually(one_leaves)
-    (key,) = leaving
-    # Had the partition not waited, this would come too late.
-    await first.adapter.ack(begun[key])
+    await eventually(one_is_revoked)
+    (key,) = revoked
+    # If the revocation had not waited, this acknowledgement would be too late.
+    await first.adapter.ack(started[key])
     message = await second.one()
     assert (message.key, message.body) == (key, b"waits")
     await second.adapter.ack(message)
     await second.quiet()
     await first.adapter.ack(waiting[key])
     assert second.adapter.owns(message) is False
-    await bench.close()
+    await rig.close()
 
 
-async def test_a_consumer_that_is_full_stays_in_its_group(harness: KafkaHarness) -> None:
-    harness.patience = {"session_timeout_s": 1.5, "max_poll_interval_s": 1.5}
-    bench = BrokerRig(harness, await harness.new_queue(partitions=1))
-    await bench.publish(b"slow", b"next")
-    full = await bench.reader(prefetch=1)
+async def test_a_consumer_at_its_prefetch_limit_stays_in_its_group(harness: KafkaHarness) -> None:
+    harness.timeouts = {"session_timeout_s": 1.5, "max_poll_interval_s": 1.5}
+    rig = BrokerRig(harness, await harness.new_queue(partitions=1))
+    await rig.publish(b"slow", b"next")
+    full = await rig.reader(prefetch=1)
     slow = await full.one()
-    other = await bench.reader()
+    other = await rig.reader()
     await other.quiet(3.0)
     assert full.adapter.owns(slow)
     await full.adapter.ack(slow)
     assert (await full.one()).body == b"next"
-    await bench.close()
+    await rig.close()
 
 
 # Messages -----------------------------------------------------------------------------------------------
 
 
-async def test_odd_messages_of_other_writers_come_through(harness: KafkaHarness) -> None:
+async def test_unusual_messages_of_other_producers_are_delivered(harness: KafkaHarness) -> None:
     queue = await harness.new_queue(partitions=1)
     await harness.write(
         queue, None, key=b"\xff\xfe", headers=[("X-Odd", b"\xe9"), ("x-none", None), ("x-odd", b"last")]
@@ -346,30 +346,30 @@ async def test_odd_messages_of_other_writers_come_through(harness: KafkaHarness)
     await reader.stop()
 
 
-async def test_a_message_that_the_broker_refuses_stops_its_key_alone(harness: KafkaHarness) -> None:
-    """Too large for the broker, not for its client: what was sent with it is refused, too, and more is under way."""
-    bench = BrokerRig(harness, await harness.new_queue(partitions=1, max_message_bytes="150000"))
+async def test_a_refused_message_stops_only_its_key(harness: KafkaHarness) -> None:
+    """Too large for the broker, not for its client: the broker refuses the whole batch while others are in flight."""
+    rig = BrokerRig(harness, await harness.new_queue(partitions=1, max_message_bytes="150000"))
     publisher = harness.publisher(harness.connection(publish_timeout_s=15.0))
-    sent = [bench.outgoing(b"%d " % number + b"x" * 1_000, key=f"key-{number % 4}") for number in range(400)]
-    sent[21] = bench.outgoing(b"x" * 200_000, key="key-1")
+    sent = [rig.outgoing(b"%d " % number + b"x" * 1_000, key=f"key-{number % 4}") for number in range(400)]
+    sent[21] = rig.outgoing(b"x" * 200_000, key="key-1")
     answers = await publisher.publish(sent)
     failed = [index for index, answer in enumerate(answers) if answer is not None]
     assert failed == list(range(21, 400, 4))
     assert all(isinstance(answers[index], BrokerRefused) for index in (21, 25))
-    reader = await bench.reader(prefetch=100)
-    came: dict[str, list[bytes | None]] = {f"key-{key}": [] for key in range(4)}
-    wanted = [message for message, answer in zip(sent, answers, strict=True) if answer is None]
-    while len({(key, body) for key, bodies in came.items() for body in bodies}) < len(wanted):
+    reader = await rig.reader(prefetch=100)
+    received: dict[str, list[bytes | None]] = {f"key-{key}": [] for key in range(4)}
+    expected = [message for message, answer in zip(sent, answers, strict=True) if answer is None]
+    while len({(key, body) for key, bodies in received.items() for body in bodies}) < len(expected):
         message = (await reader.handle(1))[0]
-        came[message.key].append(message.body)
+        received[message.key].append(message.body)
     # At least once, in order.
-    assert {key: list(dict.fromkeys(bodies)) for key, bodies in came.items()} == by_key_of(wanted)
-    assert await publisher.publish([bench.outgoing(b"later", key="key-1")]) == [None]
+    assert {key: list(dict.fromkeys(bodies)) for key, bodies in received.items()} == group_by_key(expected)
+    assert await publisher.publish([rig.outgoing(b"later", key="key-1")]) == [None]
     assert [message.body for message in await reader.handle(1)] == [b"later"]
-    await bench.close()
+    await rig.close()
 
 
-def by_key_of(messages: list[OutgoingMessage]) -> dict[str, list[bytes | None]]:
+def group_by_key(messages: list[OutgoingMessage]) -> dict[str, list[bytes | None]]:
     bodies: defaultdict[str, list[bytes | None]] = defaultdict(list)
     for message in messages:
         bodies[message.key].append(message.body)
@@ -379,13 +379,13 @@ def by_key_of(messages: list[OutgoingMessage]) -> dict[str, list[bytes | None]]:
 # Connecting ---------------------------------------------------------------------------------------------
 
 
-async def test_a_topic_that_is_not_there_is_named_and_not_made(harness: KafkaHarness) -> None:
+async def test_a_missing_topic_is_reported_and_not_created(harness: KafkaHarness) -> None:
     with pytest.raises(BrokerRefused, match="topic 'nowhere-to-be-found' not found"):
         await harness.adapter("nowhere-to-be-found").connect()
     assert "nowhere-to-be-found" not in await asyncio.to_thread(harness.topics)
 
 
-async def test_a_wrong_password_leaves_no_trace_at_any_level(
+async def test_a_wrong_password_is_not_logged_at_any_level(
     harness: KafkaHarness, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -401,7 +401,7 @@ async def test_a_wrong_password_leaves_no_trace_at_any_level(
     assert captured.err == ""
 
 
-def test_settings_are_checked() -> None:
+def test_settings_are_validated() -> None:
     for wrong in (
         {},
         {"bootstrap_servers": ""},
@@ -413,7 +413,7 @@ def test_settings_are_checked() -> None:
             KafkaConfig.model_validate(wrong)
 
 
-async def test_the_factory_knows_it(harness: KafkaHarness) -> None:
+async def test_the_factory_builds_both_clients(harness: KafkaHarness) -> None:
     connection = {"bootstrap_servers": harness.server.address}
     publisher = build_publisher("kafka", connection)
     adapter = build_adapter("kafka", connection, await harness.new_queue(), "g", 5, dlq_name="elsewhere")
@@ -423,7 +423,7 @@ async def test_the_factory_knows_it(harness: KafkaHarness) -> None:
         await client.close()
 
 
-async def test_a_certificate_that_cannot_be_read_is_told(harness: KafkaHarness) -> None:
+async def test_an_unreadable_certificate_is_refused(harness: KafkaHarness) -> None:
     lost = harness.connection(security_protocol="SSL", ca_file="/nowhere/ca.pem")
     for client in (harness.adapter("any", connection=lost), harness.publisher(lost)):
         with pytest.raises(BrokerRefused, match="settings"):
@@ -434,8 +434,8 @@ async def test_a_certificate_that_cannot_be_read_is_told(harness: KafkaHarness) 
 
 
 @pytest.fixture(scope="module")
-def mortal_kafka(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """One that these tests kill, stop and start again."""
+def killable_server(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A broker that tests kill, pause and restart."""
     server = KafkaServer(find_server(KAFKA), tmp_path_factory.mktemp("kafka") / "mortal")
     try:
         server.start()
@@ -445,81 +445,81 @@ def mortal_kafka(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture
-async def mortal(mortal_kafka: KafkaServer) -> AsyncIterator[KafkaHarness]:
-    harness = KafkaHarness(mortal_kafka)
+async def killable(killable_server: KafkaServer) -> AsyncIterator[KafkaHarness]:
+    harness = KafkaHarness(killable_server)
     yield harness
-    mortal_kafka.resume()
+    killable_server.resume()
     await harness.close()
 
 
 class TestKafkaFaults(BrokerFaultContract):
     @pytest.fixture
-    async def harness(self, mortal: KafkaHarness) -> KafkaHarness:
-        # The broker is back before it would have given its members up.
-        mortal.patience = {"session_timeout_s": 20.0}
-        return mortal
+    async def harness(self, killable: KafkaHarness) -> KafkaHarness:
+        # The broker is back before the session timeout of its members.
+        killable.timeouts = {"session_timeout_s": 20.0}
+        return killable
 
 
 @pytest.mark.faults
-async def test_a_broker_that_dies_in_mid_batch_loses_nothing(mortal: KafkaHarness) -> None:
-    """It is away for so long that the group has given us up when it is back."""
-    mortal.patience = {"session_timeout_s": 2.0}
-    bench = BrokerRig(mortal, await mortal.new_queue(partitions=4))
-    publisher = await bench.publisher()
-    sent = [bench.outgoing(b"%d" % number, key=f"key-{number % 20}") for number in range(2_000)]
+async def test_a_broker_killed_during_a_batch_loses_nothing(killable: KafkaHarness) -> None:
+    """The outage is longer than the session timeout, so the consumer has to rejoin the group."""
+    killable.timeouts = {"session_timeout_s": 2.0}
+    rig = BrokerRig(killable, await killable.new_queue(partitions=4))
+    publisher = await rig.publisher()
+    sent = [rig.outgoing(b"%d" % number, key=f"key-{number % 20}") for number in range(2_000)]
     assert await publisher.publish(sent) == [None] * 2_000
     handled: list[RawMessage] = []
-    adapter = mortal.adapter(bench.queue, prefetch=50)
+    adapter = killable.adapter(rig.queue, prefetch=50)
     await adapter.connect()
     handler = Handler(adapter, handled)
     await _until(lambda: len(handled) > 500)
-    mortal.server.kill()
-    await mortal.start_broker()
+    killable.server.kill()
+    await killable.start_broker()
     await _until(lambda: len({message.body for message in handled}) == 2_000)
     await handler.stop()
-    came = {key: list(dict.fromkeys(bodies)) for key, bodies in by_key(handled).items()}
-    assert came == {f"key-{key}": [b"%d" % number for number in range(key, 2_000, 20)] for key in range(20)}
-    await bench.close()
+    received = {key: list(dict.fromkeys(bodies)) for key, bodies in by_key(handled).items()}
+    assert received == {f"key-{key}": [b"%d" % number for number in range(key, 2_000, 20)] for key in range(20)}
+    await rig.close()
 
 
 @pytest.mark.faults
-async def test_a_broker_that_stands_still_keeps_nobody(mortal: KafkaHarness) -> None:
-    """It accepts connections and answers nothing."""
-    bench = BrokerRig(mortal, await mortal.new_queue(partitions=1))
-    await bench.publish(b"one")
-    publisher = await bench.publisher()
-    reader = await bench.reader()
+async def test_calls_to_a_paused_broker_time_out(killable: KafkaHarness) -> None:
+    """It accepts connections and does not respond."""
+    rig = BrokerRig(killable, await killable.new_queue(partitions=1))
+    await rig.publish(b"one")
+    publisher = await rig.publisher()
+    reader = await rig.reader()
     await reader.one()
-    mortal.server.pause()
-    began = monotonic()
-    hasty = mortal.connection(connect_timeout_s=1.0)
-    for late in (mortal.adapter(bench.queue, connection=hasty), mortal.publisher(hasty)):
+    killable.server.pause()
+    started_at = monotonic()
+    impatient = killable.connection(connect_timeout_s=1.0)
+    for client in (killable.adapter(rig.queue, connection=impatient), killable.publisher(impatient)):
         with pytest.raises(BrokerUnavailable):
-            await late.connect()
+            await client.connect()
     assert not await reader.adapter.health_check()
     assert await reader.adapter.lag() is None
-    answers = await publisher.publish([bench.outgoing(b"two")])
+    answers = await publisher.publish([rig.outgoing(b"two")])
     assert isinstance(answers[0], BrokerUnavailable)
     await reader.stop()
-    assert monotonic() - began < 30
-    mortal.server.resume()
-    second = await bench.reader()
+    assert monotonic() - started_at < 30
+    killable.server.resume()
+    second = await rig.reader()
     assert (await second.one()).body == b"one"
-    await bench.close()
+    await rig.close()
 
 
 # ----------------------------------------------------------------------------------------------------------
 
 
-async def _is(harness: KafkaHarness, queue: str, offsets: dict[int, int]) -> bool:
+async def _is_committed(harness: KafkaHarness, queue: str, offsets: dict[int, int]) -> bool:
     return await asyncio.to_thread(harness.committed, queue) == offsets
 
 
-async def _until(holds: Callable[[], bool]) -> None:
-    async def look() -> bool:
-        return holds()
+async def _until(condition: Callable[[], bool]) -> None:
+    async def check() -> bool:
+        return condition()
 
-    await eventually(look)
+    await eventually(check)
 
 
 async def _connected(adapter: KafkaAdapter) -> KafkaAdapter:
@@ -527,32 +527,32 @@ async def _connected(adapter: KafkaAdapter) -> KafkaAdapter:
     return adapter
 
 
-async def _keys_of_two_partitions(bench: BrokerRig) -> list[str]:
-    """Two keys that lie in different partitions; the queue is empty afterwards."""
+async def _keys_of_two_partitions(rig: BrokerRig) -> list[str]:
+    """Return two keys of different partitions. The queue is empty afterwards."""
     names = [f"key-{number}" for number in range(20)]
     for name in names:
-        await bench.publish(b"where", key=name)
-    reader = await bench.reader(prefetch=100)
+        await rig.publish(b"where", key=name)
+    reader = await rig.reader(prefetch=100)
     by_partition = {message.metadata["partition"]: message.key for message in await reader.handle(len(names))}
     await reader.stop()
     return list(by_partition.values())
 
 
-async def test_closing_does_not_wait_for_a_broker_that_is_silent() -> None:
-    """Who has given a call up must be able to rely on it: nothing of it is written once this returns."""
-    nowhere = f"127.0.0.1:{free_port()}"
-    publisher = KafkaPublisher(KafkaConfig(bootstrap_servers=nowhere, publish_timeout_s=20))
+async def test_closing_does_not_wait_for_an_unreachable_broker() -> None:
+    """Once `close` returns, messages of a cancelled call must not be written any more."""
+    unused_address = f"127.0.0.1:{free_port()}"
+    publisher = KafkaPublisher(KafkaConfig(bootstrap_servers=unused_address, publish_timeout_s=20))
     publishing = asyncio.create_task(publisher.publish([OutgoingMessage("t", b"x", {}, "k", "1")]))
     await asyncio.sleep(0.3)
-    began = monotonic()
+    started_at = monotonic()
     await publisher.close()
-    assert monotonic() - began < 5
+    assert monotonic() - started_at < 5
     (answer,) = await publishing
     assert isinstance(answer, BrokerUnavailable)
 
 
-async def test_a_message_as_large_as_may_be_becomes_a_dead_letter(harness: KafkaHarness) -> None:
-    """Though it is larger than what we may publish; and without its story, if there is no room for it."""
+async def test_a_message_at_the_size_limit_becomes_a_dead_letter(harness: KafkaHarness) -> None:
+    """Even if it is larger than the publish limit. Without its history if that does not fit."""
     limit = "2000000"
     queue = await harness.new_queue(1, max_message_bytes=limit)
     await harness.create(harness.dead_letters(queue), max_message_bytes=limit)
@@ -564,9 +564,9 @@ async def test_a_message_as_large_as_may_be_becomes_a_dead_letter(harness: Kafka
     await adapter.connect()
     reader = MessageReader(adapter)
     await adapter.send_to_dlq(await reader.one(), "too bad", ["try 1"] * 100)
-    letters = harness.adapter(harness.dead_letters(queue))
-    await letters.connect()
-    letter_reader = MessageReader(letters)
-    assert (await letter_reader.one()).body == body
-    await letter_reader.stop()
+    dead_letters = harness.adapter(harness.dead_letters(queue))
+    await dead_letters.connect()
+    dead_letter_reader = MessageReader(dead_letters)
+    assert (await dead_letter_reader.one()).body == body
+    await dead_letter_reader.stop()
     await reader.stop()

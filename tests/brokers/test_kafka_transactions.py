@@ -1,4 +1,4 @@
-"""Kafka's transactions on a real broker: markers and aborted messages are passed, and never a message in flight."""
+"""Kafka transactions: the committed offset passes markers and aborted messages, never a message in flight."""
 
 from __future__ import annotations
 
@@ -23,72 +23,68 @@ async def harness(kafka_server: KafkaServer) -> AsyncIterator[KafkaHarness]:
 
 
 @pytest.fixture
-async def bench(harness: KafkaHarness) -> AsyncIterator[BrokerRig]:
-    bench = BrokerRig(harness, await harness.new_queue(partitions=1))
-    yield bench
-    await bench.close()
+async def rig(harness: KafkaHarness) -> AsyncIterator[BrokerRig]:
+    rig = BrokerRig(harness, await harness.new_queue(partitions=1))
+    yield rig
+    await rig.close()
 
 
-async def test_the_committed_offset_passes_the_marker_of_a_transaction(harness: KafkaHarness, bench: BrokerRig) -> None:
+async def test_the_committed_offset_passes_the_marker_of_a_transaction(harness: KafkaHarness, rig: BrokerRig) -> None:
     """External monitors compute lag as log end minus committed offset."""
-    reader = await bench.reader()
-    await _transaction(harness, bench.queue, [b"one", b"two"])
+    reader = await rig.reader()
+    await _transaction(harness, rig.queue, [b"one", b"two"])
     assert [message.body for message in await reader.handle(2)] == [b"one", b"two"]
-    assert await _log_end(harness, bench.queue) == 3
-    await eventually(partial(_is_committed, harness, bench.queue, 3))
+    assert await _log_end(harness, rig.queue) == 3
+    await eventually(partial(_is_committed, harness, rig.queue, 3))
 
 
-async def test_the_committed_offset_passes_an_aborted_transaction(harness: KafkaHarness, bench: BrokerRig) -> None:
-    reader = await bench.reader()
-    await _transaction(harness, bench.queue, [b"kept"])
+async def test_the_committed_offset_passes_an_aborted_transaction(harness: KafkaHarness, rig: BrokerRig) -> None:
+    reader = await rig.reader()
+    await _transaction(harness, rig.queue, [b"kept"])
     await reader.handle(1)
-    await _transaction(harness, bench.queue, [b"aborted", b"aborted, too"], commit=False)
-    assert await _log_end(harness, bench.queue) == 5
-    await eventually(partial(_is_committed, harness, bench.queue, 5))
+    await _transaction(harness, rig.queue, [b"aborted", b"aborted, too"], commit=False)
+    assert await _log_end(harness, rig.queue) == 5
+    await eventually(partial(_is_committed, harness, rig.queue, 5))
     await reader.quiet()
 
 
-async def test_a_marker_is_not_passed_before_the_message_in_front_of_it(
-    harness: KafkaHarness, bench: BrokerRig
-) -> None:
-    reader = await bench.reader()
-    await _transaction(harness, bench.queue, [b"in flight", b"done"])
+async def test_a_marker_is_not_passed_before_the_message_in_front_of_it(harness: KafkaHarness, rig: BrokerRig) -> None:
+    reader = await rig.reader()
+    await _transaction(harness, rig.queue, [b"in flight", b"done"])
     in_flight, done = await reader.take(2)
     await reader.adapter.ack(done)
-    # The next transaction has been read when its message has come.
-    await _transaction(harness, bench.queue, [b"later"])
+    # Once the message arrives, the consumer has read the next transaction.
+    await _transaction(harness, rig.queue, [b"later"])
     await reader.handle(1)
     await reader.stop()
-    assert await _committed(harness, bench.queue) in (None, 0)
-    again = await bench.reader()
-    assert [message.body for message in await again.handle(3)] == [b"in flight", b"done", b"later"]
-    await eventually(partial(_is_committed, harness, bench.queue, 5))
+    assert await _committed(harness, rig.queue) in (None, 0)
+    successor = await rig.reader()
+    assert [message.body for message in await successor.handle(3)] == [b"in flight", b"done", b"later"]
+    await eventually(partial(_is_committed, harness, rig.queue, 5))
     assert in_flight.body == b"in flight"
 
 
-async def test_a_marker_that_is_all_that_is_left_is_passed(harness: KafkaHarness, bench: BrokerRig) -> None:
-    """As an earlier version left it: the committed offset points to the marker, and no message follows."""
-    await _transaction(harness, bench.queue, [b"one"])
-    await _commit(harness, bench.queue, 1)
-    reader = await bench.reader()
-    await eventually(partial(_is_committed, harness, bench.queue, 2))
+async def test_a_marker_without_a_message_behind_it_is_passed(harness: KafkaHarness, rig: BrokerRig) -> None:
+    """State left by an earlier version: the committed offset points to the marker, and no message follows."""
+    await _transaction(harness, rig.queue, [b"one"])
+    await _commit(harness, rig.queue, 1)
+    reader = await rig.reader()
+    await eventually(partial(_is_committed, harness, rig.queue, 2))
     await reader.quiet()
 
 
-async def test_a_partition_that_comes_back_is_committed_from_where_it_is(
-    harness: KafkaHarness, bench: BrokerRig
-) -> None:
-    """The client may remember how far it was before: that position is not this assignment's."""
-    await _transaction(harness, bench.queue, [b"one", b"two"])
-    reader = await bench.reader()
+async def test_a_reassigned_partition_is_committed_from_its_new_position(harness: KafkaHarness, rig: BrokerRig) -> None:
+    """The client may still have its earlier position, which does not belong to the new assignment."""
+    await _transaction(harness, rig.queue, [b"one", b"two"])
+    reader = await rig.reader()
     await reader.take(2)
-    # The only partition goes to the member that stays, unsettled messages and all.
+    # The next member gets the only partition, including the unsettled messages.
     await reader.stop()
-    again = await bench.reader()
-    (first,) = await again.take(1)
+    successor = await rig.reader()
+    (first,) = await successor.take(1)
     assert first.body == b"one"
-    await again.stop()
-    assert await _committed(harness, bench.queue) in (None, 0)
+    await successor.stop()
+    assert await _committed(harness, rig.queue) in (None, 0)
 
 
 async def _transaction(harness: KafkaHarness, queue: str, bodies: Sequence[bytes], *, commit: bool = True) -> None:
@@ -106,14 +102,14 @@ async def _transaction(harness: KafkaHarness, queue: str, bodies: Sequence[bytes
 
 
 async def _log_end(harness: KafkaHarness, queue: str) -> int:
-    def ask() -> int:
+    def read() -> int:
         consumer = Consumer({"bootstrap.servers": harness.server.address, "group.id": "monitor"})
         try:
             return int(consumer.get_watermark_offsets(TopicPartition(queue, 0), timeout=SOON_S)[1])
         finally:
             consumer.close()
 
-    return await asyncio.to_thread(ask)
+    return await asyncio.to_thread(read)
 
 
 async def _commit(harness: KafkaHarness, queue: str, offset: int) -> None:

@@ -1,4 +1,4 @@
-"""The broker inside of the process behaves as the port says, and badly on request."""
+"""The in-memory broker fulfils the broker contract and simulates outages on request."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class MemoryHarness(BrokerHarness):
     async def start_broker(self) -> None:
         self.broker.down = False
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         MemoryBroker.reset(self._name)
         MemoryBroker.reset(f"{self._name}-lost")
 
@@ -63,7 +63,7 @@ class MemoryHarness(BrokerHarness):
 def harness(namespace: str) -> Iterator[MemoryHarness]:
     harness = MemoryHarness(namespace)
     yield harness
-    harness.forget()
+    harness.reset()
 
 
 class TestMemory(BrokerContract):
@@ -75,54 +75,54 @@ class TestMemoryFaults(BrokerFaultContract):
 
 
 @pytest.fixture
-async def bench(harness: MemoryHarness) -> BrokerRig:
+async def rig(harness: MemoryHarness) -> BrokerRig:
     return BrokerRig(harness, await harness.new_queue())
 
 
-async def test_what_a_lost_connection_had_is_delivered_again_and_counted(
-    bench: BrokerRig, harness: MemoryHarness
+async def test_messages_of_a_lost_connection_are_redelivered_and_counted(
+    rig: BrokerRig, harness: MemoryHarness
 ) -> None:
-    await bench.publish(b"one")
-    reader = await bench.reader()
+    await rig.publish(b"one")
+    reader = await rig.reader()
     first = await reader.one()
     harness.broker.lose_connections()
     assert not reader.adapter.owns(first)
-    again = await reader.one()
-    assert (again.message_id, again.deliveries) == (first.message_id, 2)
-    await bench.close()
+    redelivered = await reader.one()
+    assert (redelivered.message_id, redelivered.deliveries) == (first.message_id, 2)
+    await rig.close()
 
 
-async def test_a_key_in_hand_is_left_to_its_consumer(bench: BrokerRig) -> None:
+async def test_a_key_in_flight_is_not_delivered_to_another_consumer(rig: BrokerRig) -> None:
     for number in range(3):
-        await bench.publish(b"%d" % number, key="k")
-    first = await bench.reader(prefetch=1)
+        await rig.publish(b"%d" % number, key="k")
+    first = await rig.reader(prefetch=1)
     await first.one()
-    second = await bench.reader(prefetch=5)
+    second = await rig.reader(prefetch=5)
     await second.quiet(0.1)
     await first.stop()
     assert [message.body for message in await second.handle(3)] == [b"0", b"1", b"2"]
-    await bench.close()
+    await rig.close()
 
 
-async def test_every_group_gets_every_message(bench: BrokerRig, harness: MemoryHarness) -> None:
-    harness.broker.write(bench.queue, b"one", {"X-Note": "n"})
+async def test_every_group_gets_every_message(rig: BrokerRig, harness: MemoryHarness) -> None:
+    harness.broker.write(rig.queue, b"one", {"X-Note": "n"})
     for group in ("a", "b"):
-        message = (await (await bench.reader(group=group)).handle(1))[0]
+        message = (await (await rig.reader(group=group)).handle(1))[0]
         assert (message.body, message.headers) == (b"one", {"x-note": "n"})
-    assert [message.body for message in harness.broker.messages(bench.queue)] == [b"one"]
-    await bench.close()
+    assert [message.body for message in harness.broker.messages(rig.queue)] == [b"one"]
+    await rig.close()
 
 
-async def test_a_message_from_another_thread_wakes_a_consumer(bench: BrokerRig, harness: MemoryHarness) -> None:
-    reader = await bench.reader()
+async def test_a_message_from_another_thread_wakes_a_consumer(rig: BrokerRig, harness: MemoryHarness) -> None:
+    reader = await rig.reader()
     await reader.quiet(0.01)
-    thread = Thread(target=harness.broker.write, args=(bench.queue, b"from afar"))
+    thread = Thread(target=harness.broker.write, args=(rig.queue, b"from afar"))
     thread.start()
     assert (await reader.one()).body == b"from afar"
     await asyncio.to_thread(thread.join)
-    await bench.close()
+    await rig.close()
 
 
-def test_a_name_is_one_broker() -> None:
+def test_a_name_identifies_one_broker() -> None:
     assert MemoryBroker.named("same") is MemoryBroker.named("same")
     MemoryBroker.reset("same")

@@ -1,4 +1,4 @@
-"""Acknowledgements that are sent together mean exactly the messages that were settled."""
+"""Batched acknowledgements settle exactly the messages that were acknowledged or refused."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from holdfast.brokers.rabbitmq_connection import (
 
 
 class Broker:
-    """A channel's end at the broker: what it would make of the frames."""
+    """The broker's side of a channel: applies the frames that it receives."""
 
     def __init__(self, tags: range) -> None:
         self.open = set(tags)
-        self.fate: dict[int, str] = {}
+        self.outcome: dict[int, str] = {}
         self.frames = 0
         self.closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.on_consumer_cancel_callbacks: set[Callable[..., Any]] = set()
@@ -37,13 +37,13 @@ class Broker:
     async def basic_nack(self, tag: int, requeue: bool = True, wait: bool = True) -> None:
         await self._settle([tag], "requeued" if requeue else "dropped")
 
-    async def _settle(self, tags: list[int], fate: str) -> None:
+    async def _settle(self, tags: list[int], outcome: str) -> None:
         self.frames += 1
         for tag in tags:
-            # A broker closes the channel for a tag that it does not know.
+            # A broker closes the channel on an unknown tag.
             self.open.remove(tag)
-            self.fate[tag] = fate
-        # Others act while a frame is on its way.
+            self.outcome[tag] = outcome
+        # Other tasks run while a frame is in flight.
         await asyncio.sleep(0)
 
 
@@ -54,44 +54,44 @@ class Connection:
     async def close(self) -> None: ...
 
 
-FATES = ("acknowledged", "requeued", "dropped")
+OUTCOMES = ("acknowledged", "requeued", "dropped")
 
 
 @settings(max_examples=300, derandomize=True, deadline=None)
 @given(
-    steps=st.lists(st.tuples(st.integers(1, 6), st.sampled_from(FATES), st.integers(0, 4)), max_size=12),
+    steps=st.lists(st.tuples(st.integers(1, 6), st.sampled_from(OUTCOMES), st.integers(0, 4)), max_size=12),
 )
-# Refused while an earlier refusal is on its way, with an acknowledgement of a later message behind it.
+# A refusal while an earlier one is in flight, followed by an acknowledgement of a later message.
 @example(steps=[(1, "acknowledged", 0), (3, "requeued", 0), (4, "acknowledged", 1), (2, "requeued", 0)])
 @example(steps=[(1, "acknowledged", 0), (3, "requeued", 0), (4, "acknowledged", 3), (2, "requeued", 0)])
 @example(steps=[(1, "acknowledged", 0), (3, "requeued", 0), (4, "acknowledged", 4), (2, "requeued", 0)])
-def test_every_message_gets_what_was_said_of_it(steps: list[tuple[int, str, int]]) -> None:
-    said: dict[int, str] = {}
+def test_every_message_is_settled_as_requested(steps: list[tuple[int, str, int]]) -> None:
+    expected: dict[int, str] = {}
 
     async def run() -> Broker:
         broker = Broker(range(1, 7))
         link = RabbitConsumerConnection(RabbitConfig(), Connection())  # type: ignore[arg-type]
         link.begin(broker)  # type: ignore[arg-type]
         link.in_flight.update(dict.fromkeys(broker.open))
-        for tag, fate, turns in steps:
-            if tag in said:
+        for tag, outcome, rounds in steps:
+            if tag in expected:
                 continue
-            said[tag] = fate
-            if fate == "acknowledged":
+            expected[tag] = outcome
+            if outcome == "acknowledged":
                 link.ack(tag)
             else:
-                link.nack(tag, requeue=fate == "requeued")
-            for _ in range(turns):
+                link.nack(tag, requeue=outcome == "requeued")
+            for _ in range(rounds):
                 await asyncio.sleep(0)
         await link.close()
         return broker
 
     broker = asyncio.run(run())
-    assert broker.fate == said
-    assert broker.open == set(range(1, 7)) - set(said)
+    assert broker.outcome == expected
+    assert broker.open == set(range(1, 7)) - set(expected)
 
 
-async def test_many_acknowledgements_are_one_frame() -> None:
+async def test_many_acknowledgements_are_sent_as_one_frame() -> None:
     broker = Broker(range(1, 1001))
     link = RabbitConsumerConnection(RabbitConfig(), Connection())  # type: ignore[arg-type]
     link.begin(broker)  # type: ignore[arg-type]
@@ -102,8 +102,8 @@ async def test_many_acknowledgements_are_one_frame() -> None:
     assert (broker.frames, broker.open) == (1, {1000})
 
 
-async def test_acknowledgements_wait_for_each_other_but_not_for_long() -> None:
-    """At once for a share of what is in hand, which is all of it if there is no other; the rest after a moment."""
+async def test_acknowledgements_are_batched_for_a_short_time() -> None:
+    """They are sent at once for a share of the messages in flight, otherwise after a short delay."""
     broker = Broker(range(1, 101))
     link = RabbitConsumerConnection(RabbitConfig(), Connection())  # type: ignore[arg-type]
     link.begin(broker)  # type: ignore[arg-type]
@@ -111,7 +111,7 @@ async def test_acknowledgements_wait_for_each_other_but_not_for_long() -> None:
     for tag in range(1, 101):
         link.ack(tag)
         await asyncio.sleep(0)
-    while broker.open:  # noqa: ASYNC110 - it has no event for this
+    while broker.open:  # noqa: ASYNC110 - there is no event to wait for
         await asyncio.sleep(0.001)
     assert broker.frames < 20
     broker.open.update(range(101, 201))
@@ -130,18 +130,18 @@ URL = f"amqp://shop:{quote(SECRET, safe='')}@rabbit:5672/"
 @pytest.mark.parametrize(
     "settings", [{"url": URL}, {"host": "rabbit", "user": "shop", "password": SECRET}], ids=["url", "parts"]
 )
-async def test_what_a_library_says_of_a_password_is_blotted_out(settings: dict[str, Any]) -> None:
+async def test_passwords_in_errors_of_the_library_are_redacted(settings: dict[str, Any]) -> None:
     connection = RabbitConfig.model_validate(settings)
-    hidden = (SECRET, quote(SECRET, safe=""))
-    for said in (*hidden, f"cannot reach {URL}", f"PLAIN \0shop\0{SECRET}"):
-        error = ConnectionError(said)
-        told = translate(error, connection)
-        assert told.__cause__ is None
+    secrets = (SECRET, quote(SECRET, safe=""))
+    for text in (*secrets, f"cannot reach {URL}", f"PLAIN \0shop\0{SECRET}"):
+        error = ConnectionError(text)
+        translated = translate(error, connection)
+        assert translated.__cause__ is None
         assert safe_cause(error, connection) is None
         link = RabbitConnection(connection, Connection())  # type: ignore[arg-type]
         link.fail(error)
-        for text in (str(told), repr(told), link.reason):
-            assert not any(each in text for each in hidden)
+        for shown in (str(translated), repr(translated), link.reason):
+            assert not any(each in shown for each in secrets)
     harmless = ConnectionError("no route to host")
     assert safe_cause(harmless, connection) is harmless
     assert "no route to host" in str(translate(harmless, connection))

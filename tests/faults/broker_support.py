@@ -1,4 +1,4 @@
-"""What fault tests of triggers and relays share: topics filled in bulk, processes on them, and what came of it."""
+"""Shared by fault tests of triggers and relays: topics, outboxes, processes, and readers of the results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.faults.support import QUEUE, SOURCE, WorkerProcess
 
 _log: Final = logging.getLogger("test.kafka")
 
-#: Takes messages and has them queued; nobody need run them.
+#: Accepts messages as jobs, which need not run.
 APP: Final = """
 from holdfast import Holdfast
 
@@ -32,41 +32,41 @@ app = Holdfast()
 def take(message: dict) -> None: ...
 """
 
-#: `holdfast …`, except that this process dies the moment it would mark its third batch.
-DIES_BEFORE_MARKING: Final = """
+#: `holdfast …` in a process that is killed before it records the results of its third batch.
+KILLED_BEFORE_RECORDING: Final = """
 import asyncio, os, signal
 from holdfast.cli.main import main
 from holdfast.ledger.postgres.outbox import PostgresOutboxStore
 
-mark, marked, one_by_one = PostgresOutboxStore.record_results, [], asyncio.Lock()
+record, recorded, lock = PostgresOutboxStore.record_results, [], asyncio.Lock()
 
-async def killed(*asked):
-    async with one_by_one:
-        if len(marked) == 2:
+async def record_or_die(*args):
+    async with lock:
+        if len(recorded) == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        marked.append(await mark(*asked))
-        return marked[-1]
+        recorded.append(await record(*args))
+        return recorded[-1]
 
-PostgresOutboxStore.record_results = killed
+PostgresOutboxStore.record_results = record_or_die
 main()
 """
 
 
 class Processes:
-    """`holdfast …` in a folder of its own; all end with the test."""
+    """Starts `holdfast …` processes in one folder. They end with the test."""
 
     def __init__(self, folder: Path, **variables: str) -> None:
         self._folder = folder
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("HOLDFAST_")}
-        # Who tests another copy of the source has put it first.
-        path = os.pathsep.join(filter(None, [kept.get("PYTHONPATH", ""), str(SOURCE)]))
-        self._environment = kept | {"PYTHONPATH": path} | variables
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("HOLDFAST_")}
+        # Another copy of the source under test comes first.
+        path = os.pathsep.join(filter(None, [inherited.get("PYTHONPATH", ""), str(SOURCE)]))
+        self._environment = inherited | {"PYTHONPATH": path} | variables
         self._started: list[WorkerProcess] = []
 
-    def start(self, *words: str, program: Sequence[str] = ("-m", "holdfast"), **variables: str) -> WorkerProcess:
+    def start(self, *args: str, program: Sequence[str] = ("-m", "holdfast"), **variables: str) -> WorkerProcess:
         log = self._folder / f"process-{len(self._started)}.log"
-        line = [sys.executable, *program, *words]
-        process = WorkerProcess(line, self._folder, self._environment | variables, log)
+        command = [sys.executable, *program, *args]
+        process = WorkerProcess(command, self._folder, self._environment | variables, log)
         self._started.append(process)
         return process
 
@@ -76,14 +76,14 @@ class Processes:
 
 
 def write_triggers(folder: Path, *entries: Mapping[str, Any]) -> str:
-    """The file and the app beside it."""
+    """Write the trigger file and its app. Return the name of the file."""
     (folder / "app.py").write_text(APP)
     (folder / "triggers.yaml").write_text(yaml.safe_dump({"triggers": list(entries)}))
     return "triggers.yaml"
 
 
 class Topic:
-    """One topic of a real Kafka."""
+    """A topic on a real Kafka broker."""
 
     def __init__(self, server: KafkaServer, name: str, partitions: int) -> None:
         self.name = name
@@ -108,32 +108,34 @@ class Topic:
         assert producer.flush(60) == 0
 
     def read(self) -> list[tuple[int, Any]]:
-        """All that is in it, with its partition, in the order of each partition."""
+        """Return all messages with their partitions, in order per partition."""
         return list(self._read())
 
     def _read(self) -> Iterator[tuple[int, Any]]:
-        consumer = Consumer({**self._server, "group.id": f"{self.name}-look", "enable.auto.commit": False}, logger=_log)
+        consumer = Consumer(
+            {**self._server, "group.id": f"{self.name}-inspect", "enable.auto.commit": False}, logger=_log
+        )
         try:
             for partition in range(self.partitions):
-                place = TopicPartition(self.name, partition, 0)
-                _, end = consumer.get_watermark_offsets(place, 10)
-                consumer.assign([place])
-                at = 0
-                while at < end:
-                    # It waits for as many as it was asked for.
-                    for message in consumer.consume(min(1_000, end - at), 10):
+                start = TopicPartition(self.name, partition, 0)
+                _, end = consumer.get_watermark_offsets(start, 10)
+                consumer.assign([start])
+                offset = 0
+                while offset < end:
+                    # `consume` waits for the requested number of messages.
+                    for message in consumer.consume(min(1_000, end - offset), 10):
                         assert message.error() is None, message.error()
-                        at = (message.offset() or 0) + 1
+                        offset = (message.offset() or 0) + 1
                         yield partition, message
         finally:
             consumer.close()
 
-    def left(self, group: str) -> int:
-        """How many messages the group has not committed."""
-        asked = self._admin.list_consumer_group_offsets([ConsumerGroupTopicPartitions(group)])
-        places = asked[group].result().topic_partitions
-        committed = {place.partition: place.offset for place in places if place.topic == self.name}
-        consumer = Consumer({**self._server, "group.id": f"{self.name}-look"}, logger=_log)
+    def count_uncommitted(self, group: str) -> int:
+        """Return the number of messages that the group has not committed."""
+        offsets = self._admin.list_consumer_group_offsets([ConsumerGroupTopicPartitions(group)])
+        positions = offsets[group].result().topic_partitions
+        committed = {position.partition: position.offset for position in positions if position.topic == self.name}
+        consumer = Consumer({**self._server, "group.id": f"{self.name}-inspect"}, logger=_log)
         try:
             ends = [
                 consumer.get_watermark_offsets(TopicPartition(self.name, partition), 10)[1]
@@ -144,20 +146,20 @@ class Topic:
         return sum(end - max(0, committed.get(partition, 0)) for partition, end in enumerate(ends))
 
 
-async def accepted(app: Holdfast) -> list[dict[str, Any]]:
-    """What was known of each job when it was accepted, in the order of the feed."""
-    found: list[dict[str, Any]] = []
+async def read_created_jobs(app: Holdfast) -> list[dict[str, Any]]:
+    """Return the data of the created events of all jobs, in the order of the feed."""
+    created: list[dict[str, Any]] = []
     page = await app.engine.read_feed(QUEUE, "", 500)
     while page:
         for entry in page:
-            found += [event.data or {} for event in entry.events if event.type == "task.created"]
-        # A page begins with the last entry of the one before.
+            created += [event.data or {} for event in entry.events if event.type == "task.created"]
+        # A page starts with the last entry of the previous one.
         page = (await app.engine.read_feed(QUEUE, page[-1].position, 500))[1:]
-    return found
+    return created
 
 
-def by_key(numbered: Iterable[Mapping[str, Any]]) -> dict[str, list[int]]:
-    """The numbers of each key, in the order in which they came."""
+def group_by_key(numbered: Iterable[Mapping[str, Any]]) -> dict[str, list[int]]:
+    """Return the numbers of each key in order."""
     numbers: dict[str, list[int]] = {}
     for each in numbered:
         numbers.setdefault(each["key"], []).append(each["n"])
@@ -167,7 +169,7 @@ def by_key(numbered: Iterable[Mapping[str, Any]]) -> dict[str, list[int]]:
 async def fill_outbox(
     url: str, topic: str, keys: int, each: int, destination: str = "default"
 ) -> dict[str, tuple[str, int]]:
-    """`each` numbered events of every key, mixed; event id → key and number."""
+    """Write `each` numbered events of every key, interleaved. Return key and number by event id."""
     written = {f"{topic}-{key}-{n}": (f"key-{key}", n) for n in range(each) for key in range(keys)}
     connection = await asyncpg.connect(url)
     try:
@@ -194,8 +196,8 @@ async def fill_outbox(
     return written
 
 
-async def statuses(url: str) -> dict[str, int]:
-    """How many events are in each status."""
+async def count_statuses(url: str) -> dict[str, int]:
+    """Return the number of events by status."""
     connection = await asyncpg.connect(url)
     try:
         rows = await connection.fetch("SELECT status, count(*) FROM outbox_events GROUP BY status")

@@ -1,4 +1,4 @@
-"""Sites for fault tests: on both engines, on the shared Redis, or on a Redis of a test's own that may be hurt."""
+"""Sites for fault tests: on both engines, on the shared Redis, or on a separate Redis that the test may break."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MakeSite = Callable[..., Site]
 
 @pytest.fixture
 async def make_site(tmp_path: Path, namespace: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[MakeSite]:
-    """`make_site(url, visibility_timeout_s=5)`; processes and apps end with the test."""
+    """Create sites: `make_site(url, visibility_timeout_s=5)`. Processes and apps end with the test."""
     monkeypatch.setenv(sample.RUNS_VARIABLE, str(tmp_path / "runs.log"))
     async with AsyncExitStack() as stack:
 
@@ -31,13 +31,13 @@ async def make_site(tmp_path: Path, namespace: str, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def site(engine_url: str, make_site: MakeSite) -> Site:
-    """Once on each engine."""
+    """A site on each engine."""
     return make_site(engine_url)
 
 
 @pytest.fixture
 def redis_site(redis_url: str, make_site: MakeSite) -> Site:
-    """On the shared Redis: for tests that do not hurt the server."""
+    """A site on the shared Redis, for tests that do not break the server."""
     return make_site(redis_url)
 
 

@@ -1,4 +1,4 @@
-"""The app of the fault tests of effects: each act leaves a line in the file that `FAULTS_ACTS` names."""
+"""The app of the fault tests of effects: each act appends a line to the file named by `FAULTS_ACTS`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def act(note: str) -> str:
     return f"did {note}"
 
 
-async def act_and_die(note: str) -> str:
+async def act_and_kill_worker(note: str) -> str:
     await act(note)
     os.kill(os.getpid(), signal.SIGKILL)
     return "never"
@@ -37,7 +37,7 @@ async def act_and_wait(note: str, gate: str) -> str:
 
 
 def act_and_wait_in_a_thread(note: str, gate: str) -> str:
-    """Nobody can stop it, not even when its run is over."""
+    """Cannot be stopped, even after its run has ended."""
     with Path(os.environ[ACTS_VARIABLE]).open("a") as acts:
         acts.write(f"{note} {os.getpid()}\n")
     while not Path(gate).exists():
@@ -47,13 +47,13 @@ def act_and_wait_in_a_thread(note: str, gate: str) -> str:
 
 @app.task
 async def crash(ctx: Context) -> str:
-    return await ctx.effect("crash", act_and_die, "crash")
+    return await ctx.effect("crash", act_and_kill_worker, "crash")
 
 
 @app.task
 async def crash_again(ctx: Context) -> str:
-    """The first worker dies; whoever takes over acts again."""
-    function = act_and_die if ctx.attempt == 1 else act
+    """The first worker is killed; the one that reclaims the job acts again."""
+    function = act_and_kill_worker if ctx.attempt == 1 else act
     function.__qualname__ = "act"
     return await ctx.effect.options(in_doubt="run_again")("again", function, "again")
 

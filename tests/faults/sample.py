@@ -1,7 +1,7 @@
 """The app that fault tests run: in the test's own process, and in worker processes (`holdfast worker sample.py:app`).
 
-Every run of a task leaves a line in the file that `FAULTS_RUNS` names, so that a test can tell how often a job
-really ran, whatever the engine says. Runs that must last until the test says so wait for a file, the gate.
+Every run of a task appends a line to the file named by `FAULTS_RUNS`, so that a test can count the runs of a job
+independently of the engine. Runs that must last until the test ends them wait for a file, the gate.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any, Final
 from holdfast import Context, Holdfast, Retry, Task
 
 RUNS_VARIABLE: Final = "FAULTS_RUNS"
-#: This process's wall clock is wrong by so many seconds.
+#: How many seconds the wall clock of this process is ahead.
 SKEW_VARIABLE: Final = "FAULTS_SKEW_S"
 
 QUICK: Final = Retry(max_retries=3, base=0.05, jitter=None)
-_LOOK_S: Final = 0.005
+_POLL_S: Final = 0.005
 
 
 @dataclass(frozen=True)
@@ -41,73 +41,73 @@ class Tasks:
 
 
 def register(app: Holdfast) -> Tasks:
-    """All tasks, on this app."""
+    """Register all tasks on this app."""
 
     @app.task(retry=QUICK)
     async def work(ctx: Context, number: int) -> int:
-        note(ctx)
+        record_run(ctx)
         return number
 
     @app.task(retry=QUICK)
     async def nap(ctx: Context, number: int, seconds: float) -> int:
-        note(ctx)
+        record_run(ctx)
         await asyncio.sleep(seconds)
         return number
 
     @app.task(retry=QUICK)
     async def hold(ctx: Context, gate: str) -> str:
-        note(ctx)
+        record_run(ctx)
         while not Path(gate).exists():  # noqa: ASYNC110, ASYNC240 - the gate is opened by another process
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
         return f"attempt {ctx.attempt}"
 
     @app.task(retry=QUICK)
     def hold_in_thread(ctx: Context, gate: str) -> str:
-        note(ctx)
+        record_run(ctx)
         while not Path(gate).exists() and not ctx.cancelled:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         return f"attempt {ctx.attempt}"
 
     @app.task(retry=QUICK)
     async def block(ctx: Context, started: str, seconds: float) -> str:
-        """Keeps the whole event loop busy."""
-        note(ctx)
+        """Block the event loop."""
+        record_run(ctx)
         Path(started).touch()  # noqa: ASYNC240
-        time.sleep(seconds)  # noqa: ASYNC251 - that is the point
+        time.sleep(seconds)  # noqa: ASYNC251 - blocks on purpose
         return f"attempt {ctx.attempt}"
 
     @app.task(retry=QUICK)
     async def die(ctx: Context) -> None:
-        note(ctx)
+        record_run(ctx)
         os.kill(os.getpid(), signal.SIGKILL)
 
     @app.task(retry=QUICK)
     async def flaky(ctx: Context) -> str:
-        note(ctx)
+        record_run(ctx)
         if ctx.retry_count == 0:
             raise ValueError("not yet")
         return "now"
 
     @app.task(retry=Retry(max_retries=0))
     async def fail(ctx: Context) -> None:
-        note(ctx)
+        record_run(ctx)
         raise ValueError("never")
 
     @app.task(retry=QUICK)
     async def big(ctx: Context, size: int) -> str:
-        note(ctx)
+        record_run(ctx)
         return "x" * size
 
     @app.task(retry=QUICK)
     async def unwritable(ctx: Context) -> Any:
-        note(ctx)
+        record_run(ctx)
         return object()
 
     return Tasks(work, nap, hold, hold_in_thread, block, die, flaky, fail, big, unwritable)
 
 
-def note(ctx: Context) -> None:
-    """One run has begun. A single write to the end of the file, so that processes do not mix their lines."""
+def record_run(ctx: Context) -> None:
+    """Record the start of a run with a single append, so that lines of processes do not interleave."""
     line = f"{ctx.job_id} {ctx.attempt} {os.getpid()}\n".encode()
     descriptor = os.open(os.environ[RUNS_VARIABLE], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
@@ -117,7 +117,7 @@ def note(ctx: Context) -> None:
 
 
 def skew_clock(seconds: float) -> None:
-    """From now on this process's wall clock is wrong."""
+    """Shift the wall clock of this process from now on."""
     real_time, real_time_ns = time.time, time.time_ns
     time.time = lambda: real_time() + seconds
     time.time_ns = lambda: real_time_ns() + round(seconds * 1e9)

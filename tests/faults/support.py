@@ -1,7 +1,7 @@
-"""What fault tests share: a site (store, app, worker processes, the log of runs), and what must hold in the end.
+"""Shared by fault tests: a site (store, app, worker processes, the log of runs) and the final checks.
 
-`Site.all_is_well` is the claim that every test here makes: each job has exactly one final event, the feed tells a
-legal story, and nothing is pending, waiting or in line.
+`Site.assert_all_ended` is the claim of every fault test: each job has exactly one final event, the feed contains only
+legal moves, and no job is open.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from holdfast.errors import EngineUnavailable
 from tests import forked
 from tests.faults import sample
 
-PATIENCE_S: Final = 60.0
+TIMEOUT_S: Final = 60.0
 QUEUE: Final = "default"
 SOURCE: Final = Path(holdfast.__file__).resolve().parent.parent
 SAMPLE: Final = Path(sample.__file__).resolve()
 
-#: Leases of a second: long enough for a busy machine to renew in time, short enough to wait for their end.
+#: Leases of 1 s: a busy machine can renew them in time, and tests can wait for their expiry.
 SETTINGS: Final[Mapping[str, Any]] = {
     "visibility_timeout_s": 1.0,
     "heartbeat_interval_s": 0.25,
@@ -45,22 +45,22 @@ SETTINGS: Final[Mapping[str, Any]] = {
 }
 
 
-async def eventually(look: Callable[[], Any | Awaitable[Any]], what: str, within_s: float = PATIENCE_S) -> Any:
-    """What `look` gives once that is true; it may be async."""
-    give_up_at = time.monotonic() + within_s
+async def eventually(check: Callable[[], Any | Awaitable[Any]], what: str, within_s: float = TIMEOUT_S) -> Any:
+    """Poll `check`, which may be async, until its result is true. Return the result."""
+    deadline = time.monotonic() + within_s
     while True:
-        seen = look()
-        if asyncio.iscoroutine(seen):
-            seen = await seen
-        if seen:
-            return seen
-        assert time.monotonic() < give_up_at, f"waited {within_s:g} s for {what} in vain"
+        result = check()
+        if asyncio.iscoroutine(result):
+            result = await result
+        if result:
+            return result
+        assert time.monotonic() < deadline, f"timed out after {within_s:g} s: {what}"
         await asyncio.sleep(0.01)
 
 
 @dataclass(frozen=True)
 class Run:
-    """A line of the log of runs."""
+    """An entry of the log of runs."""
 
     job_id: str
     attempt: int
@@ -87,27 +87,29 @@ class WorkerProcess:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def said(self, text: str) -> bool:
+    def has_logged(self, text: str) -> bool:
         return text in self.log.read_text(errors="replace")
 
-    async def has_said(self, text: str) -> None:
-        """Wait for a line of its log."""
+    async def wait_for_log(self, text: str) -> None:
+        """Wait until the text is in the log."""
 
-        def look() -> bool:
-            assert self.said(text) or self.alive, f"it ended with {self._process.returncode}:\n{self.log.read_text()}"
-            return self.said(text)
+        def check() -> bool:
+            assert self.has_logged(text) or self.alive, (
+                f"the process ended with {self._process.returncode}:\n{self.log.read_text()}"
+            )
+            return self.has_logged(text)
 
-        await eventually(look, f"{text!r} in the log")
+        await eventually(check, f"{text!r} in the log")
 
     def kill(self) -> float:
-        """kill -9; the wall clock's milliseconds at that moment."""
+        """Send SIGKILL. Return the wall-clock time in milliseconds."""
         self._process.kill()
         killed_at_ms = time.time() * 1000
         self._process.wait()
         return killed_at_ms
 
     def pause(self) -> None:
-        """SIGSTOP, until it stands still."""
+        """Send SIGSTOP and wait until the process is stopped."""
         self._process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
 
@@ -117,8 +119,8 @@ class WorkerProcess:
     def terminate(self) -> None:
         self._process.terminate()
 
-    async def ended(self) -> int:
-        """Its exit code, once it has one."""
+    async def wait_ended(self) -> int:
+        """Wait for the end of the process. Return its exit code."""
         await eventually(lambda: not self.alive, "the process to end")
         return int(self._process.returncode)
 
@@ -128,18 +130,18 @@ class WorkerProcess:
         self._process.wait()
 
 
-def stand_still(process: WorkerProcess, url: str) -> None:
-    """SIGSTOP, but not in the middle of a commit: there it would keep an SQLite file from everybody."""
+def pause_outside_commit(process: WorkerProcess, url: str) -> None:
+    """Send SIGSTOP outside of a commit: a process stopped in a commit would keep an SQLite file locked."""
     process.pause()
-    while url.startswith("sqlite:///") and not _can_be_written(url.removeprefix("sqlite:///")):
+    while url.startswith("sqlite:///") and not _is_unlocked(url.removeprefix("sqlite:///")):
         process.resume()
         time.sleep(0.01)
         process.pause()
 
 
-def _can_be_written(path: str) -> bool:
-    # Those who are awake hold these for milliseconds only.
-    give_up_at = time.monotonic() + 2.0
+def _is_unlocked(path: str) -> bool:
+    # Running processes hold these locks for milliseconds only.
+    deadline = time.monotonic() + 2.0
     for name in ("queue", "lock"):
         with open(f"{path}-{name}", "r+b") as file:
             while True:
@@ -147,14 +149,14 @@ def _can_be_written(path: str) -> bool:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
-                    if time.monotonic() > give_up_at:
+                    if time.monotonic() > deadline:
                         return False
                     time.sleep(0.005)
     return True
 
 
 class Site:
-    """A store in a namespace of its own, an app on it, and the processes that a test starts."""
+    """A store in a separate namespace, an app on it, and the processes that a test starts."""
 
     def __init__(self, url: str, folder: Path, namespace: str = "", **settings: Any) -> None:
         self.url = url
@@ -166,43 +168,45 @@ class Site:
         self.app, self.tasks = self.make_app()
 
     def make_app(self, url: str | None = None, **settings: Any) -> tuple[Holdfast, sample.Tasks]:
-        """One more app on the same store, perhaps through another door."""
+        """Create another app on the same store, optionally with another URL."""
         app = Holdfast(url or self.url, **{**self.settings, **settings})
         self._apps.append(app)
         return app, sample.register(app)
 
     def gate(self, name: str = "gate") -> Path:
-        """A file that is not there yet; a run that holds goes on once it is."""
+        """Return the path of a file that does not exist yet. A blocked run continues once it exists."""
         return self.folder / name
 
     # Processes -------------------------------------------------------------------------------------
 
-    def start(self, command: str = "worker", *words: str, url: str | None = None, **variables: str) -> WorkerProcess:
-        """`holdfast COMMAND sample.py:app …`; ended with the test."""
-        line = [sys.executable, "-m", "holdfast", command, f"{SAMPLE}:app", *words]
+    def start(self, command: str = "worker", *args: str, url: str | None = None, **variables: str) -> WorkerProcess:
+        """Start `holdfast COMMAND sample.py:app …`. The process ends with the test."""
+        command_line = [sys.executable, "-m", "holdfast", command, f"{SAMPLE}:app", *args]
         log = self.folder / f"{command}-{len(self._processes)}.log"
-        process = WorkerProcess(line, self.folder, self._environment(url or self.url) | variables, log)
+        process = WorkerProcess(command_line, self.folder, self._environment(url or self.url) | variables, log)
         self._processes.append(process)
         return process
 
-    async def started(self, *words: str, **options: Any) -> WorkerProcess:
-        """A worker process that is at work."""
-        worker = self.start("worker", *words, **options)
-        await worker.has_said(" started on ")
+    async def start_worker(self, *args: str, **options: Any) -> WorkerProcess:
+        """Start a worker process and wait until it has started."""
+        worker = self.start("worker", *args, **options)
+        await worker.wait_for_log(" started on ")
         return worker
 
-    async def started_all(self, count: int, *words: str) -> list[WorkerProcess]:
-        """Several of them."""
-        workers = [self.start("worker", *words) for _ in range(count)]
+    async def start_workers(self, count: int, *args: str) -> list[WorkerProcess]:
+        """Start several worker processes and wait until they have started."""
+        workers = [self.start("worker", *args) for _ in range(count)]
         for worker in workers:
-            await worker.has_said(" started on ")
+            await worker.wait_for_log(" started on ")
         return workers
 
     def _environment(self, url: str) -> dict[str, str]:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("HOLDFAST_")}
-        path = os.pathsep.join(filter(None, [str(SOURCE), kept.get("PYTHONPATH", "")]))
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("HOLDFAST_")}
+        path = os.pathsep.join(filter(None, [str(SOURCE), inherited.get("PYTHONPATH", "")]))
         settings = {f"HOLDFAST_{name.upper()}": str(value) for name, value in self.settings.items() if value != ""}
-        return kept | settings | {"PYTHONPATH": path, "HOLDFAST_URL": url, sample.RUNS_VARIABLE: str(self.runs_log)}
+        return (
+            inherited | settings | {"PYTHONPATH": path, "HOLDFAST_URL": url, sample.RUNS_VARIABLE: str(self.runs_log)}
+        )
 
     async def close(self) -> None:
         for process in self._processes:
@@ -210,29 +214,29 @@ class Site:
         for app in self._apps:
             await app.close()
 
-    # What happened ---------------------------------------------------------------------------------
+    # Results ---------------------------------------------------------------------------------------
 
     def runs(self, job_id: str | None = None) -> list[Run]:
-        """Every run that has begun, of one job or of all."""
+        """Return every started run, of one job or of all."""
         if not self.runs_log.exists():
             return []
         rows = (line.split() for line in self.runs_log.read_text().splitlines())
         runs = [Run(name, int(attempt), int(pid)) for name, attempt, pid in rows]
         return [run for run in runs if job_id in (None, run.job_id)]
 
-    async def has_runs(self, job_ids: Iterable[str], count: int) -> None:
-        """Wait until the code of each has been called so often."""
-        wanted = set(job_ids)
+    async def wait_runs(self, job_ids: Iterable[str], count: int) -> None:
+        """Wait until each job has run `count` times."""
+        expected_ids = set(job_ids)
 
-        def look() -> bool:
+        def check() -> bool:
             runs = Counter(run.job_id for run in self.runs())
-            return all(runs[job_id] >= count for job_id in wanted)
+            return all(runs[job_id] >= count for job_id in expected_ids)
 
-        await eventually(look, f"{len(wanted)} jobs to run {count} times")
+        await eventually(check, f"{len(expected_ids)} jobs to run {count} times")
 
-    async def is_running(self, job_id: str) -> None:
-        """Wait until its code has been called."""
-        await self.has_runs([job_id], 1)
+    async def wait_running(self, job_id: str) -> None:
+        """Wait until the job has run once."""
+        await self.wait_runs([job_id], 1)
 
     async def events(self) -> list[Event]:
         await self.app.open()
@@ -240,44 +244,44 @@ class Site:
         page = await self.app.engine.read_feed(QUEUE, "", 1_000)
         while page:
             entries += page
-            # A page begins with the last entry of the one before.
+            # A page starts with the last entry of the previous one.
             page = (await self.app.engine.read_feed(QUEUE, entries[-1].position, 1_000))[1:]
         return [event for entry in entries for event in entry.events]
 
-    async def views(self, job_ids: Iterable[str]) -> list[JobInfo | None]:
+    async def get_infos(self, job_ids: Iterable[str]) -> list[JobInfo | None]:
         await self.app.open()
         return await self.app.engine.get(QUEUE, list(job_ids))
 
-    async def ended(self, job_ids: Iterable[str]) -> list[JobInfo]:
-        """Their views, once all are final."""
-        wanted = list(job_ids)
+    async def wait_ended(self, job_ids: Iterable[str]) -> list[JobInfo]:
+        """Wait until all jobs are final. Return their infos."""
+        expected_ids = list(job_ids)
 
-        async def look() -> list[JobInfo] | None:
+        async def check() -> list[JobInfo] | None:
             try:
-                views = await self.views(wanted)
+                infos = await self.get_infos(expected_ids)
             except EngineUnavailable:
-                # The store has just come back; our own connection to it may not know yet.
+                # The store has just recovered; the connection of this app may still be broken.
                 return None
-            final = [view for view in views if view is not None and view.state in FINAL]
-            return final if len(final) == len(wanted) else None
+            final = [info for info in infos if info is not None and info.state in FINAL]
+            return final if len(final) == len(expected_ids) else None
 
-        found: list[JobInfo] = await eventually(look, f"{len(wanted)} jobs to end")
-        return found
+        infos: list[JobInfo] = await eventually(check, f"{len(expected_ids)} jobs to end")
+        return infos
 
-    async def all_is_well(self, job_ids: Iterable[str], state: State = State.SUCCEEDED) -> HistoryReport:
-        """These jobs end so; nothing else is left anywhere; and the feed tells a legal story with one end each."""
-        wanted = list(job_ids)
-        views = await self.ended(wanted)
-        assert {view.state for view in views} <= {state}, [(view.job_id, view.state, view.failure) for view in views]
-        await self.nothing_is_left()
+    async def assert_all_ended(self, job_ids: Iterable[str], state: State = State.SUCCEEDED) -> HistoryReport:
+        """Wait until the jobs end in `state`. Check that no job is open and that each history is legal and final."""
+        expected_ids = list(job_ids)
+        infos = await self.wait_ended(expected_ids)
+        assert {info.state for info in infos} <= {state}, [(info.job_id, info.state, info.failure) for info in infos]
+        await self.assert_nothing_open()
         history = check_history(await self.events(), ended=True)
-        assert set(wanted) <= history.histories.keys(), "the feed does not know every job"
+        assert set(expected_ids) <= history.histories.keys(), "the feed does not contain every job"
         return history
 
-    async def nothing_is_left(self) -> None:
+    async def assert_nothing_open(self) -> None:
         stats = await self.app.engine.stats(QUEUE)
-        assert not any(stats.states.values()), f"left behind: {stats.states}"
+        assert not any(stats.states.values()), f"open jobs: {stats.states}"
 
     async def final_events(self) -> Counter[str]:
-        """How many final events each job has."""
+        """Return the number of final events by job."""
         return Counter(event.job_id for event in await self.events() if event.to_state in FINAL)

@@ -1,6 +1,6 @@
-"""Callers and tasks that are wrong: a clear error at once, or a dead letter with the reason. On both engines.
+"""Invalid calls and tasks: a clear error at once, or a dead letter with the reason, on both engines.
 
-After each of them the same app does its ordinary work, and nothing is left behind.
+Afterwards the same app still works, and no job is open.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from tests.worker.support import working
 
 pytestmark = pytest.mark.faults
 
-Wrong = Callable[[Site], Awaitable[Any]]
+InvalidCall = Callable[[Site], Awaitable[Any]]
 
-STRANGE = "\x1f\u2028\U0001f980 {}[]\"'\\"
+UNUSUAL = "\x1f\u2028\U0001f980 {}[]\"'\\"
 
 
 async def submit_by_name(site: Site, task: str, payload: bytes, **options: Any) -> Any:
     return await site.app.submit_raw(task, payload, **options)
 
 
-#: What a caller may get wrong, and the error that says so. Nothing of it may reach the store.
-REFUSED: dict[str, tuple[type[HoldfastError], str, Wrong]] = {
+#: Invalid calls, and their errors. Nothing may reach the store.
+REFUSED: dict[str, tuple[type[HoldfastError], str, InvalidCall]] = {
     "unknown task": (UnknownTask, "wrok", lambda s: submit_by_name(s, "wrok", b"{}")),
     "argument of the wrong type": (InvalidPayload, "number", lambda s: s.tasks.work.submit("seven")),  # type: ignore[arg-type]
     "argument missing": (InvalidPayload, "number", lambda s: s.tasks.work.submit()),  # type: ignore[call-arg]
     "argument too many": (InvalidPayload, "2", lambda s: s.tasks.work.submit(1, 2)),  # type: ignore[call-arg]
     "argument unknown": (InvalidPayload, "colour", lambda s: s.tasks.work.submit(1, colour=2)),  # type: ignore[call-arg]
     "argument twice": (InvalidPayload, "twice", lambda s: s.tasks.work.submit(1, number=2)),  # type: ignore[call-arg]
-    "argument that is no JSON": (InvalidPayload, "JSON", lambda s: s.tasks.work.submit(object())),  # type: ignore[arg-type]
-    "text that is no Unicode": (InvalidPayload, "", lambda s: s.tasks.hold.submit("\ud800")),
+    "argument that is not JSON": (InvalidPayload, "JSON", lambda s: s.tasks.work.submit(object())),  # type: ignore[arg-type]
+    "text that is not Unicode": (InvalidPayload, "", lambda s: s.tasks.hold.submit("\ud800")),
     "one bad call of many": (InvalidPayload, "", lambda s: s.tasks.work.submit_many([(1,), ("x",), (3,)])),
-    "calls that are no tuples": (InvalidPayload, "tuple", lambda s: s.tasks.work.submit_many([1, 2])),  # type: ignore[list-item]
-    "raw payload that is no JSON": (InvalidPayload, "", lambda s: submit_by_name(s, "work", b"{number:")),
-    "raw payload that is no text": (InvalidPayload, "", lambda s: submit_by_name(s, "work", b"\xff\xfe")),
+    "calls that are not tuples": (InvalidPayload, "tuple", lambda s: s.tasks.work.submit_many([1, 2])),  # type: ignore[list-item]
+    "raw payload that is not JSON": (InvalidPayload, "", lambda s: submit_by_name(s, "work", b"{number:")),
+    "raw payload that is not text": (InvalidPayload, "", lambda s: submit_by_name(s, "work", b"\xff\xfe")),
     "raw payload that is a number": (InvalidPayload, "", lambda s: submit_by_name(s, "work", b"7")),
     "raw payload nested too deep": (InvalidPayload, "", lambda s: submit_by_name(s, "work", b"[" * 100_000)),
     "payload too long": (PayloadTooLarge, "limit", lambda s: s.tasks.hold.submit("x" * (1024 * 1024))),
@@ -62,21 +62,21 @@ REFUSED: dict[str, tuple[type[HoldfastError], str, Wrong]] = {
         lambda s: submit_by_name(s, "hold", b'["' + b"x" * 2**20 + b'"]'),
     ),
     "context too long": (PayloadTooLarge, "", lambda s: _with(s, context={"x": "y" * 2**20})),
-    "context that is no JSON": (InvalidPayload, "", lambda s: _with(s, context={"x": object()})),
+    "context that is not JSON": (InvalidPayload, "", lambda s: _with(s, context={"x": object()})),
     "negative delay": (InvalidOption, "negative", lambda s: _with(s, delay=-1)),
     "negative delay as a timedelta": (InvalidOption, "negative", lambda s: _with(s, delay=timedelta(seconds=-1))),
-    "delay that is no time": (InvalidOption, "delay", lambda s: _with(s, delay=float("nan"))),
-    "endless delay": (InvalidOption, "delay", lambda s: _with(s, delay=float("inf"))),
+    "delay that is not a number": (InvalidOption, "delay", lambda s: _with(s, delay=float("nan"))),
+    "infinite delay": (InvalidOption, "delay", lambda s: _with(s, delay=float("inf"))),
     "instant without a zone": (InvalidOption, "aware", lambda s: _with(s, run_at=datetime(2030, 1, 1))),  # noqa: DTZ001
     "delay and instant": (InvalidOption, "both", lambda s: _with(s, delay=1, run_at=datetime(2030, 1, 1, tzinfo=UTC))),
     "unknown priority": (InvalidOption, "priority", lambda s: _with(s, priority="urgent")),
     "empty idempotency key": (InvalidOption, "idempotency_key", lambda s: _with(s, idempotency_key="")),
     "zero byte in an idempotency key": (InvalidOption, "idempotency_key", lambda s: _with(s, idempotency_key="a\0b")),
     "zero byte in a trace id": (InvalidOption, "trace_id", lambda s: _with(s, trace_id="a\0b")),
-    "key that is no Unicode": (InvalidOption, "idempotency_key", lambda s: _with(s, idempotency_key="\ud800")),
+    "key that is not Unicode": (InvalidOption, "idempotency_key", lambda s: _with(s, idempotency_key="\ud800")),
     "queue with a brace": (InvalidOption, "queue", lambda s: _with(s, queue="a{b}")),
     "unknown option": (InvalidOption, "colour", lambda s: _with(s, colour="red")),
-    "unknown job": (UnknownJob, "nobody", lambda s: s.app.job("nobody").state()),
+    "unknown job": (UnknownJob, "no-such-job", lambda s: s.app.job("no-such-job").state()),
 }
 
 
@@ -85,32 +85,32 @@ async def _with(site: Site, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED.keys())
-async def test_a_wrong_call_is_refused_and_leaves_nothing(
-    sqlite_site: Site, case: tuple[type[HoldfastError], str, Wrong]
+async def test_an_invalid_call_is_refused_and_stores_nothing(
+    sqlite_site: Site, case: tuple[type[HoldfastError], str, InvalidCall]
 ) -> None:
-    """Checked before anything is sent, so one engine is enough here."""
-    error, said, call = case
+    """Calls are validated before anything is sent, so one engine is enough."""
+    error, message, call = case
     with pytest.raises(error) as refused:
         await call(sqlite_site)
     assert isinstance(refused.value, UsageError)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
     await sqlite_site.app.open()
-    await sqlite_site.nothing_is_left()
+    await sqlite_site.assert_nothing_open()
     assert await sqlite_site.events() == []
 
 
-def test_two_tasks_of_one_name_are_refused(site: Site) -> None:
+def test_duplicate_task_names_are_refused(site: Site) -> None:
     async def work() -> None: ...
 
     with pytest.raises(DuplicateTask, match="'work'"):
         site.app.task(work)
     with pytest.raises(DuplicateTask, match="'flaky'"):
         site.app.task(name="flaky")(work)
-    # The first one is untouched.
+    # The first task is unchanged.
     assert site.app.tasks["work"] is site.tasks.work
 
 
-def test_a_policy_that_cannot_be_is_refused(site: Site) -> None:
+def test_an_invalid_policy_is_refused(site: Site) -> None:
     for wrong in ({"max_retries": -1}, {"base": -1.0}, {"delays": [-1]}, {"multiplier": 0.0}, {"jitter": -0.1}):
         with pytest.raises(InvalidOption):
             Retry(**wrong)
@@ -120,21 +120,21 @@ def test_a_policy_that_cannot_be_is_refused(site: Site) -> None:
         Holdfast(site.url, visibility_timeout_s=1, heartbeat_interval_s=1)
 
 
-#: Jobs that are accepted, since nobody can know before they run, and the code that they fail with.
-FAIL_AT_WORK: dict[str, tuple[str, str, bytes]] = {
-    "unknown task": ("UNKNOWN_TASK", "nobody", b"{}"),
+#: Jobs that fail only when they run, and their error codes.
+FAILS_AT_RUN: dict[str, tuple[str, str, bytes]] = {
+    "unknown task": ("UNKNOWN_TASK", "unknown", b"{}"),
     "arguments that do not fit": ("INVALID_PAYLOAD", "work", b'{"number": "seven"}'),
     "too few arguments": ("INVALID_PAYLOAD", "work", b"[]"),
     "a scalar": ("INVALID_PAYLOAD", "work", b"17"),
-    "a result that is no JSON": ("INVALID_PAYLOAD", "unwritable", b"{}"),
+    "a result that is not JSON": ("INVALID_PAYLOAD", "unwritable", b"{}"),
     "a result that is too long": ("PAYLOAD_TOO_LARGE", "big", b'{"size": 1048576}'),
 }
 
 
-@pytest.mark.parametrize("case", FAIL_AT_WORK.values(), ids=FAIL_AT_WORK.keys())
-async def test_what_only_a_worker_can_judge_is_a_dead_letter_at_once(site: Site, case: tuple[str, str, bytes]) -> None:
+@pytest.mark.parametrize("case", FAILS_AT_RUN.values(), ids=FAILS_AT_RUN.keys())
+async def test_a_job_that_cannot_run_is_a_dead_letter_at_once(site: Site, case: tuple[str, str, bytes]) -> None:
     code, task, payload = case
-    # An app without tasks passes on whatever it is given, as a producer elsewhere would.
+    # An app without tasks does not validate arguments, like a remote producer.
     async with Holdfast(site.url, **site.settings) as producer, working(site.app):
         bad = await producer.submit_raw(task, payload)
         good = await site.tasks.work.submit(1)
@@ -142,16 +142,16 @@ async def test_what_only_a_worker_can_judge_is_a_dead_letter_at_once(site: Site,
             await bad.result(60)
         assert failed.value.error_code == code
         assert await good.result(60) == 1
-        history = await site.all_is_well([bad.id], State.FAILED)
+        history = await site.assert_all_ended([bad.id], State.FAILED)
         moves = ["task.created", "task.claimed", "task.dlq_pending", "task.dlq", "task.failed"]
         assert list(history.histories[bad.id].moves) == moves
-        view = await bad.info()
-        assert (view.attempt, view.meta.retry_count) == (1, 0)
+        info = await bad.info()
+        assert (info.attempt, info.meta.retry_count) == (1, 0)
         assert len(site.runs(bad.id)) == (1 if task in ("unwritable", "big") else 0)
         assert (await site.app.engine.stats("default")).dead_letters == 1
 
 
-async def test_a_limit_can_be_set(engine_url: str, make_site: MakeSite) -> None:
+async def test_the_payload_limit_is_configurable(engine_url: str, make_site: MakeSite) -> None:
     site = make_site(engine_url, payload_limit=100)
     with pytest.raises(PayloadTooLarge) as refused:
         await site.tasks.hold.submit("x" * 100)
@@ -164,45 +164,45 @@ async def test_a_limit_can_be_set(engine_url: str, make_site: MakeSite) -> None:
         assert failed.value.error_code == "PAYLOAD_TOO_LARGE"
 
 
-async def test_strange_but_legal_text_travels_unchanged(site: Site) -> None:
-    """Controls, line separators, quotes and astral characters in every field that takes text; zero bytes in JSON."""
-    text = f"\x00{STRANGE}"
+async def test_unusual_but_valid_text_is_unchanged(site: Site) -> None:
+    """Control characters, separators, quotes and astral characters in every text field; zero bytes in JSON."""
+    text = f"\x00{UNUSUAL}"
 
     @site.app.task
     async def echo(text: str) -> str:
         return text
 
     options: dict[str, Any] = {
-        "idempotency_key": STRANGE,
-        "trace_id": STRANGE,
+        "idempotency_key": UNUSUAL,
+        "trace_id": UNUSUAL,
         "context": {text: text},
         "priority": Priority.HIGH,
     }
     async with working(site.app):
         job = await echo.options(**options).submit(text)
-        again = await echo.options(**options).submit(text)
+        duplicate = await echo.options(**options).submit(text)
         assert await job.result(60) == text
-        assert (again.id, again.duplicate) == (job.id, True)
-        view = await job.info()
-        assert (view.trace_id, view.idempotency_key) == (STRANGE, STRANGE)
-        assert view.meta.context == {text: text}
-        await site.all_is_well([job.id])
+        assert (duplicate.id, duplicate.duplicate) == (job.id, True)
+        info = await job.info()
+        assert (info.trace_id, info.idempotency_key) == (UNUSUAL, UNUSUAL)
+        assert info.meta.context == {text: text}
+        await site.assert_all_ended([job.id])
 
 
 @pytest.mark.parametrize("raises", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit()])
-async def test_a_task_that_raises_what_it_should_not_ends_as_a_failure(
+async def test_a_task_that_raises_a_base_exception_fails(
     engine_url: str, make_site: MakeSite, raises: BaseException
 ) -> None:
-    """Neither the worker nor its other jobs go down with it."""
+    """The worker and its other jobs continue."""
     site = make_site(engine_url)
 
     @site.app.task(retry=Retry(max_retries=1, base=0, jitter=None))
-    async def rude() -> None:
+    async def raising() -> None:
         raise raises
 
     async with working(site.app):
-        job = await rude.submit()
+        job = await raising.submit()
         with pytest.raises(JobFailed):
             await job.result(60)
-        await site.all_is_well([job.id], State.FAILED)
+        await site.assert_all_ended([job.id], State.FAILED)
         assert await (await site.tasks.work.submit(2)).result(60) == 2

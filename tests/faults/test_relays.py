@@ -1,4 +1,4 @@
-"""Relays on real brokers and a real PostgreSQL: relays and brokers that die in mid-batch, wrong passwords, DEAD."""
+"""Relays on real brokers and PostgreSQL: killed relays and brokers, wrong passwords, DEAD events."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import pytest
 
 from tests.brokers.kafka_server import SASL_USER, KafkaServer, MakeKafka
 from tests.brokers.rabbitmq_server import PASSWORD, USER, RabbitServer
-from tests.faults.broker_support import DIES_BEFORE_MARKING, Processes, Topic, fill_outbox, statuses
+from tests.faults.broker_support import KILLED_BEFORE_RECORDING, Processes, Topic, count_statuses, fill_outbox
 from tests.faults.support import eventually
 
 pytestmark = [pytest.mark.faults, pytest.mark.postgres]
 
 SECRET = "not-the-password-7"
 BATCH = 500
-#: Batches that a relay may have published and not marked.
+#: Batches that a relay may have published without recording the results.
 FLIGHTS = 3
 
 
@@ -46,115 +46,119 @@ def targets(kind: str, connection: Mapping[str, Any]) -> str:
     return json.dumps({"default": {"type": kind, "connection": connection}})
 
 
-def to_kafka(server: KafkaServer) -> str:
+def kafka_targets(server: KafkaServer) -> str:
     return targets("kafka", {"bootstrap_servers": server.address, "publish_timeout_s": 5})
 
 
 def check_arrived(messages: Iterable[tuple[int, Any]], written: Mapping[str, tuple[str, int]]) -> int:
-    """All have arrived under their ids, of each key in order; one relay that died goes back once at most. How many
-    came twice."""
+    """Check that all events arrived with their ids and in order per key, with at most one restart of each key.
+
+    Return the number of repeated messages.
+    """
     ids = Counter[str]()
     numbers: dict[str, list[int]] = {}
-    places: dict[str, int] = {}
+    partitions: dict[str, int] = {}
     for partition, message in messages:
         headers = {name: value.decode() for name, value in message.headers()}
         document = msgspec.json.decode(message.value())
         event_id, key, n = document["id"], document["data"]["key"], document["data"]["n"]
         assert (headers["x-dedup-key"], message.key().decode()) == (event_id, key)
-        assert written[event_id] == (key, n), "the same event has the same id each time"
-        assert places.setdefault(key, partition) == partition
+        assert written[event_id] == (key, n), "an event changed its id"
+        assert partitions.setdefault(key, partition) == partition
         ids[event_id] += 1
         numbers.setdefault(key, []).append(n)
-    assert ids.keys() == written.keys(), "nothing is lost"
-    for key, came in numbers.items():
-        assert list(dict.fromkeys(came)) == sorted(set(came)), f"{key}: {came}"
-        back = [place for place in range(1, len(came)) if came[place] != came[place - 1] + 1]
-        assert len(back) <= 1, f"{key} was begun again {len(back)} times: {came}"
-        # From where it was begun again all comes again, in order.
-        assert all(came[place] <= came[place - 1] for place in back), f"{key}: {came}"
+    assert ids.keys() == written.keys(), "events were lost"
+    for key, received in numbers.items():
+        assert list(dict.fromkeys(received)) == sorted(set(received)), f"{key}: {received}"
+        restarts = [index for index in range(1, len(received)) if received[index] != received[index - 1] + 1]
+        assert len(restarts) <= 1, f"{key} was restarted {len(restarts)} times: {received}"
+        # After a restart all later events are repeated in order.
+        assert all(received[index] <= received[index - 1] for index in restarts), f"{key}: {received}"
     return sum(ids.values()) - len(ids)
 
 
 @pytest.mark.slow
-async def test_three_relays_one_killed(
+async def test_killing_one_of_three_relays_loses_nothing(
     kafka_server: KafkaServer, processes: Processes, postgres_url: str, namespace: str
 ) -> None:
-    """100,000 events of 1,000 keys: all SENT and at the broker, of each key in order; only what the killed one had in
-    hand comes twice."""
+    """100,000 events of 1,000 keys: all are SENT and published in order per key; only those in flight in the killed
+    relay are repeated."""
     topic = Topic(kafka_server, namespace, 4)
     victim, *others = [
-        processes.start("outbox", "relay", HOLDFAST_OUTBOX_TARGETS=to_kafka(kafka_server)) for _ in range(3)
+        processes.start("outbox", "relay", HOLDFAST_OUTBOX_TARGETS=kafka_targets(kafka_server)) for _ in range(3)
     ]
     for relay in (victim, *others):
-        await relay.has_said("relay started")
+        await relay.wait_for_log("relay started")
     written = await fill_outbox(postgres_url, topic.name, 1_000, 100)
 
     async def sent(at_least: int) -> bool:
-        return (await statuses(postgres_url)).get("SENT", 0) >= at_least
+        return (await count_statuses(postgres_url)).get("SENT", 0) >= at_least
 
     await eventually(lambda: sent(15_000), "a first part", 120)
     victim.kill()
-    assert not await sent(len(written)), "in mid-run"
+    assert not await sent(len(written)), "all events were sent before the kill"
     await eventually(lambda: sent(len(written)), "the rest", 150)
-    assert await statuses(postgres_url) == {"SENT": len(written)}
+    assert await count_statuses(postgres_url) == {"SENT": len(written)}
     for relay in others:
         relay.terminate()
     for relay in others:
-        assert await relay.ended() == 0
+        assert await relay.wait_ended() == 0
     assert check_arrived(topic.read(), written) <= FLIGHTS * BATCH
 
 
-async def test_killed_between_publish_and_mark(
+async def test_a_relay_killed_between_publish_and_record_repeats_its_events(
     kafka_server: KafkaServer, processes: Processes, postgres_url: str, namespace: str
 ) -> None:
-    """What was published and not marked comes again: the same ids, in the same order."""
+    """Events published without a recorded result are published again with the same ids, in the same order."""
     topic = Topic(kafka_server, namespace, 2)
-    variables = {"HOLDFAST_OUTBOX_TARGETS": to_kafka(kafka_server), "HOLDFAST_OUTBOX_BATCH": "100"}
+    variables = {"HOLDFAST_OUTBOX_TARGETS": kafka_targets(kafka_server), "HOLDFAST_OUTBOX_BATCH": "100"}
     written = await fill_outbox(postgres_url, topic.name, 50, 40)
-    # Nobody else is at it while it lives: what it leaves behind need not be waited for as long as elsewhere.
+    # No other relay runs meanwhile, so a shorter lease is safe and its expiry is awaited for less time.
     victim = processes.start(
-        "outbox", "relay", program=("-c", DIES_BEFORE_MARKING), **variables, HOLDFAST_OUTBOX_LEASE_S="5"
+        "outbox", "relay", program=("-c", KILLED_BEFORE_RECORDING), **variables, HOLDFAST_OUTBOX_LEASE_S="5"
     )
-    assert await victim.ended() == -signal.SIGKILL
-    marked, there = await statuses(postgres_url), len(topic.read())
-    assert marked == {"SENT": 200, "NEW": 1_800}
-    assert there >= 300, "it has published more than it has marked"
+    assert await victim.wait_ended() == -signal.SIGKILL
+    recorded, published = await count_statuses(postgres_url), len(topic.read())
+    assert recorded == {"SENT": 200, "NEW": 1_800}
+    assert published >= 300, "not more was published than recorded"
     processes.start("outbox", "relay", **variables)
 
     async def all_sent() -> bool:
-        return await statuses(postgres_url) == {"SENT": len(written)}
+        return await count_statuses(postgres_url) == {"SENT": len(written)}
 
     await eventually(all_sent, "the rest", 60)
-    twice = check_arrived(topic.read(), written)
-    assert twice == there - 200
+    repeated = check_arrived(topic.read(), written)
+    assert repeated == published - 200
 
 
-async def test_a_broker_killed_in_mid_batch_and_back(
+async def test_a_broker_killed_during_a_batch_loses_nothing(
     make_kafka: MakeKafka, processes: Processes, postgres_url: str
 ) -> None:
-    """The relay goes on by itself; nothing is lost, of each key in order."""
+    """The relay recovers by itself; nothing is lost, and the order per key is kept."""
     server = make_kafka()
     topic = Topic(server, "orders", 2)
-    relay = processes.start("outbox", "relay", HOLDFAST_OUTBOX_TARGETS=to_kafka(server), HOLDFAST_OUTBOX_BATCH="50")
-    await relay.has_said("relay started")
+    relay = processes.start(
+        "outbox", "relay", HOLDFAST_OUTBOX_TARGETS=kafka_targets(server), HOLDFAST_OUTBOX_BATCH="50"
+    )
+    await relay.wait_for_log("relay started")
     written = await fill_outbox(postgres_url, topic.name, 100, 50)
 
-    async def are(status: str, at_least: int) -> bool:
-        return (await statuses(postgres_url)).get(status, 0) >= at_least
+    async def has_statuses(status: str, at_least: int) -> bool:
+        return (await count_statuses(postgres_url)).get(status, 0) >= at_least
 
-    await eventually(lambda: are("SENT", 500), "a first part", 60)
+    await eventually(lambda: has_statuses("SENT", 500), "a first part", 60)
     server.kill()
-    assert not await are("SENT", len(written)), "in mid-run"
-    await eventually(lambda: are("RETRYING", 1), "the first failure", 60)
+    assert not await has_statuses("SENT", len(written)), "all events were sent before the kill"
+    await eventually(lambda: has_statuses("RETRYING", 1), "the first failure", 60)
     server.start()
-    await eventually(lambda: are("SENT", len(written)), "the rest", 90)
+    await eventually(lambda: has_statuses("SENT", len(written)), "the rest", 90)
     assert relay.alive
-    # What the broker had written and not confirmed comes twice: one batch.
+    # One batch that the broker had written and not confirmed is repeated.
     assert check_arrived(topic.read(), written) <= 50
 
 
 @pytest.mark.parametrize("kind", ["kafka", "rabbitmq"])
-async def test_a_wrong_password_is_told_and_never_shown(
+async def test_a_wrong_password_is_reported_and_never_shown(
     request: pytest.FixtureRequest, kind: str, processes: Processes, postgres_url: str, namespace: str
 ) -> None:
     server: Any = request.getfixturevalue(f"{kind}_server")
@@ -178,46 +182,46 @@ async def test_a_wrong_password_is_told_and_never_shown(
     )
 
     async def dead() -> bool:
-        return await statuses(postgres_url) == {"DEAD": 3}
+        return await count_statuses(postgres_url) == {"DEAD": 3}
 
-    await eventually(dead, "the limit of tries", 60)
-    shown = processes.start("outbox", "list", "--json")
-    assert await shown.ended() == 0
+    await eventually(dead, "the limit of attempts", 60)
+    listing = processes.start("outbox", "list", "--json")
+    assert await listing.wait_ended() == 0
     relay.terminate()
-    assert await relay.ended() == 0
-    told = relay.log.read_text() + shown.log.read_text()
-    assert "events DEAD" in told
-    assert SECRET not in told
-    assert any(word in told for word in ("uthentication", "ACCESS_REFUSED", "refuse")), told
+    assert await relay.wait_ended() == 0
+    output = relay.log.read_text() + listing.log.read_text()
+    assert "events DEAD" in output
+    assert SECRET not in output
+    assert any(word in output for word in ("uthentication", "ACCESS_REFUSED", "refuse")), output
 
 
-async def test_dead_after_the_limit_and_revived_by_hand(
+async def test_events_are_dead_after_the_limit_and_can_be_retried(
     rabbitmq_server: RabbitServer, processes: Processes, postgres_url: str, namespace: str
 ) -> None:
-    """Nobody has made the queue; once somebody has, `holdfast outbox retry` brings all of them there in order."""
+    """The queue is missing; once it exists, `holdfast outbox retry` publishes all events in order."""
     connection = {"host": "127.0.0.1", "port": rabbitmq_server.port, "user": USER, "password": PASSWORD}
     written = await fill_outbox(postgres_url, namespace, 2, 3)
     relay = processes.start(
         "outbox", "relay", HOLDFAST_OUTBOX_TARGETS=targets("rabbitmq", connection), HOLDFAST_OUTBOX_MAX_ATTEMPTS="2"
     )
 
-    async def are(**wanted: int) -> bool:
-        return await statuses(postgres_url) == wanted
+    async def has_statuses(**expected: int) -> bool:
+        return await count_statuses(postgres_url) == expected
 
-    # The first of each key; the others wait behind it.
-    await eventually(lambda: are(DEAD=2, NEW=4), "the limit of tries", 60)
+    # The first event of each key; the others wait behind it.
+    await eventually(lambda: has_statuses(DEAD=2, NEW=4), "the limit of attempts", 60)
     link = await aio_pika.connect(rabbitmq_server.url)
     async with link:
         channel = await link.channel()
         queue = await channel.declare_queue(namespace, durable=True, arguments={"x-queue-type": "quorum"})
-        retry = processes.start("outbox", "retry", "--all-dead", "--reason", "the queue is there")
-        assert await retry.ended() == 0, retry.log.read_text()
-        await eventually(lambda: are(SENT=6), "all to be sent", 60)
-        came = [await queue.get(no_ack=True) for _ in range(6)]
+        retry = processes.start("outbox", "retry", "--all-dead", "--reason", "the queue exists")
+        assert await retry.wait_ended() == 0, retry.log.read_text()
+        await eventually(lambda: has_statuses(SENT=6), "all to be sent", 60)
+        received = [await queue.get(no_ack=True) for _ in range(6)]
         assert await queue.get(fail=False) is None
     assert relay.alive
     numbers: dict[str, list[int]] = {}
-    for message in came:
+    for message in received:
         assert message is not None
         key, n = written[str(message.message_id)]
         numbers.setdefault(key, []).append(n)

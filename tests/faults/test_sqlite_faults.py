@@ -1,4 +1,4 @@
-"""The embedded engine's file: shared by processes, locked, full, read-only, damaged, gone."""
+"""The file of the embedded engine: shared by processes, locked, full, read-only, damaged, missing."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from tests.worker.support import working
 pytestmark = [pytest.mark.faults]
 
 
-def path_of(site: Site) -> Path:
+def database_path(site: Site) -> Path:
     return Path(site.url.removeprefix("sqlite:///"))
 
 
 def is_sound(path: Path) -> bool:
-    """What SQLite itself says of the file."""
+    """Return whether SQLite's integrity check passes."""
     with sqlite3.connect(path) as file:
         (answer,) = file.execute("PRAGMA integrity_check").fetchone()
     file.close()
@@ -40,23 +40,23 @@ def is_sound(path: Path) -> bool:
 # Several processes -----------------------------------------------------------------------------------
 
 
-async def test_two_processes_on_one_file_and_one_is_killed(sqlite_site: Site) -> None:
-    """Both work, the test submits from a third; what the dead one had half written is nobody's problem."""
+async def test_killing_one_of_two_processes_on_one_file(sqlite_site: Site) -> None:
+    """Two workers and a submitting process; a partial write of the killed worker has no effect."""
     site = sqlite_site
-    workers = await site.started_all(2, "--concurrency", "5")
+    workers = await site.start_workers(2, "--concurrency", "5")
     jobs = [job.id for job in await site.tasks.nap.submit_many((number, 0.05) for number in range(150))]
     jobs += [(await site.tasks.flaky.submit()).id for _ in range(10)]
     await eventually(lambda: len({run.pid for run in site.runs()}) == 2 and len(site.runs()) >= 50, "both to work")
     workers[0].kill()
     jobs += [job.id for job in await site.tasks.work.submit_many((number,) for number in range(50))]
 
-    await site.all_is_well(jobs)
+    await site.assert_all_ended(jobs)
     runs = Counter(run.job_id for run in site.runs())
     assert set(jobs) == set(runs)
     workers[1].terminate()
-    assert await workers[1].ended() == 0
+    assert await workers[1].wait_ended() == 0
     await site.app.close()
-    assert is_sound(path_of(site))
+    assert is_sound(database_path(site))
 
 
 # Locked ----------------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ sys.stdin.read()
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Another program holds the file in a transaction of its own, past our queue of writers."""
+    """Lock the file from another program, which bypasses the queue of writers."""
     command = [sys.executable, "-c", _LOCKER, str(path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
@@ -81,38 +81,38 @@ def locked(path: Path) -> Iterator[None]:
         other.communicate()
 
 
-async def test_locked_for_a_while(sqlite_site: Site) -> None:
-    """Callers and workers wait, and then go on."""
+async def test_a_short_lock_delays_callers_and_workers(sqlite_site: Site) -> None:
+    """Callers and workers wait, then continue."""
     site, gate = sqlite_site, sqlite_site.gate()
     async with working(site.app) as worker:
-        held = await site.tasks.hold.submit(str(gate))
+        blocked = await site.tasks.hold.submit(str(gate))
         await eventually(lambda: worker.running == 1, "a run")
-        with locked(path_of(site)):
+        with locked(database_path(site)):
             waiting = [asyncio.ensure_future(site.tasks.work.submit(number)) for number in range(3)]
             gate.touch()
-            await eventually(lambda: site.runs(held.id), "the run")
+            await eventually(lambda: site.runs(blocked.id), "the run")
             assert not any(task.done() for task in waiting)
-            # Reading goes on meanwhile.
-            assert await held.state() is State.RUNNING
+            # Reads still work.
+            assert await blocked.state() is State.RUNNING
         jobs = [await task for task in waiting]
-        await site.all_is_well([held.id, *(job.id for job in jobs)])
+        await site.assert_all_ended([blocked.id, *(job.id for job in jobs)])
     assert len(site.runs()) == 4
 
 
-async def test_locked_for_too_long(sqlite_site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clear error for callers; a worker tries until it may."""
+async def test_a_long_lock_is_an_error(sqlite_site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Callers get a clear error; a worker retries until the lock is released."""
     monkeypatch.setattr(connection, "BUSY_TIMEOUT_MS", 200)
     site, gate = sqlite_site, sqlite_site.gate()
     async with working(site.app) as worker:
-        held = await site.tasks.hold.submit(str(gate))
+        blocked = await site.tasks.hold.submit(str(gate))
         await eventually(lambda: worker.running == 1, "a run")
-        with locked(path_of(site)):
+        with locked(database_path(site)):
             with pytest.raises(EngineUnavailable, match="another program has locked it"):
                 await site.tasks.work.submit(1)
             gate.touch()
             await eventually(lambda: not worker.ready, "the worker to notice")
         job = await site.tasks.work.submit(2)
-        await site.all_is_well([held.id, job.id])
+        await site.assert_all_ended([blocked.id, job.id])
 
 
 # Full ------------------------------------------------------------------------------------------------
@@ -120,15 +120,15 @@ async def test_locked_for_too_long(sqlite_site: Site, monkeypatch: pytest.Monkey
 
 @contextmanager
 def tiny_disk(folder: Path, kib: int) -> Iterator[Path]:
-    """A file system that is soon full. Needs root."""
+    """Mount a small file system. Requires root."""
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(folder)]
     mounted = subprocess.run(command, capture_output=True, text=True, check=False) if os.geteuid() == 0 else None
     if mounted is None or mounted.returncode:
-        why = "only root can mount a small disk" if mounted is None else mounted.stderr.strip()
+        reason = "only root can mount a small disk" if mounted is None else mounted.stderr.strip()
         if os.environ.get("CI") == "true" and mounted is None:
-            pytest.fail(why)
-        pytest.skip(why)
+            pytest.fail(reason)
+        pytest.skip(reason)
     try:
         yield folder
     finally:
@@ -140,7 +140,7 @@ def remount(folder: Path, options: str) -> None:
 
 
 async def _fill(site: Site) -> list[str]:
-    """Submit large jobs until the disk is full; those that were accepted."""
+    """Submit large jobs until the disk is full. Return the ids of the accepted ones."""
     large = site.tasks.work.options(context={"padding": "x" * 20_000})
     accepted: list[str] = []
     while True:
@@ -152,8 +152,8 @@ async def _fill(site: Site) -> list[str]:
         accepted.append(job.id)
 
 
-async def test_a_disk_that_is_full(tmp_path: Path, make_site: MakeSite, caplog: pytest.LogCaptureFixture) -> None:
-    """Submissions are refused and nothing of them is kept; with room again, all that was accepted ends."""
+async def test_a_full_disk(tmp_path: Path, make_site: MakeSite, caplog: pytest.LogCaptureFixture) -> None:
+    """Submissions are refused and leave nothing; once there is space, all accepted jobs end."""
     with tiny_disk(tmp_path / "disk", 1_024) as disk:
         site = make_site(f"sqlite:///{disk / 'holdfast.db'}")
         accepted = await _fill(site)
@@ -164,8 +164,8 @@ async def test_a_disk_that_is_full(tmp_path: Path, make_site: MakeSite, caplog: 
 
         async with working(site.app):
             remount(disk, "size=16m")
-            more = await site.tasks.work.submit(2)
-            await site.all_is_well([*accepted, more.id])
+            another = await site.tasks.work.submit(2)
+            await site.assert_all_ended([*accepted, another.id])
         assert len(site.runs()) == len(accepted) + 1
         await site.app.close()
         assert is_sound(disk / "holdfast.db")
@@ -176,7 +176,7 @@ async def test_a_disk_that_is_full(tmp_path: Path, make_site: MakeSite, caplog: 
 
 @contextmanager
 def read_only(folder: Path, path: Path) -> Iterator[None]:
-    """Nobody may write there. Root may write anywhere, so for it the whole file system is made read-only."""
+    """Make the folder read-only. Permissions do not apply to root, so the whole file system is remounted."""
     if os.geteuid() == 0:
         remount(folder, "ro")
         try:
@@ -184,17 +184,17 @@ def read_only(folder: Path, path: Path) -> Iterator[None]:
         finally:
             remount(folder, "rw")
         return
-    places = [folder, *folder.glob(f"{path.name}*")]
-    for place in places:
-        place.chmod(0o555 if place.is_dir() else 0o444)
+    paths = [folder, *folder.glob(f"{path.name}*")]
+    for each in paths:
+        each.chmod(0o555 if each.is_dir() else 0o444)
     try:
         yield
     finally:
-        for place in places:
-            place.chmod(0o755 if place.is_dir() else 0o644)
+        for each in paths:
+            each.chmod(0o755 if each.is_dir() else 0o644)
 
 
-async def test_a_file_that_is_read_only(tmp_path: Path, make_site: MakeSite) -> None:
+async def test_a_read_only_file(tmp_path: Path, make_site: MakeSite) -> None:
     with tiny_disk(tmp_path / "disk", 16_384) as disk:
         path = disk / "holdfast.db"
         site = make_site(f"sqlite:///{path}")
@@ -204,18 +204,18 @@ async def test_a_file_that_is_read_only(tmp_path: Path, make_site: MakeSite) -> 
             with pytest.raises(EngineUnavailable, match=r"read-only|writable|write access"):
                 await site.app.open()
             process = site.start()
-            assert await process.ended() == 3
-            assert not process.said("Traceback")
+            assert await process.wait_ended() == 3
+            assert not process.has_logged("Traceback")
         async with working(site.app):
-            await site.all_is_well([job.id])
+            await site.assert_all_ended([job.id])
         await site.app.close()
 
 
-# Damaged, or not ours --------------------------------------------------------------------------------
+# Damaged, or foreign ---------------------------------------------------------------------------------
 
 
-async def test_a_damaged_file_is_named_as_such(sqlite_site: Site) -> None:
-    site, path = sqlite_site, path_of(sqlite_site)
+async def test_a_damaged_file_is_reported(sqlite_site: Site) -> None:
+    site, path = sqlite_site, database_path(sqlite_site)
     jobs = await site.tasks.work.submit_many((number,) for number in range(500))
     await site.app.close()
     healthy = path.read_bytes()
@@ -228,38 +228,38 @@ async def test_a_damaged_file_is_named_as_such(sqlite_site: Site) -> None:
         assert str(path) in str(refused.value)
         assert "database" in str(refused.value)
         await site.app.close()
-    # With the copy back in place, everything is there.
+    # After restoring the copy, all jobs run.
     path.write_bytes(healthy)
     async with working(site.app):
-        await site.all_is_well(job.id for job in jobs)
+        await site.assert_all_ended(job.id for job in jobs)
     assert len(site.runs()) == 500
 
 
-async def test_a_file_of_another_program_is_left_alone(tmp_path: Path) -> None:
+async def test_a_file_of_another_program_is_not_changed(tmp_path: Path) -> None:
     path = tmp_path / "theirs.db"
-    with sqlite3.connect(path) as theirs:
-        theirs.execute("CREATE TABLE notes (text)")
-        theirs.execute("INSERT INTO notes VALUES ('mine')")
-    theirs.close()
+    with sqlite3.connect(path) as foreign:
+        foreign.execute("CREATE TABLE notes (text)")
+        foreign.execute("INSERT INTO notes VALUES ('mine')")
+    foreign.close()
     before = path.read_bytes()
     app = Holdfast(f"sqlite:///{path}")
     with pytest.raises(InvalidOption, match="belongs to another program"):
         await app.open()
     await app.close()
     after = path.read_bytes()
-    # Bytes 18 and 19 say whether a write-ahead log is used; every page of theirs is as it was.
+    # Bytes 18 and 19 select the write-ahead log; all pages are unchanged.
     assert after[100:] == before[100:]
 
 
-async def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+async def test_a_missing_folder_is_reported(tmp_path: Path) -> None:
     app = Holdfast(f"sqlite:///{tmp_path / 'nowhere' / 'holdfast.db'}")
     with pytest.raises(EngineUnavailable, match="directory must exist"):
         await app.open()
 
 
-async def test_a_file_that_is_moved_away_under_a_worker(sqlite_site: Site) -> None:
-    """Nothing is written into a file that nobody can find; once it is back, work goes on."""
-    site, path = sqlite_site, path_of(sqlite_site)
+async def test_a_file_moved_while_a_worker_runs(sqlite_site: Site) -> None:
+    """Nothing is written to the moved file; once it is back, the worker continues."""
+    site, path = sqlite_site, database_path(sqlite_site)
     aside = path.with_name("aside.db")
     async with working(site.app):
         job = await site.tasks.work.submit(1)
@@ -270,11 +270,11 @@ async def test_a_file_that_is_moved_away_under_a_worker(sqlite_site: Site) -> No
         if path.exists():
             path.unlink()
         aside.rename(path)
-        later = await eventually(lambda: _submitted(site), "a submission to be taken")
-        await site.all_is_well([job.id, later.id])
+        later = await eventually(lambda: _try_submit(site), "a submission to be accepted")
+        await site.assert_all_ended([job.id, later.id])
 
 
-async def _submitted(site: Site) -> Any:
+async def _try_submit(site: Site) -> Any:
     try:
         return await site.tasks.work.submit(3)
     except EngineUnavailable:

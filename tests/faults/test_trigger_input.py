@@ -1,4 +1,4 @@
-"""What people write to a real Kafka, and what a trigger makes of it, end to end; and wrong passwords."""
+"""Messages of all kinds on a real Kafka, end to end, and wrong passwords."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from tests.faults.support import eventually
 pytestmark = [pytest.mark.faults]
 
 SECRET = "not-the-password-8"
-#: Key, body, headers; and what becomes of it.
+#: Key, body, headers, and the expected status.
 MESSAGES: list[tuple[str | None, bytes | None, Any, str]] = [
     (None, b"1", None, "success"),
     ("k", b"2", [], "success"),
-    # Empty, and a tombstone, which has no value at all.
+    # An empty message, and a tombstone, which has no value.
     (None, b"", None, "unparsable"),
     ("k", None, None, "success"),
     (None, b"{", [("x-tenant-id", b"acme")], "unparsable"),
     (None, b"\xff\xfe\x00", None, "unparsable"),
     (None, b"[" * 100_000, None, "unparsable"),
     (None, b'"' + b"x" * 2_000 + b'"', None, "unparsable"),
-    # Odd headers: no value, no UTF-8, twice, empty, long, with control characters, a name in capitals.
+    # Unusual headers: without value, not UTF-8, repeated, empty, long, with control characters, in capitals.
     (None, b"3", [("x-event-name", None), ("x-dedup-key", None)], "success"),
     (None, b"4", [("x-event-name", b"\xff\xfe"), ("\u00e4", b"\x00\x01"), ("x-dedup-key", b"\xff")], "success"),
     (None, b"5", [("X-DEDUP-KEY", b"five"), ("x-event-name", b"a"), ("x-event-name", b"b")], "success"),
@@ -49,7 +49,7 @@ MESSAGES: list[tuple[str | None, bytes | None, Any, str]] = [
 ]
 
 
-def trigger_of(server: KafkaServer, topic: Topic, runtime: Runtime, **options: Any) -> QueueTrigger:
+def make_trigger(server: KafkaServer, topic: Topic, runtime: Runtime, **options: Any) -> QueueTrigger:
     adapter = KafkaAdapter(KafkaConfig(bootstrap_servers=server.address), topic.name, "shop", prefetch=100)
     config = TriggerConfig(
         queue_name=topic.name, consumer_group="shop", concurrency=5, retry_backoff_base=0.01, max_retries=2
@@ -58,9 +58,9 @@ def trigger_of(server: KafkaServer, topic: Topic, runtime: Runtime, **options: A
 
 
 async def test_messages_of_all_kinds(kafka_server: KafkaServer, tmp_path: Path, namespace: str) -> None:
-    """Each is run, known as a duplicate, or a dead letter as it came; none is in the way of the next."""
+    """Each message runs, is a duplicate, or becomes an unchanged dead letter; none blocks the next."""
     topic = Topic(kafka_server, namespace, 1)
-    dead = Topic(kafka_server, f"{namespace}.dlq", 1)
+    dlq = Topic(kafka_server, f"{namespace}.dlq", 1)
     topic.fill((key, body, headers) for key, body, headers, _ in MESSAGES)
     app, ran = Holdfast(f"sqlite:///{tmp_path / 'all.db'}"), list[int | None]()
 
@@ -72,29 +72,29 @@ async def test_messages_of_all_kinds(kafka_server: KafkaServer, tmp_path: Path, 
         backend = backend_of(app)
         assert backend.ledger is not None
         book = backend.ledger.triggers
-        async with trigger_of(kafka_server, topic, TaskRuntime(app, "handle"), book=book) as trigger:
+        async with make_trigger(kafka_server, topic, TaskRuntime(app, "handle"), book=book) as trigger:
             await eventually(lambda: sum(trigger.counts.consumed.values()) >= len(MESSAGES), "all of them")
         await drain(app)
         rows = {row.message_id: row for row in await book.executions(None)}
-    told = [rows[f"{topic.name}-0-{offset}"].status.value for offset in range(len(MESSAGES))]
-    assert told == [what for *_, what in MESSAGES]
+    statuses = [rows[f"{topic.name}-0-{offset}"].status.value for offset in range(len(MESSAGES))]
+    assert statuses == [status for *_, status in MESSAGES]
     assert sorted(n or 0 for n in ran) == [0, 1, 2, 3, 4, 5, 7, 8, 11]
     assert None in ran
-    assert topic.left("shop") == 0
-    letters = {dict(message.headers())["x-dead-message-id"].decode(): message for _, message in dead.read()}
-    lost = [offset for offset, (*_, what) in enumerate(MESSAGES) if what == "unparsable"]
-    assert letters.keys() == {f"{topic.name}-0-{offset}" for offset in lost}
-    for offset in lost:
-        letter = letters[f"{topic.name}-0-{offset}"]
-        assert letter.value() == MESSAGES[offset][1]
-        assert dict(letter.headers())["x-dead-reason"]
+    assert topic.count_uncommitted("shop") == 0
+    dead_letters = {dict(message.headers())["x-dead-message-id"].decode(): message for _, message in dlq.read()}
+    unparsable = [offset for offset, (*_, status) in enumerate(MESSAGES) if status == "unparsable"]
+    assert dead_letters.keys() == {f"{topic.name}-0-{offset}" for offset in unparsable}
+    for offset in unparsable:
+        dead_letter = dead_letters[f"{topic.name}-0-{offset}"]
+        assert dead_letter.value() == MESSAGES[offset][1]
+        assert dict(dead_letter.headers())["x-dead-reason"]
 
 
-async def test_a_poison_message_is_a_dead_letter_and_the_rest_goes_on(
+async def test_a_poison_message_is_a_dead_letter_and_others_continue(
     kafka_server: KafkaServer, tmp_path: Path, namespace: str
 ) -> None:
     topic = Topic(kafka_server, namespace, 1)
-    dead = Topic(kafka_server, f"{namespace}.dlq", 1)
+    dlq = Topic(kafka_server, f"{namespace}.dlq", 1)
     topic.fill((f"key-{number % 3}", b"%d" % number, [("x-own", b"kept")]) for number in range(60))
     ran: list[int] = []
     tries: list[int] = []
@@ -111,21 +111,21 @@ async def test_a_poison_message_is_a_dead_letter_and_the_rest_goes_on(
         assert backend.ledger is not None
         ledger = backend.ledger
         options = {"book": ledger.triggers, "dedup": LedgerDedupStore(ledger.effects, topic.name)}
-        async with trigger_of(kafka_server, topic, CallableRuntime(act), **options) as trigger:
+        async with make_trigger(kafka_server, topic, CallableRuntime(act), **options) as trigger:
             await eventually(lambda: sum(trigger.counts.consumed.values()) >= 60, "all of them")
         failed = [row for row in await ledger.triggers.executions(None) if row.status == "failed"]
     assert len(tries) == 3
     for key in range(3):
         assert [n for n in ran if n % 3 == key] == [n for n in range(key, 60, 3) if n != 30], (
-            "in order, past the poison"
+            "messages behind the poison message are out of order"
         )
     assert [(row.message_id, row.retry_count) for row in failed] == [(f"{topic.name}-0-30", 2)]
-    ((_, letter),) = dead.read()
-    headers = dict(letter.headers())
-    assert (letter.value(), headers["x-own"]) == (b"30", b"kept")
+    ((_, dead_letter),) = dlq.read()
+    headers = dict(dead_letter.headers())
+    assert (dead_letter.value(), headers["x-own"]) == (b"30", b"kept")
     assert b"failed after 3 attempts" in headers["x-dead-reason"]
     assert headers["x-dead-history"].count(b"this one never works") == 3
-    assert topic.left("shop") == 0
+    assert topic.count_uncommitted("shop") == 0
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
 
 
 @pytest.mark.parametrize("kind", ["kafka", "rabbitmq"])
-async def test_a_wrong_password_is_told_and_never_shown(
+async def test_a_wrong_password_is_reported_and_never_shown(
     request: pytest.FixtureRequest, kind: str, processes: Processes, tmp_path: Path, namespace: str
 ) -> None:
     server: Any = request.getfixturevalue(f"{kind}_server")
@@ -159,15 +159,15 @@ async def test_a_wrong_password_is_told_and_never_shown(
             "runtime": {"task": "take"},
         },
     )
-    for words in (("run", file, "app.py:app", "--log-level", "debug"), ("check", file, "app.py:app", "--connect")):
+    for args in (("run", file, "app.py:app", "--log-level", "debug"), ("check", file, "app.py:app", "--connect")):
         process = processes.start(
             "trigger",
-            *words,
+            *args,
             HOLDFAST_URL=f"sqlite:///{tmp_path / 'jobs.db'}",
             BROKER_PASSWORD=SECRET,
             BROKER_URL=f"amqp://{USER}:{SECRET}@127.0.0.1:{server.port}/",
         )
-        assert await process.ended() != 0
-        told = process.log.read_text()
-        assert "BROKER_REFUSED: trigger orders: " in told
-        assert SECRET not in told
+        assert await process.wait_ended() != 0
+        output = process.log.read_text()
+        assert "BROKER_REFUSED: trigger orders: " in output
+        assert SECRET not in output

@@ -1,4 +1,4 @@
-"""Triggers on real brokers, end to end: storms of duplicates, messages that cannot be used, brokers that die."""
+"""Triggers on real brokers, end to end: many duplicates, and killed brokers."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from holdfast.triggers.task_runtime import TaskRuntime
 from holdfast.triggers.trigger import QueueTrigger
 from tests.brokers.kafka_server import KafkaServer, MakeKafka
 from tests.brokers.rabbitmq_server import PASSWORD, USER, MakeRabbit, RabbitServer
-from tests.faults.broker_support import Topic, accepted, by_key
+from tests.faults.broker_support import Topic, group_by_key, read_created_jobs
 from tests.faults.support import eventually
-from tests.faults.test_kafka_triggers import message_of
+from tests.faults.test_kafka_triggers import decode_message
 
 pytestmark = [pytest.mark.faults, pytest.mark.redis]
 
 
-def to_rabbit(server: RabbitServer) -> dict[str, Any]:
+def rabbitmq_connection(server: RabbitServer) -> dict[str, Any]:
     return {"host": "127.0.0.1", "port": server.port, "user": USER, "password": PASSWORD, "timeout_s": 5}
 
 
-def to_kafka(server: KafkaServer) -> dict[str, Any]:
-    # The broker is back before it would have given its members up.
+def kafka_connection(server: KafkaServer) -> dict[str, Any]:
+    # The broker is back before the session timeout of its members.
     return {"bootstrap_servers": server.address, "session_timeout_s": 20}
 
 
 @pytest.fixture(params=["rabbitmq", "redis"])
 def broker(request: pytest.FixtureRequest) -> tuple[str, Mapping[str, Any]]:
-    """Type and connection."""
+    """Type and connection of a broker."""
     if request.param == "redis":
         return "redis", {"url": request.getfixturevalue("redis_url")}
-    return "rabbitmq", to_rabbit(request.getfixturevalue("rabbitmq_server"))
+    return "rabbitmq", rabbitmq_connection(request.getfixturevalue("rabbitmq_server"))
 
 
 async def publish(kind: str, connection: Mapping[str, Any], messages: list[OutgoingMessage]) -> None:
@@ -81,13 +81,13 @@ async def test_a_storm_of_duplicates_on_four_triggers(
             await eventually(
                 lambda: sum(sum(trigger.counts.consumed.values()) for trigger in triggers) >= 10_000, "the storm", 60
             )
-            await eventually(lambda: _none_left(adapters[0]), "everything to be acknowledged")
+            await eventually(lambda: _has_no_lag(adapters[0]), "everything to be acknowledged")
         finally:
             await asyncio.gather(*(trigger.stop() for trigger in triggers))
         await drain(app)
-        born = await accepted(app)
+        created = await read_created_jobs(app)
     assert runs == dict.fromkeys(range(100), 1)
-    assert len(born) == 100
+    assert len(created) == 100
     counts = [trigger.counts for trigger in triggers]
     assert (
         sum(count.dedup_hits for count in counts)
@@ -96,23 +96,23 @@ async def test_a_storm_of_duplicates_on_four_triggers(
     )
     assert sum(count.consumed[ExecutionStatus.SUCCESS] for count in counts) == 100
     assert sum(sum(count.consumed.values()) for count in counts) == 10_000
-    assert all(sum(count.consumed.values()) for count in counts), "all four took part"
-    # Nobody gets any of it again.
-    late = build_adapter(kind, connection, queue, "shop", 10)
-    await late.connect()
-    assert await late.lag() == 0
+    assert all(sum(count.consumed.values()) for count in counts), "a trigger received no message"
+    # No message is redelivered.
+    successor = build_adapter(kind, connection, queue, "shop", 10)
+    await successor.connect()
+    assert await successor.lag() == 0
     if kind == "redis":
         async with Redis.from_url(connection["url"]) as client:
             assert (await client.xpending(queue, "shop"))["pending"] == 0
-    await late.close()
+    await successor.close()
 
 
-async def _none_left(adapter: Any) -> bool:
+async def _has_no_lag(adapter: Any) -> bool:
     return bool(await adapter.lag() == 0)
 
 
-class Gated(TaskRuntime):
-    """Hands 500 messages over; the next ones are half-way until the gate is open."""
+class GatedRuntime(TaskRuntime):
+    """Runs 500 messages; further ones block until the gate is open."""
 
     def __init__(self, app: Holdfast, task: str) -> None:
         super().__init__(app, task)
@@ -129,21 +129,21 @@ class Gated(TaskRuntime):
 
 
 @pytest.mark.parametrize("kind", ["kafka", "rabbitmq"])
-async def test_a_broker_killed_in_mid_batch_and_back(
+async def test_a_broker_killed_during_a_batch_loses_nothing(
     request: pytest.FixtureRequest, kind: str, redis_url: str, namespace: str
 ) -> None:
-    """Nobody restarts the trigger: every message is one job, of each key in order."""
+    """Without a restart of the trigger, every message becomes one job, in order per key."""
     server: Any
     if kind == "kafka":
         make_kafka: MakeKafka = request.getfixturevalue("make_kafka")
         server = make_kafka()
-        connection = to_kafka(server)
+        connection = kafka_connection(server)
         Topic(server, "orders", 4)
     else:
         make_rabbitmq: MakeRabbit = request.getfixturevalue("make_rabbitmq")
         server = make_rabbitmq()
-        # Else RabbitMQ gives a new consumer what is next before it gives it what the old one had.
-        connection = to_rabbit(server) | {"single_active_consumer": True}
+        # Otherwise RabbitMQ delivers new messages before those of the disconnected consumer.
+        connection = rabbitmq_connection(server) | {"single_active_consumer": True}
     app = Holdfast(redis_url, namespace=namespace, feed_limit=1_000_000)
 
     @app.task
@@ -156,7 +156,7 @@ async def test_a_broker_killed_in_mid_batch_and_back(
         for key in range(20)
     ]
     async with app:
-        runtime = Gated(app, "take")
+        runtime = GatedRuntime(app, "take")
         adapter = build_adapter(kind, connection, "orders", "shop", config.prefetch)
         trigger = QueueTrigger(config, adapter, runtime)
         async with trigger:
@@ -169,18 +169,18 @@ async def test_a_broker_killed_in_mid_batch_and_back(
             async def unhealthy() -> bool:
                 return (await trigger.health()).status == "unhealthy"
 
-            await eventually(unhealthy, "the trigger to see it")
-            # What was half-way is handed over now; nobody can be told.
+            await eventually(unhealthy, "the trigger to be unhealthy")
+            # Blocked messages run now; they cannot be acknowledged.
             runtime.gate.set()
-            # Not in a thread: the server goes with the thread that started it.
+            # Not in a thread: the server ends with the thread that started it.
             server.start()
             await eventually(lambda: trigger.counts.consumed[ExecutionStatus.SUCCESS] >= 3_000, "the rest", 60)
-            await eventually(lambda: _none_left(adapter), "everything to be acknowledged")
+            await eventually(lambda: _has_no_lag(adapter), "everything to be acknowledged")
             assert (await trigger.health()).status == "healthy"
             counts = trigger.counts
             assert (
                 sum(counts.consumed.values())
                 == counts.consumed[ExecutionStatus.SUCCESS] + counts.consumed[ExecutionStatus.DUPLICATE]
             )
-        born = await accepted(app)
-    assert by_key(message_of(job) for job in born) == {f"key-{key}": list(range(150)) for key in range(20)}
+        created = await read_created_jobs(app)
+    assert group_by_key(decode_message(job) for job in created) == {f"key-{key}": list(range(150)) for key in range(20)}

@@ -1,4 +1,4 @@
-"""An app on SQLite with its outbox in each kind of ledger."""
+"""Fixtures: an app on a SQLite engine, with its outbox in each kind of ledger."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ import pytest
 
 from holdfast import Holdfast
 from holdfast.brokers.memory import MemoryBroker
-from tests.outbox.support import World
+from tests.outbox.support import Deployment
 
-MakeWorld = Callable[..., Any]
+MakeDeployment = Callable[..., Any]
 
 
 @pytest.fixture
-async def make_world(ledger_url: str, tmp_path: Path, namespace: str) -> AsyncIterator[MakeWorld]:
-    """`await make_world(outbox_max_attempts=2)`; apps of one test share stores and broker."""
+async def make_deployment(ledger_url: str, tmp_path: Path, namespace: str) -> AsyncIterator[MakeDeployment]:
+    """Create apps: `await make_deployment(outbox_max_attempts=2)`. Apps of one test share stores and broker."""
     async with AsyncExitStack() as opened:
 
-        async def make(**settings: Any) -> World:
-            given = {
+        async def make(**settings: Any) -> Deployment:
+            options = {
                 "outbox_targets": {"default": {"type": "memory", "connection": {"name": namespace}}},
                 "outbox_backoff_base_s": 0.05,
                 **settings,
             }
-            app = Holdfast(f"sqlite:///{tmp_path / 'engine.db'}", ledger=ledger_url, **given)
+            app = Holdfast(f"sqlite:///{tmp_path / 'engine.db'}", ledger=ledger_url, **options)
             await opened.enter_async_context(app)
-            return World(app, namespace, ledger_url)
+            return Deployment(app, namespace, ledger_url)
 
         yield make
     MemoryBroker.reset(namespace)
 
 
 @pytest.fixture
-async def world(make_world: MakeWorld) -> World:
-    made: World = await make_world()
-    return made
+async def deployment(make_deployment: MakeDeployment) -> Deployment:
+    deployment: Deployment = await make_deployment()
+    return deployment

@@ -62,7 +62,7 @@ def double(number: int) -> int:
 
 
 class Order(models.Model):
-    """A row of the user's, in the same transaction."""
+    """A user's row, written in the same transaction."""
 
     name = models.CharField(max_length=100, unique=True)
 
@@ -71,7 +71,7 @@ class Order(models.Model):
 
 
 class Undo(Exception):
-    """Rolls a block back."""
+    """Raised to roll a block back."""
 
 
 def orders() -> list[str]:
@@ -114,13 +114,13 @@ def case_a_nested_block_is_a_savepoint() -> list[str]:
 
 
 def case_another_alias_is_used_by_its_name() -> str:
-    """Also: parameters bound by the server, and the wrapper itself instead of the proxy."""
+    """With server-side parameter binding, and with the connection wrapper instead of the proxy."""
     chosen = connections["special"]
     with transaction.atomic(using="special"):
         return double.options(connection=chosen).submit_sync(5).id
 
 
-def case_autocommit_switched_off_by_hand() -> None:
+def case_autocommit_switched_off_manually() -> None:
     connection.set_autocommit(False)
     try:
         app.outbox.add_sync(connection, "lost", payload=1)
@@ -132,7 +132,7 @@ def case_autocommit_switched_off_by_hand() -> None:
 
 
 def case_an_async_view() -> list[str]:
-    """The transaction is in a thread of Django's; the view itself cannot use the connection."""
+    """The transaction runs in a thread of Django; the view itself cannot use the connection."""
 
     def order(number: int) -> str:
         with transaction.atomic():
@@ -153,7 +153,7 @@ def case_outside_of_a_transaction() -> None:
     app.outbox.add_sync(connection, "lost", payload=1)
 
 
-def case_awaited() -> None:
+def case_async_call() -> None:
     asyncio.run(app.outbox.add(connection, "lost", payload=1))
 
 
@@ -166,14 +166,14 @@ def case_a_database_without_the_table() -> None:
         app.outbox.add_sync(connections["elsewhere"], "lost", payload=1)
 
 
-def case_an_event_id_that_is_there() -> None:
+def case_an_existing_event_id() -> None:
     for _ in range(2):
         with transaction.atomic():
             app.outbox.add_sync(connection, "once", payload=1, event_id="once")
 
 
-def case_a_block_that_is_broken_already() -> None:
-    """Django refuses statements until the block's end, ours, too."""
+def case_an_already_broken_block() -> None:
+    """Django refuses all statements until the end of the block, including those of the outbox."""
     with transaction.atomic():
         transaction.set_rollback(True)
         app.outbox.add_sync(connection, "lost", payload=1)
@@ -189,8 +189,8 @@ def outcome(scenario: Callable[[], Any]) -> Any:
 def main() -> None:
     with connection.schema_editor() as editor:
         editor.create_model(Order)
-    found = {name: outcome(value) for name, value in list(globals().items()) if name.startswith("case_")}
-    print(json.dumps(found | {"orders": orders()}))
+    results = {name: outcome(value) for name, value in list(globals().items()) if name.startswith("case_")}
+    print(json.dumps(results | {"orders": orders()}))
     connections.close_all()
     asyncio.run(app.close())
 

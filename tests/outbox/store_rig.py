@@ -1,4 +1,4 @@
-"""Outbox stores of every kind, and rows in them as users' programs write them."""
+"""Outbox stores of every kind, filled with rows as user programs write them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from holdfast.ledger.sqlite.store import SqliteLedgerStore, prepare_ledger
 from holdfast.sqlite.connection import DatabaseFile
 
 AnyLedger = PostgresLedger | SqliteLedger | EmbeddedLedger
-ALL: Final = list(range(64))
+ALL_LANES: Final = list(range(64))
 
 
-class Written(msgspec.Struct, frozen=True, kw_only=True):
+class EventRow(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     key: str | None = None
     status: OutboxStatus = OutboxStatus.NEW
-    #: From now.
+    #: Relative to now.
     retry_in_ms: int = 0
     destination: str = "kafka"
     topic: str = "orders"
@@ -38,28 +38,28 @@ class Written(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rig:
-    """A ledger, and another one on the same store."""
+    """A ledger on one store, with helpers to write and read its outbox."""
 
-    def __init__(self, kind: str, where: str) -> None:
+    def __init__(self, kind: str, location: str) -> None:
         self.kind = kind
-        self._where = where
-        self.ledger = self.another()
+        self._location = location
+        self.ledger = self.new_ledger()
 
-    def another(self) -> AnyLedger:
+    def new_ledger(self) -> AnyLedger:
         match self.kind:
             case "postgres":
-                return PostgresLedger(PostgresStore(self._where))
+                return PostgresLedger(PostgresStore(self._location))
             case "sqlite":
-                return SqliteLedger(SqliteLedgerStore(DatabaseFile(self._where), prepare_ledger), SystemClock())
+                return SqliteLedger(SqliteLedgerStore(DatabaseFile(self._location), prepare_ledger), SystemClock())
             case _:
-                return EmbeddedLedger(DatabaseFile(self._where), SystemClock())
+                return EmbeddedLedger(DatabaseFile(self._location), SystemClock())
 
     @property
     def outbox(self) -> OutboxStore:
         return self.ledger.outbox
 
-    async def write(self, *events: Written) -> None:
-        """In one transaction of somebody else's, in this order."""
+    async def write(self, *events: EventRow) -> None:
+        """Write the events in this order in one transaction on another connection."""
         now_ms = await self.outbox.now_ms()
         await self.insert([_row(event, now_ms) for event in events])
 
@@ -67,29 +67,31 @@ class Rig:
         if isinstance(self.ledger, PostgresLedger):
             await self.ledger.store.execute_many(_INSERT.format(values=_POSTGRES), rows)
         else:
-            await asyncio.to_thread(_insert, Path(self._where), rows)
+            await asyncio.to_thread(_insert, Path(self._location), rows)
 
     async def run(self, statement: str) -> list[Any]:
-        """SQL that both understand."""
+        """Run SQL that is valid for PostgreSQL and SQLite."""
         if isinstance(self.ledger, PostgresLedger):
             return [tuple(row) for row in await self.ledger.store.fetch(statement)]
-        return await asyncio.to_thread(_run, Path(self._where), statement)
+        return await asyncio.to_thread(_run, Path(self._location), statement)
 
-    async def take(self, relay: str = "me", most: int = 64, lease_ms: int = 60_000, **options: Any) -> list[int]:
-        return await self.outbox.acquire_lanes(relay, ["kafka"], most, lease_ms, **options)
+    async def acquire_lanes(
+        self, relay: str = "me", limit: int = 64, lease_ms: int = 60_000, **options: Any
+    ) -> list[int]:
+        return await self.outbox.acquire_lanes(relay, ["kafka"], limit, lease_ms, **options)
 
-    async def due(self, relay: str = "me", limit: int = 100, dead_blocks: bool = False) -> list[str]:
-        """Ids of what is due, of whatever lanes can be taken."""
+    async def due_ids(self, relay: str = "me", limit: int = 100, dead_blocks: bool = False) -> list[str]:
+        """Return the ids of due events in all lanes that can be acquired."""
         return [event.id for event in await self.due_events(relay, limit, dead_blocks)]
 
     async def due_events(self, relay: str = "me", limit: int = 100, dead_blocks: bool = False) -> list[OutboxEvent]:
-        lanes = await self.take(relay, dead_blocks=dead_blocks)
+        lanes = await self.acquire_lanes(relay, dead_blocks=dead_blocks)
         return await self.outbox.due_events(relay, lanes, ["kafka"], limit, dead_blocks=dead_blocks)
 
-    async def status_of(self, event_id: str) -> OutboxStatus:
-        found = await self.outbox.get("default", event_id)
-        assert found is not None
-        return found.status
+    async def get_status(self, event_id: str) -> OutboxStatus:
+        event = await self.outbox.get("default", event_id)
+        assert event is not None
+        return event.status
 
 
 _INSERT: Final = """
@@ -101,7 +103,7 @@ _POSTGRES: Final = (
 )
 
 
-def _row(event: Written, now_ms: int) -> tuple[Any, ...]:
+def _row(event: EventRow, now_ms: int) -> tuple[Any, ...]:
     created_ms = now_ms - event.age_ms
     return (
         event.tenant_id,

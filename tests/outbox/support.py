@@ -1,4 +1,4 @@
-"""Outboxes on real databases, relays on them, and what has arrived at the broker."""
+"""Test deployments with an outbox on a real database, relays, and a memory broker."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from holdfast.upkeep.relay_service import run_relay
 
 
 async def until(condition: Callable[[], Awaitable[bool]] | Callable[[], bool], seconds: float = 15) -> None:
-    """Wait for it; fail if it does not come."""
+    """Poll the condition until it holds; fail after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
-        answer = condition()
-        if await answer if isinstance(answer, Awaitable) else answer:
+        result = condition()
+        if await result if isinstance(result, Awaitable) else result:
             return
-        assert time.monotonic() < deadline, "it did not happen"
+        assert time.monotonic() < deadline, "the condition did not become true in time"
         await asyncio.sleep(0.01)
 
 
-class World:
-    """An app whose ledger has the outbox, a memory broker as its default destination."""
+class Deployment:
+    """An app with its outbox in the ledger and a memory broker as the default destination."""
 
     def __init__(self, app: Holdfast, broker: str, url: str) -> None:
         self.app = app
@@ -48,29 +48,29 @@ class World:
         return await backend.outbox.open()
 
     async def write(self, *events: NewOutboxEvent) -> list[str]:
-        """In one transaction, on a connection of its own."""
+        """Write the events in one transaction, on a separate connection."""
         async with transaction(self.url) as connection:
             return await self.app.outbox.add_many(connection, events)
 
-    async def events(self, **wanted: Any) -> list[OutboxEvent]:
-        """In the order in which they were written."""
-        return (await (await self.store()).find(None, limit=1_000, **wanted))[::-1]
+    async def events(self, **filters: Any) -> list[OutboxEvent]:
+        """Return the events in the order in which they were written."""
+        return (await (await self.store()).find(None, limit=1_000, **filters))[::-1]
 
     async def statuses(self) -> list[str]:
         return [event.status.value for event in await self.events()]
 
-    async def all_are(self, status: OutboxStatus) -> bool:
+    async def all_have_status(self, status: OutboxStatus) -> bool:
         return {event.status for event in await self.events()} <= {status}
 
     def bodies(self, topic: str = "orders") -> list[Any]:
-        """Data of the CloudEvents that have arrived, in order."""
+        """Return the data of the published CloudEvents, in order."""
         return [msgspec.json.decode(message.body or b"")["data"] for message in self.broker.messages(topic)]
 
     @asynccontextmanager
-    async def relay(self, settings: Settings | None = None, **given: Destination) -> AsyncIterator[Relay]:
-        """A relay while the block runs, then drained."""
-        chosen = settings or self.app.settings
-        relay = Relay(await self.store(), build_destinations(chosen, None) | given, chosen, Counters())
+    async def relay(self, settings: Settings | None = None, **destinations: Destination) -> AsyncIterator[Relay]:
+        """Run a relay during the block, then stop it gracefully."""
+        effective = settings or self.app.settings
+        relay = Relay(await self.store(), build_destinations(effective, None) | destinations, effective, Counters())
         running = asyncio.create_task(relay.run())
         try:
             yield relay
@@ -81,7 +81,7 @@ class World:
 
 @asynccontextmanager
 async def transaction(url: str) -> AsyncIterator[Any]:
-    """A connection in a transaction that is committed at the end."""
+    """Open a connection in a transaction that is committed at the end."""
     if url.startswith("sqlite:"):
         import aiosqlite
 
@@ -101,7 +101,7 @@ async def transaction(url: str) -> AsyncIterator[Any]:
 
 @asynccontextmanager
 async def run_jobs(app: Holdfast, queues: list[str]) -> AsyncIterator[None]:
-    """A relay, and a worker for these queues."""
+    """Run a relay and a worker for these queues."""
 
     async def run() -> None:
         while True:

@@ -36,7 +36,7 @@ async def app(request: pytest.FixtureRequest, tmp_path: Path, namespace: str) ->
         return number * 2
 
     async with app:
-        # Makes the file, where that is the database.
+        # Creates the database file on SQLite.
         backend = backend_of(app)
         assert backend.outbox is not None
         await backend.outbox.open()
@@ -57,8 +57,8 @@ async def run_program(app: Holdfast) -> dict[str, Any]:
     )
     out, errors = await process.communicate()
     assert process.returncode == 0, errors.decode()
-    found: dict[str, Any] = json.loads(out)
-    return found
+    results: dict[str, Any] = json.loads(out)
+    return results
 
 
 async def events(app: Holdfast) -> list[OutboxEvent]:
@@ -68,16 +68,16 @@ async def events(app: Holdfast) -> list[OutboxEvent]:
 
 
 async def test_events_and_jobs_belong_to_the_transaction(app: Holdfast) -> None:
-    found = await run_program(app)
+    results = await run_program(app)
     written = await events(app)
-    event_id, committed = found["case_a_commit_leaves_order_events_and_job"]
-    (lost,) = found["case_a_rollback_leaves_nothing"]
-    outer, inner = found["case_a_nested_block_is_a_savepoint"]
-    other_alias = found["case_another_alias_is_used_by_its_name"]
-    viewed, refused = found["case_an_async_view"]
+    event_id, committed = results["case_a_commit_leaves_order_events_and_job"]
+    (lost,) = results["case_a_rollback_leaves_nothing"]
+    outer, inner = results["case_a_nested_block_is_a_savepoint"]
+    other_alias = results["case_another_alias_is_used_by_its_name"]
+    from_view, refused = results["case_an_async_view"]
     assert refused == "SynchronousOnlyOperation"
 
-    assert found["orders"] == ["committed"]
+    assert results["orders"] == ["committed"]
     plain = [event for event in written if event.destination != ENGINE_DESTINATION]
     assert [event.topic for event in plain] == ["orders", "many", "many", "many", "kept", "by hand", "once"]
     assert (plain[0].id, plain[0].key) == (event_id, "%s")
@@ -94,7 +94,7 @@ async def test_events_and_jobs_belong_to_the_transaction(app: Holdfast) -> None:
 
     async with run_jobs(app, ["mail"]):
         await until(submitted)
-        for job_id, result in ((committed, 2), (outer, 6), (other_alias, 10), (viewed, 12)):
+        for job_id, result in ((committed, 2), (outer, 6), (other_alias, 10), (from_view, 12)):
             assert await app.job(job_id, "mail").result(timeout=60) == result
     for job_id in (lost, inner):
         with pytest.raises(UnknownJob):
@@ -103,10 +103,10 @@ async def test_events_and_jobs_belong_to_the_transaction(app: Holdfast) -> None:
     for scenario, error in {
         "case_outside_of_a_transaction": "UsageError: this connection is not in a transaction, so the event would be "
         "committed immediately; open one: `with transaction.atomic():`",
-        "case_awaited": "UsageError: django.utils.connection.ConnectionProxy is not supported here; use add_sync",
+        "case_async_call": "UsageError: django.utils.connection.ConnectionProxy is not supported here; use add_sync",
         "case_a_cache": "UsageError: django.utils.connection.ConnectionProxy is not a supported connection",
         "case_a_database_without_the_table": "UsageError: the database of this connection has no table outbox_events",
-        "case_an_event_id_that_is_there": "Conflict: an event with this id already exists",
-        "case_a_block_that_is_broken_already": "TransactionManagementError",
+        "case_an_existing_event_id": "Conflict: an event with this id already exists",
+        "case_an_already_broken_block": "TransactionManagementError",
     }.items():
-        assert found[scenario].startswith(error), scenario
+        assert results[scenario].startswith(error), scenario

@@ -1,5 +1,4 @@
-"""Transactional enqueue: a job is there exactly if the transaction was committed, and once however often it is handed
-in."""
+"""Transactional enqueue: a job exists exactly if the transaction committed, and once however often it is submitted."""
 
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ async def app(request: pytest.FixtureRequest, tmp_path: Path, namespace: str) ->
         return number * 2
 
     async with app:
-        # Makes the file, where that is the database.
+        # Creates the database file on SQLite.
         backend = backend_of(app)
         assert backend.outbox is not None
         await backend.outbox.open()
@@ -68,7 +67,7 @@ def double(app: Holdfast) -> Any:
 
 @asynccontextmanager
 async def transaction(app: Holdfast, *, commit: bool = True) -> AsyncIterator[Any]:
-    """Of the database that has the outbox."""
+    """Open a transaction in the database with the outbox."""
     if app.settings.ledger is None:
         async with aiosqlite.connect(app.settings.url.removeprefix("sqlite:///")) as file:
             yield file
@@ -76,10 +75,10 @@ async def transaction(app: Holdfast, *, commit: bool = True) -> AsyncIterator[An
         return
     connection = await asyncpg.connect(app.settings.ledger)
     try:
-        begun = connection.transaction()
-        await begun.start()
+        started = connection.transaction()
+        await started.start()
         yield connection
-        await (begun.commit() if commit else begun.rollback())
+        await (started.commit() if commit else started.rollback())
     finally:
         await connection.close()
 
@@ -108,7 +107,7 @@ async def test_after_the_commit_the_job_runs(app: Holdfast) -> None:
     assert not job.duplicate
 
 
-async def test_after_a_rollback_there_is_none(app: Holdfast) -> None:
+async def test_after_a_rollback_there_is_no_job(app: Holdfast) -> None:
     async with transaction(app, commit=False) as connection:
         job = await double(app).options(connection=connection).submit(21)
     async with run_jobs(app, ["mail", "other"]):
@@ -118,7 +117,7 @@ async def test_after_a_rollback_there_is_none(app: Holdfast) -> None:
             await job.info()
 
 
-async def test_many(app: Holdfast) -> None:
+async def test_many_jobs_in_one_transaction(app: Holdfast) -> None:
     async with transaction(app) as connection:
         jobs = await double(app).options(connection=connection).submit_many([(n,) for n in range(30)])
         assert await double(app).options(connection=connection).submit_many([]) == []
@@ -135,7 +134,7 @@ async def test_many(app: Holdfast) -> None:
         assert await one.result(timeout=60) == 100
 
 
-async def test_options_travel_along(app: Holdfast) -> None:
+async def test_options_are_kept(app: Holdfast) -> None:
     async with transaction(app) as connection:
         chosen = double(app).options(
             connection=connection,
@@ -148,21 +147,21 @@ async def test_options_travel_along(app: Holdfast) -> None:
         )
         job = await chosen.submit(1)
     async with run_relay(app):
-        await until(lambda: is_there(app, "other", job.id))
-    view = await job.info()
-    assert (view.tenant_id, view.queue, view.trace_id, view.meta.context) == ("acme", "other", "trace", {"a": 1})
-    assert view.meta.priority == Priority.HIGH
-    assert view.next_attempt_at_ms or view.meta.run_at_ms
+        await until(lambda: job_exists(app, "other", job.id))
+    info = await job.info()
+    assert (info.tenant_id, info.queue, info.trace_id, info.meta.context) == ("acme", "other", "trace", {"a": 1})
+    assert info.meta.priority == Priority.HIGH
+    assert info.next_attempt_at_ms or info.meta.run_at_ms
 
 
-async def is_there(app: Holdfast, queue: str, job_id: str) -> bool:
+async def job_exists(app: Holdfast, queue: str, job_id: str) -> bool:
     return (await app.engine.get(queue, [job_id]))[0] is not None
 
 
-async def test_handed_in_twice_it_is_one_job(app: Holdfast) -> None:
+async def test_an_event_submitted_twice_is_one_job(app: Holdfast) -> None:
     async with transaction(app) as connection:
         job = await double(app).options(connection=connection).submit(21)
-    # As a relay does that dies before it could say so.
+    # As a relay that is killed before it records the result.
     await (await backend_of(app).submitter()).submit(envelope_from_event(await only_event(app)))
     assert await drain(app, ["mail"]) == 1
     async with run_jobs(app, ["mail", "other"]):
@@ -176,7 +175,7 @@ async def is_sent(app: Holdfast) -> bool:
     return (await only_event(app)).status is OutboxStatus.SENT
 
 
-async def test_an_idempotency_key_that_is_known_leads_to_the_first_job(app: Holdfast) -> None:
+async def test_a_known_idempotency_key_returns_the_first_job(app: Holdfast) -> None:
     first = await double(app).options(idempotency_key="k").submit(1)
     async with transaction(app) as connection:
         second = await double(app).options(idempotency_key="k", connection=connection).submit(1)
@@ -200,14 +199,14 @@ async def test_an_idempotency_key_that_is_known_leads_to_the_first_job(app: Hold
     assert (await third.info()).job_id == first.id
 
 
-async def test_waiting_for_a_job_that_no_relay_has_handed_in(app: Holdfast) -> None:
+async def test_waiting_for_a_job_in_the_outbox_times_out(app: Holdfast) -> None:
     async with transaction(app) as connection:
         job = await double(app).options(connection=connection).submit(21)
     with pytest.raises(WaitTimeout, match="in the outbox"):
         await job.result(timeout=0.2)
 
 
-async def test_guards_are_asked_at_once(app: Holdfast) -> None:
+async def test_guards_run_at_submission(app: Holdfast) -> None:
     @app.guard
     async def odd(request: Any) -> Any:
         from holdfast import Deny
@@ -225,7 +224,7 @@ async def test_guards_are_asked_at_once(app: Holdfast) -> None:
         assert await job.result(timeout=60) == 8
 
 
-async def test_arguments_are_checked_at_once(app: Holdfast) -> None:
+async def test_arguments_are_checked_at_submission(app: Holdfast) -> None:
     async with transaction(app) as connection:
         with pytest.raises(InvalidPayload):
             await double(app).options(connection=connection).submit("x")
@@ -235,30 +234,30 @@ async def test_arguments_are_checked_at_once(app: Holdfast) -> None:
             await double(app).options(connection=object()).submit(1)
 
 
-async def test_an_engine_that_is_away_is_waited_for(app: Holdfast, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unreachable_engine_delays_the_job(app: Holdfast, monkeypatch: pytest.MonkeyPatch) -> None:
     async with transaction(app) as connection:
         job = await double(app).options(connection=connection).submit(21)
-    real, away = app.engine.submit, [True]
+    real, unreachable = app.engine.submit, [True]
 
     async def submit(envelopes: Any) -> Any:
-        if away[0]:
-            raise EngineUnavailable("away")
+        if unreachable[0]:
+            raise EngineUnavailable("unreachable")
         return await real(envelopes)
 
     monkeypatch.setattr(app.engine, "submit", submit)
 
-    async def tried_often() -> bool:
+    async def has_three_attempts() -> bool:
         event = await only_event(app)
         assert event.status in (OutboxStatus.NEW, OutboxStatus.RETRYING)
         return event.attempt_count >= 3
 
     async with run_jobs(app, ["mail", "other"]):
-        await until(tried_often)
-        away[0] = False
+        await until(has_three_attempts)
+        unreachable[0] = False
         assert await job.result(timeout=60) == 42
 
 
-async def test_one_that_the_engine_cannot_take_holds_up_no_other(
+async def test_a_job_that_the_engine_refuses_does_not_delay_others(
     app: Holdfast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with transaction(app) as connection:
@@ -268,7 +267,7 @@ async def test_one_that_the_engine_cannot_take_holds_up_no_other(
 
     async def submit(envelopes: Any) -> Any:
         if any(envelope.job_id == poison for envelope in envelopes):
-            raise OverflowError("no engine has numbers like this")
+            raise OverflowError("number out of range")
         return await real(envelopes)
 
     monkeypatch.setattr(app.engine, "submit", submit)
@@ -284,7 +283,7 @@ async def test_one_that_the_engine_cannot_take_holds_up_no_other(
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [
         ({"topic": "a b"}, "topic"),
         ({"topic": "ö" * 101}, "200"),
@@ -294,7 +293,7 @@ async def test_one_that_the_engine_cannot_take_holds_up_no_other(
         ({"payload": '{"task": "f", "payload": {}, "trace_id": "%s"}' % ("k" * 1_001)}, "trace_id"),
     ],
 )
-def test_what_a_submission_would_refuse_is_no_job(changed: dict[str, Any], told: str) -> None:
+def test_an_event_with_invalid_fields_is_not_decoded(changed: dict[str, Any], message: str) -> None:
     row: dict[str, Any] = {"topic": "mail", "tenant_id": "acme", "payload": '{"task": "f", "payload": {}}', **changed}
     event = OutboxEvent(
         id="e",
@@ -310,11 +309,11 @@ def test_what_a_submission_would_refuse_is_no_job(changed: dict[str, Any], told:
         position=1,
         **row,
     )
-    with pytest.raises(InvalidPayload, match=told):
+    with pytest.raises(InvalidPayload, match=message):
         envelope_from_event(event)
 
 
-async def test_what_is_no_job_is_dead(app: Holdfast) -> None:
+async def test_an_event_that_is_not_a_job_becomes_dead(app: Holdfast) -> None:
     async with transaction(app) as connection:
         job = await double(app).options(connection=connection).submit(21)
         statement = 'UPDATE outbox_events SET payload = \'{"task": ""}\''
@@ -325,7 +324,7 @@ async def test_what_is_no_job_is_dead(app: Holdfast) -> None:
     assert (await only_event(app)).status is OutboxStatus.DEAD
 
 
-async def test_a_program_in_another_language(app: Holdfast) -> None:
+async def test_a_row_inserted_with_sql_becomes_a_job(app: Holdfast) -> None:
     async with transaction(app) as connection:
         lite = app.settings.ledger is None
         now = "unixepoch() * 1000" if lite else "now()"
@@ -335,15 +334,15 @@ async def test_a_program_in_another_language(app: Holdfast) -> None:
             f"('from-elsewhere', 'holdfast', 'mail', 7, '{payload}', {now})"
         )
     async with run_jobs(app, ["mail", "other"]):
-        await until(lambda: is_there(app, "mail", "from-elsewhere"))
+        await until(lambda: job_exists(app, "mail", "from-elsewhere"))
         assert await app.job("from-elsewhere", "mail").result(timeout=60) == 10
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgres"])
-async def test_the_outbox_in_a_database_of_its_own(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    """The user's, apart from engine and ledger: the relay reads there, and the ledger has none of it."""
-    own = request.getfixturevalue("postgres_url") if kind == "postgres" else f"sqlite:///{tmp_path / 'own.db'}"
-    app = Holdfast(f"sqlite:///{tmp_path / 'app.db'}", outbox_url=own, outbox_backoff_base_s=0.02)
+async def test_the_outbox_in_a_separate_database(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """The relay reads the user's database; the ledger's outbox stays empty."""
+    outbox_url = request.getfixturevalue("postgres_url") if kind == "postgres" else f"sqlite:///{tmp_path / 'own.db'}"
+    app = Holdfast(f"sqlite:///{tmp_path / 'app.db'}", outbox_url=outbox_url, outbox_backoff_base_s=0.02)
 
     @app.task(queue="mail")
     async def double(number: int) -> int:
@@ -353,7 +352,7 @@ async def test_the_outbox_in_a_database_of_its_own(kind: str, request: pytest.Fi
         backend = backend_of(app)
         assert backend.outbox is not None
         await backend.outbox.open()
-        async with support.transaction(own) as connection:
+        async with support.transaction(outbox_url) as connection:
             job = await double.options(connection=connection).submit(4)
         async with run_jobs(app, ["mail", "other"]):
             assert await job.result(timeout=60) == 8
@@ -362,7 +361,7 @@ async def test_the_outbox_in_a_database_of_its_own(kind: str, request: pytest.Fi
         assert await backend.ledger.outbox.find(None) == []
 
 
-async def test_inline_mode_runs_it_at_once(app: Holdfast) -> None:
+async def test_inline_mode_runs_the_job_at_once(app: Holdfast) -> None:
     with inline(app):
         job = await double(app).options(connection=object()).submit(4)
         assert await job.result() == 8
@@ -391,23 +390,23 @@ def test_submit_sync(tmp_path: Path) -> None:
     with pytest.raises(UnknownJob):
         lost.result_sync(timeout=1)
 
-    async def hand_in() -> None:
+    async def relay_and_run() -> None:
         async with app:
             backend = backend_of(app)
             assert backend.outbox is not None
             relay = RelayService(app, backend.outbox)
             running = asyncio.create_task(relay.run())
-            await until(lambda: is_there(app, "default", job.id))
+            await until(lambda: job_exists(app, "default", job.id))
             relay.stop()
             await running
             await drain(app, ["default"])
 
-    asyncio.run(hand_in())
+    asyncio.run(relay_and_run())
     assert job.result_sync(timeout=60) == 6
     asyncio.run(app.close())
 
 
-def test_an_envelope_comes_back_as_it_was() -> None:
+def test_an_envelope_is_decoded_unchanged() -> None:
     envelope = Envelope(
         job_id="j",
         task="t",

@@ -1,4 +1,4 @@
-"""psycopg 3, sync and async: events and jobs belong to the transaction, however the connection is set up."""
+"""psycopg 3, sync and async: events and jobs belong to the transaction with every connection setup."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from holdfast import Holdfast
 from holdfast.errors import Conflict, UnknownJob, UsageError
 from holdfast.outbox.writer import NewOutboxEvent
 from holdfast.upkeep.relay_service import run_relay
-from tests.outbox.support import World, run_jobs, until
+from tests.outbox.support import Deployment, run_jobs, until
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def ledger_url(postgres_url: str) -> str:
     return postgres_url
 
 
-# Connections as an application may have set them up. Both kinds begin a transaction, and end it as asked.
+# Connection setups of applications. `connect_sync` and `connect_async` begin a transaction, then commit or roll back.
 
 SETUPS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -43,12 +43,12 @@ SETUPS: dict[str, dict[str, Any]] = {
 }
 _ASYNC_CURSORS = {RawCursor: AsyncRawCursor, ClientCursor: AsyncClientCursor}
 
-both_ends = pytest.mark.parametrize("commit", [True, False], ids=["commit", "rollback"])
+commit_and_rollback = pytest.mark.parametrize("commit", [True, False], ids=["commit", "rollback"])
 every_setup = pytest.mark.parametrize("setup", SETUPS)
 
 
 @contextmanager
-def blocking(url: str, setup: str = "plain", *, commit: bool = True) -> Iterator[Any]:
+def connect_sync(url: str, setup: str = "plain", *, commit: bool = True) -> Iterator[Any]:
     with psycopg.connect(url, **SETUPS[setup]) as connection:
         if "pipeline" in setup:
             with connection.pipeline(), connection.transaction(force_rollback=not commit):
@@ -62,7 +62,7 @@ def blocking(url: str, setup: str = "plain", *, commit: bool = True) -> Iterator
 
 
 @asynccontextmanager
-async def awaited(url: str, setup: str = "plain", *, commit: bool = True) -> AsyncIterator[Any]:
+async def connect_async(url: str, setup: str = "plain", *, commit: bool = True) -> AsyncIterator[Any]:
     options = dict(SETUPS[setup])
     if "cursor_factory" in options:
         options["cursor_factory"] = _ASYNC_CURSORS[options["cursor_factory"]]
@@ -78,20 +78,20 @@ async def awaited(url: str, setup: str = "plain", *, commit: bool = True) -> Asy
             await (connection.commit() if commit else connection.rollback())
 
 
-@both_ends
+@commit_and_rollback
 @every_setup
-async def test_events_belong_to_the_transaction(world: World, setup: str, commit: bool) -> None:
-    outbox = world.app.outbox
+async def test_events_belong_to_the_transaction(deployment: Deployment, setup: str, commit: bool) -> None:
+    outbox = deployment.app.outbox
     headers = {"note": "100% %s $1 'quoted'"}
-    with blocking(world.url, setup, commit=commit) as connection:
+    with connect_sync(deployment.url, setup, commit=commit) as connection:
         sync_id = outbox.add_sync(connection, "sync", key="%s", payload={"note": "'; DROP TABLE own; --"})
         many = outbox.add_many_sync(
             connection, [NewOutboxEvent(topic="sync", payload=n, headers=headers) for n in range(3)]
         )
-    async with awaited(world.url, setup, commit=commit) as connection:
+    async with connect_async(deployment.url, setup, commit=commit) as connection:
         async_id = await outbox.add(connection, "async", key="$1", payload={"note": "%(name)s"})
         await outbox.add_many(connection, [NewOutboxEvent(topic="async", payload=n) for n in range(3)])
-    found = await world.events()
+    found = await deployment.events()
     if not commit:
         assert found == []
         return
@@ -101,106 +101,106 @@ async def test_events_belong_to_the_transaction(world: World, setup: str, commit
     assert msgspec.json.decode(found[0].payload) == {"note": "'; DROP TABLE own; --"}
     assert [event.topic for event in found] == ["sync"] * 4 + ["async"] * 4
     assert (found[4].id, found[4].key) == (async_id, "$1")
-    now_ms = await (await world.store()).now_ms()
+    now_ms = await (await deployment.store()).now_ms()
     assert all(abs(now_ms - event.created_at_ms) < 60_000 for event in found)
 
 
-async def test_a_savepoint_that_is_rolled_back_takes_its_events_along(world: World) -> None:
-    outbox = world.app.outbox
-    with blocking(world.url) as connection:
+async def test_rolling_back_a_savepoint_removes_its_events(deployment: Deployment) -> None:
+    outbox = deployment.app.outbox
+    with connect_sync(deployment.url) as connection:
         outbox.add_sync(connection, "kept", payload=1)
         with connection.transaction(force_rollback=True):
             outbox.add_sync(connection, "lost", payload=2)
         outbox.add_sync(connection, "kept", payload=3)
-    async with awaited(world.url, "autocommit") as connection:
+    async with connect_async(deployment.url, "autocommit") as connection:
         async with connection.transaction(force_rollback=True):
             await outbox.add(connection, "lost", payload=4)
         await outbox.add(connection, "kept", payload=5)
-    assert [(event.topic, event.payload) for event in await world.events()] == [
+    assert [(event.topic, event.payload) for event in await deployment.events()] == [
         ("kept", "1"),
         ("kept", "3"),
         ("kept", "5"),
     ]
 
 
-async def test_what_would_commit_by_itself_is_refused(world: World) -> None:
-    outbox = world.app.outbox
-    with psycopg.connect(world.url, autocommit=True) as connection:
+async def test_a_connection_in_autocommit_is_refused(deployment: Deployment) -> None:
+    outbox = deployment.app.outbox
+    with psycopg.connect(deployment.url, autocommit=True) as connection:
         with pytest.raises(UsageError, match=r"not in a transaction.*with connection\.transaction\(\)"):
             outbox.add_sync(connection, "t", payload=1)
         with connection.pipeline():
-            # Sent, and not answered yet: libpq calls that "active", although it will be committed by itself.
+            # Sent and not answered yet: libpq reports "active", although the statement will be committed immediately.
             connection.execute("SELECT 1")
             with pytest.raises(UsageError, match="not in a transaction"):
                 outbox.add_sync(connection, "t", payload=1)
-    async with await psycopg.AsyncConnection.connect(world.url, autocommit=True) as waiting:
+    async with await psycopg.AsyncConnection.connect(deployment.url, autocommit=True) as async_connection:
         with pytest.raises(UsageError, match=r"not in a transaction.*async with connection\.transaction\(\)"):
-            await outbox.add(waiting, "t", payload=1)
-        await waiting.execute("BEGIN")
-        await outbox.add(waiting, "begun", payload=1)
-        await waiting.execute("COMMIT")
-    assert [event.topic for event in await world.events()] == ["begun"]
+            await outbox.add(async_connection, "t", payload=1)
+        await async_connection.execute("BEGIN")
+        await outbox.add(async_connection, "explicit begin", payload=1)
+        await async_connection.execute("COMMIT")
+    assert [event.topic for event in await deployment.events()] == ["explicit begin"]
 
 
-async def test_the_wrong_function_is_named_the_right_one(world: World) -> None:
-    with blocking(world.url) as connection, pytest.raises(UsageError, match="use add_sync"):
-        await world.app.outbox.add(connection, "t", payload=1)
-    async with awaited(world.url) as connection:
+async def test_errors_name_the_right_function(deployment: Deployment) -> None:
+    with connect_sync(deployment.url) as connection, pytest.raises(UsageError, match="use add_sync"):
+        await deployment.app.outbox.add(connection, "t", payload=1)
+    async with connect_async(deployment.url) as connection:
         with pytest.raises(UsageError, match="use add,"):
-            world.app.outbox.add_sync(connection, "t", payload=1)
+            deployment.app.outbox.add_sync(connection, "t", payload=1)
     for cursor in (psycopg.Cursor, psycopg.AsyncCursor):
         with pytest.raises(UsageError, match="psycopg"):
-            world.app.outbox.add_sync(object.__new__(cursor), "t", payload=1)
+            deployment.app.outbox.add_sync(object.__new__(cursor), "t", payload=1)
 
 
 @pytest.mark.parametrize("setup", ["plain", "autocommit", "pipeline"])
-async def test_errors_say_what_to_do(world: World, empty_postgres_url: str, setup: str) -> None:
-    outbox = world.app.outbox
-    with blocking(world.url, setup) as connection:
+async def test_errors_name_the_remedy(deployment: Deployment, empty_postgres_url: str, setup: str) -> None:
+    outbox = deployment.app.outbox
+    with connect_sync(deployment.url, setup) as connection:
         outbox.add_sync(connection, "t", payload=1, event_id="e")
-    with pytest.raises(Conflict, match="already exists"), blocking(world.url, setup) as connection:
+    with pytest.raises(Conflict, match="already exists"), connect_sync(deployment.url, setup) as connection:
         outbox.add_sync(connection, "t", payload=1, event_id="e")
     with pytest.raises(Conflict, match="already exists"):
-        async with awaited(world.url, setup) as connection:
+        async with connect_async(deployment.url, setup) as connection:
             await outbox.add(connection, "t", payload=1, event_id="e")
-    with pytest.raises(UsageError, match="holdfast migrate up"), blocking(empty_postgres_url, setup) as connection:
+    with pytest.raises(UsageError, match="holdfast migrate up"), connect_sync(empty_postgres_url, setup) as connection:
         outbox.add_sync(connection, "t", payload=1)
     with pytest.raises(UsageError, match="holdfast migrate up"):
-        async with awaited(empty_postgres_url, setup) as connection:
+        async with connect_async(empty_postgres_url, setup) as connection:
             await outbox.add(connection, "t", payload=1)
 
 
-async def test_connections_of_a_pool(world: World) -> None:
-    with ConnectionPool(world.url, min_size=1, max_size=1) as pool, pool.connection() as connection:
-        world.app.outbox.add_sync(connection, "pooled", payload=1)
-    async with AsyncConnectionPool(world.url, min_size=1, max_size=1, open=False) as async_pool:
-        async with async_pool.connection() as waiting:
-            await world.app.outbox.add(waiting, "pooled", payload=2)
+async def test_connections_of_a_pool(deployment: Deployment) -> None:
+    with ConnectionPool(deployment.url, min_size=1, max_size=1) as pool, pool.connection() as connection:
+        deployment.app.outbox.add_sync(connection, "pooled", payload=1)
+    async with AsyncConnectionPool(deployment.url, min_size=1, max_size=1, open=False) as async_pool:
+        async with async_pool.connection() as async_connection:
+            await deployment.app.outbox.add(async_connection, "pooled", payload=2)
         with pytest.raises(ZeroDivisionError):
-            async with async_pool.connection() as waiting:
-                await world.app.outbox.add(waiting, "lost", payload=1 / 0)
-    assert [(event.topic, event.payload) for event in await world.events()] == [("pooled", "1"), ("pooled", "2")]
+            async with async_pool.connection() as async_connection:
+                await deployment.app.outbox.add(async_connection, "lost", payload=1 / 0)
+    assert [(event.topic, event.payload) for event in await deployment.events()] == [("pooled", "1"), ("pooled", "2")]
 
 
-@both_ends
-async def test_sqlalchemy_on_psycopg(world: World, commit: bool) -> None:
-    url = world.url.replace("postgresql:", "postgresql+psycopg:", 1)
+@commit_and_rollback
+async def test_sqlalchemy_on_psycopg(deployment: Deployment, commit: bool) -> None:
+    url = deployment.url.replace("postgresql:", "postgresql+psycopg:", 1)
     engine = create_engine(url)
     with engine.connect() as connection:
         connection.execute(text("SELECT 1"))
-        world.app.outbox.add_sync(connection, "sync", payload=1)
+        deployment.app.outbox.add_sync(connection, "sync", payload=1)
         connection.commit() if commit else connection.rollback()
     engine.dispose()
-    awaited_engine = create_async_engine(url)
-    async with awaited_engine.connect() as waiting:
-        await world.app.outbox.add(waiting, "async", payload=1)
-        await (waiting.commit() if commit else waiting.rollback())
-    await awaited_engine.dispose()
-    auto = create_engine(url, isolation_level="AUTOCOMMIT")
-    with auto.connect() as connection, pytest.raises(UsageError, match="AUTOCOMMIT"):
-        world.app.outbox.add_sync(connection, "t", payload=1)
-    auto.dispose()
-    assert [event.topic for event in await world.events()] == (["sync", "async"] if commit else [])
+    async_engine = create_async_engine(url)
+    async with async_engine.connect() as async_connection:
+        await deployment.app.outbox.add(async_connection, "async", payload=1)
+        await (async_connection.commit() if commit else async_connection.rollback())
+    await async_engine.dispose()
+    autocommit_engine = create_engine(url, isolation_level="AUTOCOMMIT")
+    with autocommit_engine.connect() as connection, pytest.raises(UsageError, match="AUTOCOMMIT"):
+        deployment.app.outbox.add_sync(connection, "t", payload=1)
+    autocommit_engine.dispose()
+    assert [event.topic for event in await deployment.events()] == (["sync", "async"] if commit else [])
 
 
 # Jobs ------------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ async def test_jobs_run_after_the_commit_and_never_after_a_rollback(app: Holdfas
     assert url is not None
 
     def submit(commit: bool) -> list[Any]:
-        with blocking(url, commit=commit) as connection:
+        with connect_sync(url, commit=commit) as connection:
             task = double.options(connection=connection)
             outer = task.submit_sync(1)
             with connection.transaction(force_rollback=True):
@@ -232,10 +232,10 @@ async def test_jobs_run_after_the_commit_and_never_after_a_rollback(app: Holdfas
 
     ran, undone = await asyncio.to_thread(submit, True)
     lost = await asyncio.to_thread(submit, False)
-    async with awaited(url, "autocommit") as connection:
+    async with connect_async(url, "autocommit") as connection:
         many = await double.options(connection=connection).submit_many([(3,), (4,)])
         assert await app.engine.get("mail", [many[0].id]) == [None], "nothing before the commit"
-    async with awaited(url, "dict rows", commit=False) as connection:
+    async with connect_async(url, "dict rows", commit=False) as connection:
         lost.append(await double.options(connection=connection).submit(5))
     async with run_jobs(app, ["mail"]):
         assert [await job.result(timeout=60) for job in (ran, *many)] == [2, 6, 8]
@@ -244,14 +244,14 @@ async def test_jobs_run_after_the_commit_and_never_after_a_rollback(app: Holdfas
                 await job.result(timeout=5)
 
 
-async def test_a_relay_that_waits_is_woken_by_the_commit(app: Holdfast) -> None:
+async def test_a_waiting_relay_is_woken_by_the_commit(app: Holdfast) -> None:
     double, url = app.tasks["double"], app.settings.ledger
     assert url is not None
     async with run_relay(app):
-        async with awaited(url) as connection:
+        async with connect_async(url) as connection:
             job = await double.options(connection=connection).submit(1)
 
-        async def is_there() -> bool:
+        async def job_exists() -> bool:
             return (await app.engine.get("mail", [job.id]))[0] is not None
 
-        await until(is_there)
+        await until(job_exists)

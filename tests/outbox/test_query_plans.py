@@ -1,4 +1,4 @@
-"""However many events wait behind one that is retried, PostgreSQL reads few rows to find what is due."""
+"""PostgreSQL reads few rows to find due events, however many wait behind one that is retried."""
 
 from __future__ import annotations
 
@@ -38,10 +38,12 @@ SELECT 'default', 'n' || n, 'kafka', 'orders', '{NEIGHBOUR}', {LANE}, '{{}}', 'N
 
 @pytest.fixture(params=["never", "before", "since"])
 async def ledger(postgres_url: str, request: pytest.FixtureRequest) -> AsyncIterator[PostgresLedger]:
-    """A table into which a backlog pours. Its statistics may know nothing, the emptiness before, or that all is in one
-    lane, which makes a walk through all of it look cheap."""
+    """A table with a large backlog. Its statistics are missing, from when it was empty, or up to date.
+
+    Up-to-date statistics show that all rows are in one lane, so that a scan of the whole lane looks cheap.
+    """
     ledger = PostgresLedger(PostgresStore(postgres_url))
-    # Nobody else makes statistics meanwhile: of rows that are not committed yet they would say that there are none.
+    # Autovacuum could collect statistics before the rows are committed and record an empty table.
     await ledger.store.execute("ALTER TABLE outbox_events SET (autovacuum_enabled = off)")
     if request.param == "before":
         await ledger.store.execute("ANALYZE outbox_events")
@@ -54,7 +56,7 @@ async def ledger(postgres_url: str, request: pytest.FixtureRequest) -> AsyncIter
 
 
 async def rows_read(ledger: PostgresLedger, statement: str, *arguments: Any) -> int:
-    """The most rows that a part of its plan went through."""
+    """Return the largest number of rows that one node of the plan processed."""
     (row,) = await ledger.store.fetch(f"EXPLAIN (ANALYZE, FORMAT JSON) {statement}", *arguments)
     (plan,) = msgspec.json.decode(row[0])
     return max(_rows(plan["Plan"]))
@@ -67,7 +69,7 @@ def _rows(node: dict[str, Any]) -> Iterator[int]:
         yield from _rows(child)
 
 
-async def test_what_is_behind_a_line_that_waits_is_found_in_few_steps(ledger: PostgresLedger) -> None:
+async def test_due_events_behind_a_blocked_key_are_found_with_few_reads(ledger: PostgresLedger) -> None:
     outbox = ledger.outbox
     assert await outbox.acquire_lanes("me", ["kafka"], 64, 60_000) == [LANE]
     events = await outbox.due_events("me", [LANE], ["kafka"], 100, dead_blocks=True)
@@ -85,7 +87,7 @@ async def test_what_is_behind_a_line_that_waits_is_found_in_few_steps(ledger: Po
     assert max(read.values()) < few, read
 
 
-async def test_once_the_head_is_sent_the_line_moves(ledger: PostgresLedger) -> None:
+async def test_a_blocked_key_continues_once_its_head_is_sent(ledger: PostgresLedger) -> None:
     await ledger.store.execute("UPDATE outbox_events SET next_retry_at = now() WHERE id = 'head'")
     outbox = ledger.outbox
     lanes = await outbox.acquire_lanes("me", ["kafka"], 64, 60_000)

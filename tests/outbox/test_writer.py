@@ -1,4 +1,4 @@
-"""Events are part of the user's transaction, on every driver: there after the commit, never after a rollback."""
+"""Events are part of the user's transaction on every driver: written on commit, not on rollback."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from holdfast.errors import Conflict, InvalidOption, InvalidPayload, PayloadTooL
 from holdfast.execution.backend import backend_of
 from holdfast.ledger.port.messages import ENGINE_DESTINATION, OutboxEvent, OutboxStatus
 from holdfast.outbox.writer import NewOutboxEvent, payload_of
-from tests.outbox.support import World
+from tests.outbox.support import Deployment
 
-_OWN = "CREATE TABLE own (word TEXT)"
+_CREATE_USER_TABLE = "CREATE TABLE own (word TEXT)"
 
 
 @pytest.fixture
-async def world(make_world: Callable[..., Any]) -> AsyncIterator[World]:
-    """With a table of the user's own beside the outbox."""
-    world: World = await make_world()
-    await world.store()
-    if world.url.startswith("sqlite:"):
-        with closing(sqlite3.connect(path_of(world.url))) as connection:
-            connection.execute(_OWN)
-        yield world
+async def deployment(make_deployment: Callable[..., Any]) -> AsyncIterator[Deployment]:
+    """A deployment whose database also has a table of the user."""
+    deployment: Deployment = await make_deployment()
+    await deployment.store()
+    if deployment.url.startswith("sqlite:"):
+        with closing(sqlite3.connect(file_path(deployment.url))) as connection:
+            connection.execute(_CREATE_USER_TABLE)
+        yield deployment
     else:
-        admin = await asyncpg.connect(world.url)
-        await admin.execute(_OWN)
-        yield world
+        admin = await asyncpg.connect(deployment.url)
+        await admin.execute(_CREATE_USER_TABLE)
+        yield deployment
         await admin.execute("DROP TABLE own")
         await admin.close()
 
 
-def path_of(url: str) -> str:
+def file_path(url: str) -> str:
     return url.removeprefix("sqlite:///")
 
 
@@ -55,7 +55,7 @@ def sqlalchemy_url(url: str, *, sync: bool = False) -> str:
     return url.replace("postgresql:", "postgresql+asyncpg:", 1)
 
 
-# A way to write on each driver: begins a transaction, gives the connection and how to run SQL on it, commits or not.
+# One context manager per driver: begins a transaction, yields the connection and a function to run SQL, commits or not.
 
 
 @asynccontextmanager
@@ -107,39 +107,39 @@ async def on_asyncpg_pool(url: str, commit: bool) -> AsyncIterator[tuple[Any, An
 
 @asynccontextmanager
 async def on_aiosqlite(url: str, commit: bool) -> AsyncIterator[tuple[Any, Any]]:
-    async with aiosqlite.connect(path_of(url)) as connection:
+    async with aiosqlite.connect(file_path(url)) as connection:
         yield connection, connection.execute
         await (connection.commit() if commit else connection.rollback())
 
 
-BOTH = [on_async_connection, on_async_session, on_scoped_session]
-WAYS = {"postgres": [*BOTH, on_asyncpg, on_asyncpg_pool], "sqlite": [*BOTH, on_aiosqlite]}
+COMMON_DRIVERS = [on_async_connection, on_async_session, on_scoped_session]
+DRIVERS = {"postgres": [*COMMON_DRIVERS, on_asyncpg, on_asyncpg_pool], "sqlite": [*COMMON_DRIVERS, on_aiosqlite]}
 
 
-def ways(world: World) -> list[Any]:
-    return WAYS["sqlite" if world.url.startswith("sqlite:") else "postgres"]
+def drivers(deployment: Deployment) -> list[Any]:
+    return DRIVERS["sqlite" if deployment.url.startswith("sqlite:") else "postgres"]
 
 
-async def own_words(world: World) -> list[str]:
-    if world.url.startswith("sqlite:"):
-        with closing(sqlite3.connect(path_of(world.url))) as file:
+async def user_rows(deployment: Deployment) -> list[str]:
+    if deployment.url.startswith("sqlite:"):
+        with closing(sqlite3.connect(file_path(deployment.url))) as file:
             return [row[0] for row in file.execute("SELECT word FROM own")]
-    connection = await asyncpg.connect(world.url)
+    connection = await asyncpg.connect(deployment.url)
     try:
         return [row[0] for row in await connection.fetch("SELECT word FROM own")]
     finally:
         await connection.close()
 
 
-async def test_a_commit_leaves_exactly_one(world: World) -> None:
-    for number, way in enumerate(ways(world)):
-        async with way(world.url, True) as (connection, execute):
+async def test_a_commit_writes_exactly_one_event(deployment: Deployment) -> None:
+    for number, driver in enumerate(drivers(deployment)):
+        async with driver(deployment.url, True) as (connection, execute):
             await execute(f"INSERT INTO own VALUES ('{number}')")
-            written = await world.app.outbox.add(
+            written = await deployment.app.outbox.add(
                 connection, "orders", key=f"o-{number}", payload={"n": number}, headers={"X-Event-Name": "order.paid"}
             )
-        found = await world.events(key=f"o-{number}")
-        assert [event.id for event in found] == [written], way.__name__
+        found = await deployment.events(key=f"o-{number}")
+        assert [event.id for event in found] == [written], driver.__name__
         (event,) = found
         assert (event.destination, event.topic, event.tenant_id, event.status) == (
             "default",
@@ -149,27 +149,27 @@ async def test_a_commit_leaves_exactly_one(world: World) -> None:
         )
         assert msgspec.json.decode(event.payload) == {"n": number}
         assert event.headers == {"x-event-name": "order.paid"}
-        now_ms = await (await world.store()).now_ms()
+        now_ms = await (await deployment.store()).now_ms()
         assert abs(now_ms - event.created_at_ms) < 10_000
-    assert await own_words(world) == [str(number) for number in range(len(ways(world)))]
+    assert await user_rows(deployment) == [str(number) for number in range(len(drivers(deployment)))]
 
 
-async def test_a_rollback_leaves_nothing(world: World) -> None:
-    for way in ways(world):
-        async with way(world.url, False) as (connection, execute):
+async def test_a_rollback_writes_nothing(deployment: Deployment) -> None:
+    for driver in drivers(deployment):
+        async with driver(deployment.url, False) as (connection, execute):
             await execute("INSERT INTO own VALUES ('x')")
-            await world.app.outbox.add(connection, "orders", key="o", payload=1)
-    assert await world.events() == []
-    assert await own_words(world) == []
+            await deployment.app.outbox.add(connection, "orders", key="o", payload=1)
+    assert await deployment.events() == []
+    assert await user_rows(deployment) == []
 
 
-async def test_many_are_written_in_order(world: World) -> None:
-    for number, way in enumerate(ways(world)):
-        async with way(world.url, True) as (connection, _):
+async def test_many_are_written_in_order(deployment: Deployment) -> None:
+    for number, driver in enumerate(drivers(deployment)):
+        async with driver(deployment.url, True) as (connection, _):
             events = [NewOutboxEvent(topic=f"t{number}", key="k", payload=each) for each in range(120)]
-            ids = await world.app.outbox.add_many(connection, events)
-            assert await world.app.outbox.add_many(connection, []) == []
-        found = await world.events(topic=f"t{number}")
+            ids = await deployment.app.outbox.add_many(connection, events)
+            assert await deployment.app.outbox.add_many(connection, []) == []
+        found = await deployment.events(topic=f"t{number}")
         assert [event.id for event in found] == ids
         assert [msgspec.json.decode(event.payload) for event in found] == list(range(120))
 
@@ -178,86 +178,88 @@ async def test_many_are_written_in_order(world: World) -> None:
 async def test_sqlite3(tmp_path: Path, commit: bool) -> None:
     async with Holdfast(f"sqlite:///{tmp_path / 'app.db'}") as app:
         with closing(sqlite3.connect(tmp_path / "app.db")) as connection:
-            connection.execute(_OWN)
+            connection.execute(_CREATE_USER_TABLE)
             connection.execute("INSERT INTO own VALUES ('x')")
             app.outbox.add_sync(connection, "orders", payload={"n": 1})
             app.outbox.add_many_sync(connection, [NewOutboxEvent(topic="orders", payload=n) for n in (2, 3)])
             assert connection.in_transaction
             connection.commit() if commit else connection.rollback()
-        assert await waiting(app) == (3 if commit else 0)
+        assert await count_waiting(app) == (3 if commit else 0)
 
 
 @pytest.mark.parametrize("commit", [True, False])
 @pytest.mark.parametrize("kind", ["connection", "session"])
 async def test_blocking_sqlalchemy(tmp_path: Path, commit: bool, kind: str) -> None:
     async with Holdfast(f"sqlite:///{tmp_path / 'app.db'}") as app:
-        await waiting(app)
+        await count_waiting(app)
         engine = create_engine(f"sqlite:///{tmp_path / 'app.db'}")
         with Session(engine) if kind == "session" else engine.connect() as connection:
             app.outbox.add_sync(connection, "orders", payload={"n": 1})
             connection.commit() if commit else connection.rollback()
         engine.dispose()
-        assert await waiting(app) == int(commit)
+        assert await count_waiting(app) == int(commit)
 
 
-async def waiting(app: Holdfast) -> int:
+async def count_waiting(app: Holdfast) -> int:
     backend = backend_of(app)
     assert backend.outbox is not None
     return (await (await backend.outbox.open()).backlog()).waiting
 
 
-async def test_bytes_come_back_as_they_were(world: World) -> None:
+async def test_bytes_are_read_unchanged(deployment: Deployment) -> None:
     raw = bytes(range(256))
-    async with ways(world)[-1](world.url, True) as (connection, _):
-        await world.app.outbox.add(connection, "files", payload=raw)
-    (event,) = await world.events()
+    async with drivers(deployment)[-1](deployment.url, True) as (connection, _):
+        await deployment.app.outbox.add(connection, "files", payload=raw)
+    (event,) = await deployment.events()
     assert payload_of(event) == (raw, False)
 
 
-async def test_an_id_of_ones_own_is_there_once(world: World) -> None:
-    for number, way in enumerate(ways(world)):
-        async with way(world.url, True) as (connection, _):
-            assert await world.app.outbox.add(connection, "t", payload=1, event_id=f"e{number}") == f"e{number}"
-        async with way(world.url, False) as (connection, _):
+async def test_a_given_event_id_is_unique(deployment: Deployment) -> None:
+    for number, driver in enumerate(drivers(deployment)):
+        async with driver(deployment.url, True) as (connection, _):
+            assert await deployment.app.outbox.add(connection, "t", payload=1, event_id=f"e{number}") == f"e{number}"
+        async with driver(deployment.url, False) as (connection, _):
             with pytest.raises(Conflict, match="already exists"):
-                await world.app.outbox.add(connection, "t", payload=1, event_id=f"e{number}")
-    assert len(await world.events()) == len(ways(world))
+                await deployment.app.outbox.add(connection, "t", payload=1, event_id=f"e{number}")
+    assert len(await deployment.events()) == len(drivers(deployment))
 
 
-async def test_tenants_do_not_share_ids(world: World) -> None:
-    async with ways(world)[-1](world.url, True) as (connection, _):
+async def test_tenants_do_not_share_ids(deployment: Deployment) -> None:
+    async with drivers(deployment)[-1](deployment.url, True) as (connection, _):
         for tenant in ("acme", "globex"):
-            await world.app.outbox.add(connection, "t", payload=1, event_id="e", tenant_id=tenant)
-    assert [event.tenant_id for event in await world.events()] == ["acme", "globex"]
+            await deployment.app.outbox.add(connection, "t", payload=1, event_id="e", tenant_id=tenant)
+    assert [event.tenant_id for event in await deployment.events()] == ["acme", "globex"]
 
 
-async def test_a_missing_table_says_how_to_make_it(empty_postgres_url: str, tmp_path: Path, world: World) -> None:
+async def test_a_missing_table_error_names_the_migration_command(
+    empty_postgres_url: str, tmp_path: Path, deployment: Deployment
+) -> None:
     empty = f"sqlite:///{tmp_path / 'empty.db'}"
-    for url, kinds in ((empty_postgres_url, WAYS["postgres"]), (empty, WAYS["sqlite"])):
-        for way in kinds:
-            async with way(url, False) as (connection, _):
+    for url, kinds in ((empty_postgres_url, DRIVERS["postgres"]), (empty, DRIVERS["sqlite"])):
+        for driver in kinds:
+            async with driver(url, False) as (connection, _):
                 with pytest.raises(UsageError, match="holdfast migrate up --ledger"):
-                    await world.app.outbox.add(connection, "t", payload=1)
+                    await deployment.app.outbox.add(connection, "t", payload=1)
 
 
-async def test_an_unknown_connection_is_told_the_known_ones(world: World, tmp_path: Path) -> None:
+async def test_an_unsupported_connection_error_names_the_supported_ones(deployment: Deployment, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"builtins\.dict.*AsyncConnection.*asyncpg.*aiosqlite"):
-        await world.app.outbox.add({}, "t", payload=1)
+        await deployment.app.outbox.add({}, "t", payload=1)
     with pytest.raises(UsageError, match=r"builtins\.dict.*sqlite3"):
-        world.app.outbox.add_sync({}, "t", payload=1)
+        deployment.app.outbox.add_sync({}, "t", payload=1)
     with closing(sqlite3.connect(tmp_path / "x.db")) as blocking, pytest.raises(UsageError, match="add_sync"):
-        await world.app.outbox.add(blocking, "t", payload=1)
+        await deployment.app.outbox.add(blocking, "t", payload=1)
     async with aiosqlite.connect(tmp_path / "x.db") as connection:
         with pytest.raises(UsageError, match="use add,"):
-            world.app.outbox.add_sync(connection, "t", payload=1)
+            deployment.app.outbox.add_sync(connection, "t", payload=1)
     engine = create_async_engine("sqlite+aiosqlite://")
     with pytest.raises(UsageError, match="in a transaction"):
-        await world.app.outbox.add(engine, "t", payload=1)
+        await deployment.app.outbox.add(engine, "t", payload=1)
     await engine.dispose()
 
 
-async def test_what_would_commit_by_itself_is_refused(postgres_url: str, tmp_path: Path, world: World) -> None:
-    outbox = world.app.outbox
+async def test_a_connection_in_autocommit_is_refused(postgres_url: str, tmp_path: Path, deployment: Deployment) -> None:
+    outbox = deployment.app.outbox
     connection = await asyncpg.connect(postgres_url)
     with pytest.raises(UsageError, match="not in a transaction"):
         await outbox.add(connection, "t", payload=1)
@@ -266,18 +268,18 @@ async def test_what_would_commit_by_itself_is_refused(postgres_url: str, tmp_pat
         with pytest.raises(UsageError, match="not in a transaction"):
             await outbox.add(lite, "t", payload=1)
     engine = create_async_engine(sqlalchemy_url(postgres_url), isolation_level="AUTOCOMMIT")
-    async with engine.connect() as auto:
+    async with engine.connect() as connection_in_autocommit:
         with pytest.raises(UsageError, match="AUTOCOMMIT"):
-            await outbox.add(auto, "t", payload=1)
+            await outbox.add(connection_in_autocommit, "t", payload=1)
     async with AsyncSession(engine) as session:
         with pytest.raises(UsageError, match="AUTOCOMMIT"):
             await outbox.add(session, "t", payload=1)
     await engine.dispose()
     changed = create_async_engine(sqlalchemy_url(postgres_url))
-    async with changed.connect() as auto:
-        await auto.execution_options(isolation_level="AUTOCOMMIT")
+    async with changed.connect() as connection_in_autocommit:
+        await connection_in_autocommit.execution_options(isolation_level="AUTOCOMMIT")
         with pytest.raises(UsageError, match="AUTOCOMMIT"):
-            await outbox.add(auto, "t", payload=1)
+            await outbox.add(connection_in_autocommit, "t", payload=1)
     await changed.dispose()
     blocking = create_engine(f"sqlite:///{tmp_path / 'x.db'}", isolation_level="AUTOCOMMIT")
     with Session(blocking) as session, pytest.raises(UsageError, match="not in a transaction"):
@@ -286,10 +288,10 @@ async def test_what_would_commit_by_itself_is_refused(postgres_url: str, tmp_pat
 
 
 @pytest.mark.parametrize("commit", [True, False])
-async def test_sqlalchemy_that_begins_by_hand(tmp_path: Path, commit: bool) -> None:
-    """As SQLAlchemy's own manual wants it for savepoints on SQLite: the driver begins nothing, an event does."""
+async def test_sqlalchemy_with_explicit_begin(tmp_path: Path, commit: bool) -> None:
+    """SQLAlchemy's setup for savepoints on SQLite: an event listener begins transactions, not the driver."""
     async with Holdfast(f"sqlite:///{tmp_path / 'app.db'}") as app:
-        await waiting(app)
+        await count_waiting(app)
         engine = create_engine(f"sqlite:///{tmp_path / 'app.db'}")
 
         @listens_for(engine, "connect")
@@ -304,11 +306,11 @@ async def test_sqlalchemy_that_begins_by_hand(tmp_path: Path, commit: bool) -> N
             app.outbox.add_sync(connection, "orders", payload={"n": 1})
             connection.commit() if commit else connection.rollback()
         engine.dispose()
-        assert await waiting(app) == int(commit)
+        assert await count_waiting(app) == int(commit)
 
 
 @pytest.mark.parametrize(
-    ("given", "error"),
+    ("fields", "error"),
     [
         ({"topic": ""}, "topic"),
         ({"topic": "a\nb"}, "control"),
@@ -324,16 +326,16 @@ async def test_sqlalchemy_that_begins_by_hand(tmp_path: Path, commit: bool) -> N
         ({"headers": {"a": "x" * 70_000}}, "65,536"),
     ],
 )
-def test_what_cannot_be_is_refused(given: dict[str, Any], error: str) -> None:
+def test_invalid_fields_are_refused(fields: dict[str, Any], error: str) -> None:
     with closing(sqlite3.connect(":memory:")) as connection, pytest.raises(InvalidOption, match=error):
-        app().outbox.add_sync(connection, **{"topic": "t", "payload": 1, **given})
+        app().outbox.add_sync(connection, **{"topic": "t", "payload": 1, **fields})
 
 
 def app(**settings: Any) -> Holdfast:
     return Holdfast("sqlite://", **settings)
 
 
-def test_a_payload_over_the_limit_and_one_that_is_no_json() -> None:
+def test_a_too_large_payload_and_one_that_is_not_json_are_refused() -> None:
     with closing(sqlite3.connect(":memory:")) as connection:
         small = app(payload_limit=10).outbox
         for payload in ("x" * 20, b"x" * 20):

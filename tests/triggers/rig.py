@@ -1,4 +1,4 @@
-"""A trigger on a broker in memory: what went in, what the runtime saw, what came out."""
+"""A trigger on the memory broker, with a runtime, an adapter and a store that record their calls."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from holdfast.triggers.trigger import QueueTrigger
 
 QUEUE: Final = "orders"
 GROUP: Final = "workers"
-_PATIENCE_S: Final = 60.0
+_TIMEOUT_S: Final = 60.0
 
 
-async def until(holds: Callable[[], object], what: str = "it") -> None:
-    """Wait for a condition, with a deadline."""
-    give_up_at = time.monotonic() + _PATIENCE_S
-    while not holds():
-        assert time.monotonic() < give_up_at, f"{what} did not come true"
+async def until(condition: Callable[[], object], what: str = "the condition") -> None:
+    """Poll the condition until it holds, with a deadline."""
+    deadline = time.monotonic() + _TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not come true"
         await asyncio.sleep(0.001)
 
 
 class Recorder(Runtime):
-    """A runtime that remembers its calls and does as it is told."""
+    """A runtime that records its calls and runs `act`."""
 
     def __init__(self, act: Callable[[Mapping[str, Any]], Awaitable[str] | str] | None = None) -> None:
         self.calls: list[tuple[str, Mapping[str, Any], str | None, str]] = []
@@ -54,8 +54,8 @@ class Recorder(Runtime):
         return [context["message"] for _, context, _, _ in self.calls]
 
 
-class MemoryBook(TriggerStore):
-    """Records in a list; `down` makes it fail."""
+class MemoryTriggerStore(TriggerStore):
+    """Keeps records in memory; fails while `down` is set."""
 
     def __init__(self) -> None:
         self.rows: dict[tuple[str, str], Execution] = {}
@@ -98,25 +98,25 @@ class MemoryBook(TriggerStore):
         return False
 
 
-class WatchedAdapter(MemoryAdapter):
-    """Remembers what it was told about each message."""
+class RecordingAdapter(MemoryAdapter):
+    """Records how each message was settled, and pauses."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.told: list[tuple[str, str]] = []
+        self.settle_calls: list[tuple[str, str]] = []
         self.pauses: list[str] = []
 
     async def ack(self, message: RawMessage) -> None:
-        self.told.append(("ack", message.message_id))
+        self.settle_calls.append(("ack", message.message_id))
         await super().ack(message)
 
     async def nack(self, message: RawMessage, requeue: bool = False) -> None:
-        self.told.append(("requeue" if requeue else "nack", message.message_id))
+        self.settle_calls.append(("requeue" if requeue else "nack", message.message_id))
         await super().nack(message, requeue)
 
     async def send_to_dlq(self, message: RawMessage, reason: str, history: Sequence[str] = ()) -> None:
         await super().send_to_dlq(message, reason, history)
-        self.told.append(("dlq", message.message_id))
+        self.settle_calls.append(("dlq", message.message_id))
 
     async def pause(self) -> None:
         self.pauses.append("pause")
@@ -127,14 +127,16 @@ class WatchedAdapter(MemoryAdapter):
         await super().resume()
 
     @property
-    def words(self) -> list[str]:
-        """The dead letters' own acknowledgements left out."""
-        dead = {message_id for word, message_id in self.told if word == "dlq"}
-        return [word for word, message_id in self.told if word == "dlq" or message_id not in dead]
+    def settle_actions(self) -> list[str]:
+        """Settle actions in order, without the acknowledgements of dead letters."""
+        dead_lettered = {message_id for action, message_id in self.settle_calls if action == "dlq"}
+        return [
+            action for action, message_id in self.settle_calls if action == "dlq" or message_id not in dead_lettered
+        ]
 
 
 class Rig:
-    """One queue, one trigger; retries take no time, and are written down."""
+    """One queue with one trigger. Waits for retries take no time; `slept` records them."""
 
     def __init__(
         self,
@@ -151,13 +153,13 @@ class Rig:
         name = broker or secrets.token_hex(6)
         self.broker = MemoryBroker.named(name)
         self.config = TriggerConfig(**({"queue_name": QUEUE, "consumer_group": GROUP} | config))
-        self.adapter = WatchedAdapter(
+        self.adapter = RecordingAdapter(
             MemoryConfig(name=name),
             self.config.queue_name,
             self.config.consumer_group,
             prefetch=self.config.prefetch,
         )
-        self.book = MemoryBook()
+        self.book = MemoryTriggerStore()
         self.slept: list[float] = []
         self.trigger = QueueTrigger(
             self.config,
@@ -177,22 +179,22 @@ class Rig:
         await asyncio.sleep(0)
 
     def write(self, body: Any, key: str = "", **headers: str) -> str:
-        """Publish; bytes as they are, everything else as JSON. `event_name="x"` is the header `x-event-name`."""
+        """Publish bytes as they are, other values as JSON. `event_name="x"` sets the header `x-event-name`."""
         encoded = body if isinstance(body, bytes) else json.dumps(body).encode()
-        named = {f"x-{name.replace('_', '-')}": value for name, value in headers.items()}
-        return self.broker.write(self.config.queue_name, encoded, named, key)
+        named_headers = {f"x-{name.replace('_', '-')}": value for name, value in headers.items()}
+        return self.broker.write(self.config.queue_name, encoded, named_headers, key)
 
-    async def off(self, count: int) -> None:
-        """Until so many messages are off."""
-        await until(lambda: sum(self.counts.consumed.values()) >= count, f"{count} messages off")
+    async def wait_handled(self, count: int) -> None:
+        """Wait until `count` messages are handled."""
+        await until(lambda: sum(self.counts.consumed.values()) >= count, f"the handling of {count} messages")
 
     async def run(self, count: int) -> None:
-        """Start, wait until so many messages are off, stop."""
+        """Start, wait until `count` messages are handled, stop."""
         async with self.trigger:
-            await self.off(count)
+            await self.wait_handled(count)
 
     @property
-    def dead(self) -> list[OutgoingMessage]:
+    def dead_letters(self) -> list[OutgoingMessage]:
         return self.broker.messages(f"{self.config.queue_name}.dlq")
 
     @property
@@ -200,7 +202,7 @@ class Rig:
         return list(self.book.rows.values())
 
 
-async def quietly(work: Awaitable[Any]) -> None:
-    """Whatever it raises is of no interest."""
+async def ignore_errors(work: Awaitable[Any]) -> None:
+    """Await `work` and ignore its errors."""
     with suppress(Exception):
         await work

@@ -1,4 +1,4 @@
-"""What a trigger logs at INFO: the first message step by step, the others by their numbers."""
+"""What a trigger logs at INFO: each step of the first message, and summaries of the others."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ START = datetime(2027, 1, 1, tzinfo=UTC)
 
 
 def stages(caplog: pytest.LogCaptureFixture, message_id: str) -> list[str]:
-    mine = [record for record in caplog.records if getattr(record, "message_id", "") == message_id]
-    return [getattr(record, "stage", "") for record in mine if record.levelno == logging.INFO]
+    records = [record for record in caplog.records if getattr(record, "message_id", "") == message_id]
+    return [getattr(record, "stage", "") for record in records if record.levelno == logging.INFO]
 
 
 def summaries(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
@@ -34,14 +34,14 @@ async def test_the_first_message_is_logged_at_once(caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.INFO, LOGGER):
         async with rig.trigger:
             message_id = rig.write(1, event_name="order.placed")
-            await rig.off(1)
+            await rig.wait_handled(1)
             assert stages(caplog, message_id) == ["received", "handed_over", "ack"]
             text = caplog.text
     assert f"message {message_id}: submitted, run run-1" in text
     assert f"message {message_id}: acknowledged" in text
 
 
-async def test_many_messages_are_not_a_line_each(caplog: pytest.LogCaptureFixture) -> None:
+async def test_many_messages_are_summarized(caplog: pytest.LogCaptureFixture) -> None:
     rig = Rig(Recorder(lambda context: _fail_at(context, 7)), concurrency=4, max_retries=0)
     for number in range(500):
         rig.write(number)
@@ -50,9 +50,9 @@ async def test_many_messages_are_not_a_line_each(caplog: pytest.LogCaptureFixtur
     rig.write(1, dedup_key="same")
     with caplog.at_level(logging.INFO, LOGGER):
         await rig.run(503)
-    lines = [record for record in caplog.records if record.levelno == logging.INFO]
-    # Received, submitted, acknowledged, the summary, the stop; on a slow machine a second interval may begin.
-    assert len(lines) < 20
+    info_records = [record for record in caplog.records if record.levelno == logging.INFO]
+    # Received, submitted, acknowledged, the summary, the stop; a slow machine may log a second interval.
+    assert len(info_records) < 20
     keys = ("received", "submitted", "acknowledged", "duplicate", "unparsable", "failed", "dead_letters")
     total = {key: sum(each.get(key, 0) for each in summaries(caplog)) for key in keys}
     assert total == dict(zip(keys, (503, 500, 501, 1, 1, 1, 2), strict=True))
@@ -64,7 +64,7 @@ def _fail_at(context: Any, number: int) -> str:
     return "run"
 
 
-async def test_a_summary_for_each_interval_with_something_in_it(caplog: pytest.LogCaptureFixture) -> None:
+async def test_each_interval_with_activity_has_a_summary(caplog: pytest.LogCaptureFixture) -> None:
     config = TriggerConfig(queue_name="orders", consumer_group="shop", name="big")
     counts = TriggerCounters("orders")
     activity = Activity(config, counts, interval_s=0.01)
@@ -84,7 +84,7 @@ async def test_a_summary_for_each_interval_with_something_in_it(caplog: pytest.L
         # Nothing was received in this interval.
         counts.consumed[ExecutionStatus.SUCCESS] += 1
         activity.end()
-        await until(lambda: len(caplog.messages) == 3, "a third one")
+        await until(lambda: len(caplog.messages) == 3, "a third summary")
         running.cancel()
         await asyncio.wait({running})
     assert caplog.messages == [

@@ -1,4 +1,4 @@
-"""How many workers, how much memory."""
+"""Capacity planning: concurrency, processes and memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast.triggers.config import plan_capacity
 
 
 @pytest.mark.parametrize(
-    ("rate", "seconds", "cores", "waiting", "wanted", "concurrency"),
+    ("rate", "seconds", "cores", "waiting", "required", "concurrency"),
     [
         (500 / 60, 2, 8, True, 17, 17),
         (500 / 60, 2, 8, False, 17, 16),
@@ -23,11 +23,11 @@ from holdfast.triggers.config import plan_capacity
         (1000, 1, 2, False, 1000, 4),
     ],
 )
-def test_concurrency(rate: float, seconds: float, cores: int, waiting: bool, wanted: int, concurrency: int) -> None:
+def test_concurrency(rate: float, seconds: float, cores: int, waiting: bool, required: int, concurrency: int) -> None:
     plan = plan_capacity(rate=rate, seconds_per_message=seconds, message_bytes=1000, cores=cores, waiting=waiting)
-    assert (plan.required, plan.concurrency) == (wanted, concurrency)
-    assert plan.enough == (concurrency == wanted)
-    assert plan.processes == math.ceil(wanted / concurrency)
+    assert (plan.required, plan.concurrency) == (required, concurrency)
+    assert plan.enough == (concurrency == required)
+    assert plan.processes == math.ceil(required / concurrency)
     assert plan.rate == pytest.approx(concurrency / seconds)
 
 
@@ -38,7 +38,7 @@ def test_memory() -> None:
 
 
 @given(rate=st.floats(0.001, 1e6), seconds=st.floats(0.001, 1e3), cores=st.integers(1, 256), size=st.floats(0, 1e6))
-def test_never_too_few_unless_the_cores_say_so(rate: float, seconds: float, cores: int, size: float) -> None:
+def test_concurrency_is_limited_only_by_the_cores(rate: float, seconds: float, cores: int, size: float) -> None:
     free = plan_capacity(rate=rate, seconds_per_message=seconds, message_bytes=size, cores=cores, waiting=True)
     bound = plan_capacity(rate=rate, seconds_per_message=seconds, message_bytes=size, cores=cores)
     assert free.enough
@@ -61,7 +61,7 @@ def test_never_too_few_unless_the_cores_say_so(rate: float, seconds: float, core
         {"cores": 0},
     ],
 )
-def test_numbers_that_cannot_be(wrong: dict[str, float]) -> None:
+def test_invalid_numbers_are_refused(wrong: dict[str, float]) -> None:
     right = {"rate": 1, "seconds_per_message": 1, "message_bytes": 1, "cores": 1}
     with pytest.raises(InvalidOption, match="must be"):
         plan_capacity(**right | wrong)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What a trigger is told: defaults, what is derived, what cannot be."""
+"""Configuration of a trigger: defaults, derived values, invalid values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from holdfast.triggers.config import RuntimeConfig, TriggerConfig, TriggerEntry
 
-WHOLE: dict[str, Any] = {
+COMPLETE: dict[str, Any] = {
     "queue_name": "orders",
     "consumer_group": "shop",
     "adapter": {"type": "memory"},
@@ -24,8 +24,8 @@ def paths(model: type[TriggerConfig], **fields: Any) -> set[str]:
 
 
 def test_the_defaults_are_those_of_the_requirements() -> None:
-    told = TriggerConfig(queue_name="orders", consumer_group="shop").model_dump(mode="json")
-    assert told == {
+    config = TriggerConfig(queue_name="orders", consumer_group="shop").model_dump(mode="json")
+    assert config == {
         "queue_name": "orders",
         "consumer_group": "shop",
         "name": "orders",
@@ -90,21 +90,21 @@ def test_header_names_are_compared_in_lower_case() -> None:
         ("colour", "red"),
     ],
 )
-def test_what_cannot_be_is_refused_by_its_path(field: str, value: Any) -> None:
-    assert paths(TriggerEntry, **WHOLE | {field: value}) == {field}
+def test_invalid_values_are_refused_by_path(field: str, value: Any) -> None:
+    assert paths(TriggerEntry, **COMPLETE | {field: value}) == {field}
 
 
-def test_fewer_prefetched_than_at_work_at_once() -> None:
-    assert paths(TriggerEntry, **WHOLE, concurrency=20, prefetch=19) == {"prefetch"}
-    assert TriggerEntry.model_validate(WHOLE | {"concurrency": 20, "prefetch": 20}).prefetch == 20
+def test_a_prefetch_below_the_concurrency_is_refused() -> None:
+    assert paths(TriggerEntry, **COMPLETE, concurrency=20, prefetch=19) == {"prefetch"}
+    assert TriggerEntry.model_validate(COMPLETE | {"concurrency": 20, "prefetch": 20}).prefetch == 20
 
 
-def test_a_queue_whose_name_cannot_stand_in_an_address_needs_another() -> None:
-    assert paths(TriggerEntry, **WHOLE | {"queue_name": "a/b"}) == {"name"}
-    assert TriggerEntry.model_validate(WHOLE | {"queue_name": "a/b", "name": "ab"}).queue_name == "a/b"
+def test_a_queue_name_that_is_not_valid_in_a_url_needs_a_separate_name() -> None:
+    assert paths(TriggerEntry, **COMPLETE | {"queue_name": "a/b"}) == {"name"}
+    assert TriggerEntry.model_validate(COMPLETE | {"queue_name": "a/b", "name": "ab"}).queue_name == "a/b"
 
 
-def test_all_mistakes_at_once() -> None:
+def test_all_errors_are_reported_at_once() -> None:
     found = paths(
         TriggerEntry,
         consumer_group="g",
@@ -126,10 +126,10 @@ def test_all_mistakes_at_once() -> None:
     }
 
 
-def test_an_adapter_of_no_known_type() -> None:
-    assert paths(TriggerEntry, **WHOLE | {"adapter": {"type": "carrier pigeon"}}) == {"adapter.type"}
-    assert paths(TriggerEntry, **WHOLE | {"adapter": {"connection": {"x": 1}}}) == {"adapter.type"}
-    assert paths(TriggerEntry, **WHOLE | {"adapter": "memory"}) == {"adapter"}
+def test_an_unknown_adapter_type_is_refused() -> None:
+    assert paths(TriggerEntry, **COMPLETE | {"adapter": {"type": "carrier pigeon"}}) == {"adapter.type"}
+    assert paths(TriggerEntry, **COMPLETE | {"adapter": {"connection": {"x": 1}}}) == {"adapter.type"}
+    assert paths(TriggerEntry, **COMPLETE | {"adapter": "memory"}) == {"adapter"}
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_an_adapter_of_no_known_type() -> None:
         {"url": "http://127.0.0.1", "timeout": 0},
     ],
 )
-def test_exactly_one_runtime_that_can_be(runtime: dict[str, Any]) -> None:
+def test_exactly_one_valid_runtime_is_required(runtime: dict[str, Any]) -> None:
     with pytest.raises(ValidationError) as caught:
         RuntimeConfig.model_validate(runtime)
     assert "ada:pw" not in str(caught.value)
@@ -160,7 +160,7 @@ def test_the_kinds_of_runtime() -> None:
     assert "'t'" not in repr(RuntimeConfig.model_validate(kinds[2]))
 
 
-def test_it_cannot_be_changed() -> None:
+def test_a_configuration_is_immutable() -> None:
     config = TriggerConfig(queue_name="q", consumer_group="g")
     with pytest.raises(ValidationError):
         config.concurrency = 5  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Triggers from a file: every mistake by its path, all at once, and no secret in any of it."""
+"""Triggers from a file: all errors are reported at once by path, without secrets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Tls(BaseModel):
 
 
 class Connection(BaseModel):
-    """A broker with something of every kind."""
+    """A broker with settings of every kind."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -53,22 +53,22 @@ def broker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config_file, "connection_model", connection_model)
 
 
-def mistakes(text: str, **environment: str) -> dict[str, str]:
+def load_errors(text: str, **environment: str) -> dict[str, str]:
     with pytest.raises(InvalidTriggers) as caught:
         load_text(text, "triggers.yaml", environment)
     assert SECRET not in str(caught.value)
     assert SECRET not in repr(caught.value.mistakes)
-    assert all(str(mistake) in str(caught.value) for mistake in caught.value.mistakes)
-    found = dict(caught.value.mistakes)
-    assert len(found) == len(caught.value.mistakes), "one place, one mistake"
-    return found
+    assert all(str(error) in str(caught.value) for error in caught.value.mistakes)
+    errors = dict(caught.value.mistakes)
+    assert len(errors) == len(caught.value.mistakes), "one error per path"
+    return errors
 
 
 def with_connection(**connection: Any) -> str:
     return yaml.safe_dump(yaml.safe_load(ONE) | {"adapter": {"type": "test", "connection": connection}})
 
 
-def connected(text: str, **environment: str) -> Connection:
+def load_connection(text: str, **environment: str) -> Connection:
     (entry,) = load_text(text, environment=environment)
     connection = entry.adapter.connection
     assert isinstance(connection, Connection)
@@ -106,27 +106,27 @@ def test_one_trigger_or_many(tmp_path: Path) -> None:
         ("&a [*a]", "line 1, column 5"),
     ],
 )
-def test_what_is_no_file_of_triggers(text: str, path: str) -> None:
-    assert set(mistakes(text)) == {path}
+def test_invalid_files_are_refused(text: str, path: str) -> None:
+    assert set(load_errors(text)) == {path}
 
 
-def test_deep_nesting_is_told() -> None:
+def test_deep_nesting_is_refused() -> None:
     for text in (ONE + "focus: " + "[" * 5_000 + "]" * 5_000, "&a {focus: *a}"):
-        ((_, message),) = mistakes(text).items()
+        ((_, message),) = load_errors(text).items()
         assert "nested too deeply" in message
 
 
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     for name in ("missing.yaml", ".", "binary.yaml"):
         with pytest.raises(InvalidTriggers, match=name):
             load_file(tmp_path / name)
 
 
-# Mistakes ------------------------------------------------------------------------------------------
+# Errors --------------------------------------------------------------------------------------------
 
 
-def test_all_mistakes_of_all_triggers_each_by_its_path(broker: None) -> None:
+def test_all_errors_of_all_triggers_are_reported_by_path(broker: None) -> None:
     text = """
 triggers:
   - queue_name: a
@@ -144,9 +144,9 @@ triggers:
     runtime: {url: "http://127.0.0.1", token: %s}
 shared: 1
 """ % ((SECRET,) * 3)  # fmt: skip
-    found = mistakes(text, SECRET=SECRET)
+    errors = load_errors(text, SECRET=SECRET)
     secret = "must not be in a file; write ${NAME} and set the variable NAME"
-    assert found == {
+    assert errors == {
         "shared": "unknown key next to triggers:",
         "triggers[0].consumer_group": "variable GROUP is not set; set it, or write ${GROUP:-text}",
         "triggers[0].concurency": "unknown key; did you mean concurrency?",
@@ -165,16 +165,16 @@ shared: 1
     }
 
 
-def test_a_key_that_resembles_nothing_is_told_what_there_is() -> None:
-    found = mistakes(ONE.replace("{task: ship}", "{task: ship, zzz: 1}"))
-    assert found == {"runtime.zzz": "unknown key; use one of task, callable, url, timeout, token"}
+def test_an_unknown_key_error_lists_the_valid_keys() -> None:
+    errors = load_errors(ONE.replace("{task: ship}", "{task: ship, zzz: 1}"))
+    assert errors == {"runtime.zzz": "unknown key; use one of task, callable, url, timeout, token"}
 
 
-def test_no_name_twice() -> None:
+def test_duplicate_names_are_refused() -> None:
     one, two = yaml.safe_load(ONE), yaml.safe_load(ONE) | {"queue_name": "b", "name": "orders"}
-    found = mistakes(yaml.safe_dump({"triggers": [one, two, one]}))
-    taken = "name 'orders' is already used by triggers[0]; rename one"
-    assert found == {"triggers[1].name": taken, "triggers[2].name": taken}
+    errors = load_errors(yaml.safe_dump({"triggers": [one, two, one]}))
+    message = "name 'orders' is already used by triggers[0]; rename one"
+    assert errors == {"triggers[1].name": message, "triggers[2].name": message}
 
 
 # Variables -----------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def test_no_name_twice() -> None:
 
 def test_variables(broker: None) -> None:
     text = with_connection(host="${HOST:-other}-${N:-0}", port="${PORT}", password="${SECRET}", plain_url="$${HOST}")
-    connection = connected(text, PORT="1234", SECRET=SECRET, N="")
+    connection = load_connection(text, PORT="1234", SECRET=SECRET, N="")
     assert (connection.host, connection.port, connection.plain_url) == ("other-0", 1234, "${HOST}")
     assert connection.password is not None
     assert connection.password.get_secret_value() == SECRET
@@ -196,34 +196,34 @@ def test_the_environment_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("text", ["${", "${}", "${A B}", "${A:-", "${1A}", "x${A-y}"])
-def test_what_is_no_variable(text: str) -> None:
-    found = mistakes(yaml.safe_dump(yaml.safe_load(ONE) | {"focus": text}), A="1")
-    assert found == {"focus": "${ starts a variable; write ${NAME} or ${NAME:-text}, or $${ for a literal ${"}
+def test_invalid_variables_are_refused(text: str) -> None:
+    errors = load_errors(yaml.safe_dump(yaml.safe_load(ONE) | {"focus": text}), A="1")
+    assert errors == {"focus": "${ starts a variable; write ${NAME} or ${NAME:-text}, or $${ for a literal ${"}
 
 
 # Secrets -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("literal", [SECRET, f"{SECRET}${{A}}", f"${{A:-{SECRET}}}", "$${A}", 12345, ["x"]])
-def test_a_secret_stands_in_no_file(broker: None, literal: Any) -> None:
-    found = mistakes(with_connection(password=literal), A="1")
-    assert found == {"adapter.connection.password": config_file._SECRET}
+def test_a_literal_secret_is_refused(broker: None, literal: Any) -> None:
+    errors = load_errors(with_connection(password=literal), A="1")
+    assert errors == {"adapter.connection.password": config_file._SECRET}
 
 
 @pytest.mark.parametrize("field", ["url", "plain_url"])
-def test_a_password_in_an_address_neither(broker: None, field: str) -> None:
-    found = mistakes(with_connection(**{field: f"amqp://ada:{SECRET}@127.0.0.1/"}))
-    assert found == {f"adapter.connection.{field}": f"the password in it {config_file._SECRET}"}
-    for right in ("amqp://127.0.0.1/", "amqp://ada@127.0.0.1/", "amqp://ada:${SECRET}@127.0.0.1/"):
-        connected(with_connection(**{field: right}), SECRET=SECRET)
+def test_a_literal_password_in_a_url_is_refused(broker: None, field: str) -> None:
+    errors = load_errors(with_connection(**{field: f"amqp://ada:{SECRET}@127.0.0.1/"}))
+    assert errors == {f"adapter.connection.{field}": f"the password in it {config_file._SECRET}"}
+    for valid in ("amqp://127.0.0.1/", "amqp://ada@127.0.0.1/", "amqp://ada:${SECRET}@127.0.0.1/"):
+        load_connection(with_connection(**{field: valid}), SECRET=SECRET)
 
 
-def test_a_validator_that_repeats_a_secret_is_blotted_out(broker: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Talkative(Connection):
+def test_secrets_in_validator_errors_are_redacted(broker: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    class EchoingConnection(Connection):
         @classmethod
         def model_validate(cls, value: Any, **_: Any) -> Any:  # type: ignore[override]
             raise ValueError(f"this is no password: {value['password']}")
 
-    monkeypatch.setattr(config, "connection_model", lambda _: Talkative)
-    found = mistakes(with_connection(password="${SECRET}"), SECRET=SECRET)
-    assert found == {"adapter.connection": "this is no password: ***"}
+    monkeypatch.setattr(config, "connection_model", lambda _: EchoingConnection)
+    errors = load_errors(with_connection(password="${SECRET}"), SECRET=SECRET)
+    assert errors == {"adapter.connection": "this is no password: ***"}

@@ -1,4 +1,4 @@
-"""One run per key, for runtimes that keep none: in memory, and on both ledgers."""
+"""One run per key for runtimes without keys, in memory and on both ledgers."""
 
 from __future__ import annotations
 
@@ -48,23 +48,23 @@ async def dedup(request: pytest.FixtureRequest, tmp_path: Any) -> AsyncIterator[
         await store.close()
 
 
-async def _ticket(dedup: DedupStore, key: str = "k", tenant: str = "default") -> DedupTicket:
+async def _reserve(dedup: DedupStore, key: str = "k", tenant: str = "default") -> DedupTicket:
     answer = await dedup.reserve(tenant, key, "m")
     assert isinstance(answer, DedupTicket)
     return answer
 
 
 async def test_the_contract(dedup: DedupStore) -> None:
-    ticket = await _ticket(dedup)
+    ticket = await _reserve(dedup)
     assert await dedup.reserve("default", "k", "m2") == "busy"
-    other = await _ticket(dedup, tenant="acme")
+    other = await _reserve(dedup, tenant="acme")
     await dedup.release(other)
-    other = await _ticket(dedup, tenant="acme")
+    other = await _reserve(dedup, tenant="acme")
     await dedup.complete(other, "", 60_000)
     assert await dedup.reserve("acme", "k", "m3") == AlreadyHandled("")
     await dedup.complete(ticket, "run-1", 60_000)
     assert await dedup.reserve("default", "k", "m2") == AlreadyHandled("run-1")
-    short = await _ticket(dedup, "short")
+    short = await _reserve(dedup, "short")
     await dedup.complete(short, "run-2", 1)
     await asyncio.sleep(0.01)
     assert isinstance(await dedup.reserve("default", "short", "m4"), DedupTicket)
@@ -76,44 +76,44 @@ async def test_two_processes(effects: EffectStore) -> None:
     tickets = [answer for answer in answers if isinstance(answer, DedupTicket)]
     assert len(tickets) == 1
     assert answers.count("busy") == 19
-    holder = first if tickets[0] in answers[::2] else second
-    await holder.complete(tickets[0], "r", 60_000)
+    owner = first if tickets[0] in answers[::2] else second
+    await owner.complete(tickets[0], "r", 60_000)
     assert await first.reserve("t", "k", "m") == await second.reserve("t", "k", "m") == AlreadyHandled("r")
     await first.close()
     await second.close()
 
 
-async def test_a_dead_holder_is_taken_over_after_a_lease(effects: EffectStore) -> None:
+async def test_a_reservation_of_a_dead_process_is_reclaimed_after_its_lease(effects: EffectStore) -> None:
     clock = ManualClock()
     dead = LedgerDedupStore(effects, "orders", lease_s=3600)
     alive = LedgerDedupStore(effects, "orders", lease_s=30, monotonic=lambda: clock.now_ms() / 1000)
-    ticket = await _ticket(dead)
+    ticket = await _reserve(dead)
     assert await alive.reserve("default", "k", "m") == "busy"
     clock.advance(29)
     assert await alive.reserve("default", "k", "m") == "busy"
     clock.advance(1)
-    taken = await alive.reserve("default", "k", "m")
-    assert isinstance(taken, DedupTicket)
-    await alive.complete(taken, "second", 60_000)
-    # It comes back late: what the other has written stays.
+    reclaimed = await alive.reserve("default", "k", "m")
+    assert isinstance(reclaimed, DedupTicket)
+    await alive.complete(reclaimed, "second", 60_000)
+    # The late completion does not overwrite the result of the other process.
     await dead.complete(ticket, "first", 60_000)
     assert await alive.reserve("default", "k", "m") == AlreadyHandled("second")
     await dead.close()
     await alive.close()
 
 
-async def test_a_living_holder_is_not_taken_over(effects: EffectStore) -> None:
+async def test_a_renewed_reservation_is_not_reclaimed(effects: EffectStore) -> None:
     clock = ManualClock()
-    holder = LedgerDedupStore(effects, "orders", lease_s=0.06)
+    owner = LedgerDedupStore(effects, "orders", lease_s=0.06)
     other = LedgerDedupStore(effects, "orders", lease_s=30, monotonic=lambda: clock.now_ms() / 1000)
-    ticket = await _ticket(holder)
+    ticket = await _reserve(owner)
     for _ in range(3):
         assert await other.reserve("default", "k", "m") == "busy"
-        seen = (await effects.get([("default", "trigger:k")]))[0]
-        assert seen is not None
+        reservation = (await effects.get([("default", "trigger:k")]))[0]
+        assert reservation is not None
         clock.advance(31)
 
-        async def renewed(before: int = seen.updated_at_ms) -> None:
+        async def renewed(before: int = reservation.updated_at_ms) -> None:
             while True:
                 now = (await effects.get([("default", "trigger:k")]))[0]
                 if now is not None and now.updated_at_ms != before:
@@ -122,8 +122,8 @@ async def test_a_living_holder_is_not_taken_over(effects: EffectStore) -> None:
 
         await asyncio.wait_for(renewed(), 5)
     assert await other.reserve("default", "k", "m") == "busy"
-    await holder.complete(ticket, "r", 60_000)
-    await holder.close()
+    await owner.complete(ticket, "r", 60_000)
+    await owner.close()
     await other.close()
 
 
@@ -155,14 +155,14 @@ async def test_a_storm_of_duplicates_on_four_triggers(effects: EffectStore) -> N
     assert sum(rig.counts.dedup_hits for rig in rigs) == 390
 
 
-async def test_a_key_runs_again_after_its_window_and_when_it_was_given_up() -> None:
+async def test_a_key_runs_again_after_its_window_and_after_a_dead_letter() -> None:
     clock = ManualClock()
-    left = 1
+    failures_left = 1
 
     def act(_: Mapping[str, Any]) -> str:
-        nonlocal left
-        if left:
-            left -= 1
+        nonlocal failures_left
+        if failures_left:
+            failures_left -= 1
             raise RuntimeError("no")
         return "r"
 
@@ -170,28 +170,28 @@ async def test_a_key_runs_again_after_its_window_and_when_it_was_given_up() -> N
     rig = Rig(runtime, clock=clock, max_retries=0, idempotency_window=10)
     async with rig.trigger:
         rig.write("dead", dedup_key="k")
-        await rig.off(1)
+        await rig.wait_handled(1)
         rig.write("runs", dedup_key="k")
-        await rig.off(2)
+        await rig.wait_handled(2)
         clock.advance(9.999)
         rig.write("known", dedup_key="k")
-        await rig.off(3)
+        await rig.wait_handled(3)
         clock.advance(0.001)
         rig.write("again", dedup_key="k")
-        await rig.off(4)
+        await rig.wait_handled(4)
     assert runtime.messages == ["dead", "runs", "again"]
     assert rig.counts.dedup_hits == 1
     assert len(rig.rows) == 4
 
 
-async def test_a_stopped_trigger_frees_the_keys_of_what_it_has_not_run(effects: EffectStore) -> None:
-    async def for_ever(_: float) -> None:
+async def test_a_stopped_trigger_releases_the_keys_of_unfinished_messages(effects: EffectStore) -> None:
+    async def sleep_forever(_: float) -> None:
         await asyncio.Event().wait()
 
     def fail(_: Mapping[str, Any]) -> str:
         raise RuntimeError("not yet")
 
-    rig = Rig(Recorder(fail), dedup=LedgerDedupStore(effects, "orders"), sleep=for_ever)
+    rig = Rig(Recorder(fail), dedup=LedgerDedupStore(effects, "orders"), sleep=sleep_forever)
     rig.write(1, dedup_key="k")
     await rig.trigger.start()
     await until(lambda: rig.counts.retries == 1)
@@ -200,7 +200,7 @@ async def test_a_stopped_trigger_frees_the_keys_of_what_it_has_not_run(effects: 
     assert (await effects.get([("default", "trigger:orders:workers:k")]))[0] is None
 
 
-async def test_what_was_cut_off_in_mid_run_stays_reserved_for_a_lease(effects: EffectStore) -> None:
+async def test_the_key_of_an_interrupted_run_stays_reserved_for_a_lease(effects: EffectStore) -> None:
     async def hang(_: Mapping[str, Any]) -> str:
         await asyncio.Event().wait()
         return ""
@@ -214,45 +214,45 @@ async def test_what_was_cut_off_in_mid_run_stays_reserved_for_a_lease(effects: E
     assert await LedgerDedupStore(effects, "orders").reserve("default", "orders:workers:k", "m") == "busy"
 
 
-class _Flaky(InMemoryDedupStore):
-    """A store that is away when it is told to be."""
+class _FlakyStore(InMemoryDedupStore):
+    """A store that is unreachable on request."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.begin_down = self.done_down = False
+        self.reserve_down = self.complete_down = False
 
     async def reserve(self, tenant_id: str, key: str, message_id: str) -> Answer:
-        if self.begin_down:
-            raise LedgerUnavailable("the ledger is away")
+        if self.reserve_down:
+            raise LedgerUnavailable("the ledger is unreachable")
         return await super().reserve(tenant_id, key, message_id)
 
     async def complete(self, ticket: DedupTicket, run_id: str, window_ms: int) -> None:
-        if self.done_down:
-            raise LedgerUnavailable("the ledger is away")
+        if self.complete_down:
+            raise LedgerUnavailable("the ledger is unreachable")
         await super().complete(ticket, run_id, window_ms)
 
 
-@pytest.mark.parametrize("when", ["begin_down", "done_down"])
-async def test_a_store_that_is_away_holds(when: str) -> None:
-    store, runtime = _Flaky(), Recorder()
+@pytest.mark.parametrize("outage", ["reserve_down", "complete_down"])
+async def test_an_unreachable_store_holds_the_trigger(outage: str) -> None:
+    store, runtime = _FlakyStore(), Recorder()
     rig = Rig(runtime, dedup=store)
-    setattr(store, when, True)
+    setattr(store, outage, True)
     rig.write(1)
     async with rig.trigger:
         await until(lambda: rig.trigger.state is TriggerState.HOLDING)
-        assert len(runtime.calls) == (when == "done_down")
-        assert not rig.adapter.told
-        setattr(store, when, False)
-        await rig.off(1)
+        assert len(runtime.calls) == (outage == "complete_down")
+        assert not rig.adapter.settle_calls
+        setattr(store, outage, False)
+        await rig.wait_handled(1)
     assert len(runtime.calls) == 1
     assert rig.rows[0].retry_count == 0
 
 
-@pytest.mark.parametrize("when", ["begin_down", "done_down"])
-async def test_a_store_that_is_away_only_warns_if_so_told(when: str, caplog: pytest.LogCaptureFixture) -> None:
-    store, runtime = _Flaky(), Recorder()
+@pytest.mark.parametrize("outage", ["reserve_down", "complete_down"])
+async def test_an_unreachable_store_only_warns_if_configured(outage: str, caplog: pytest.LogCaptureFixture) -> None:
+    store, runtime = _FlakyStore(), Recorder()
     rig = Rig(runtime, dedup=store, dedup_down="warn")
-    setattr(store, when, True)
+    setattr(store, outage, True)
     rig.write(1)
     rig.write(2)
     await rig.run(2)
@@ -261,7 +261,9 @@ async def test_a_store_that_is_away_only_warns_if_so_told(when: str, caplog: pyt
 
 
 @pytest.mark.faults
-async def test_the_ledger_away_and_back(make_postgres: Any, redis_url: str, namespace: str) -> None:
+async def test_the_trigger_holds_during_an_outage_of_the_ledger(
+    make_postgres: Any, redis_url: str, namespace: str
+) -> None:
     server = make_postgres()
     app = Holdfast(redis_url, ledger=server.url, namespace=namespace)
     async with app:
@@ -271,48 +273,48 @@ async def test_the_ledger_away_and_back(make_postgres: Any, redis_url: str, name
         rig = Rig(runtime, dedup=LedgerDedupStore(backend.ledger.effects, "orders"), sleep=asyncio.sleep)
         async with rig.trigger:
             rig.write(1)
-            await rig.off(1)
+            await rig.wait_handled(1)
             server.kill()
             rig.write(2)
             await until(lambda: rig.trigger.state is TriggerState.HOLDING, "holding")
             assert runtime.messages == [1]
             server.start()
-            await rig.off(2)
+            await rig.wait_handled(2)
         assert runtime.messages == [1, 2]
 
 
-async def test_what_has_run_is_known_even_if_its_message_is_lost_while_the_store_is_away() -> None:
-    """Else whoever gets the message next would run it again."""
-    dedup = _Flaky()
-    dedup.done_down = True
+async def test_a_run_is_recorded_even_if_its_message_is_lost_during_an_outage() -> None:
+    """Otherwise the next consumer would run the message again."""
+    dedup = _FlakyStore()
+    dedup.complete_down = True
     rig = Rig(Recorder(), dedup=dedup)
     rig.write(1, dedup_key="k")
     async with rig.trigger:
         await until(lambda: rig.trigger.state is TriggerState.HOLDING)
         rig.broker.lose_connections()
-        dedup.done_down = False
-        await rig.off(1)
+        dedup.complete_down = False
+        await rig.wait_handled(1)
     assert rig.counts.calls == 1
     assert [row.status.value for row in rig.rows] == ["duplicate"]
 
 
-async def test_what_has_run_is_known_even_if_the_trigger_stops_while_the_store_is_away() -> None:
-    dedup = _Flaky()
-    dedup.done_down = True
+async def test_a_run_is_recorded_even_if_the_trigger_stops_during_an_outage() -> None:
+    dedup = _FlakyStore()
+    dedup.complete_down = True
     rig = Rig(Recorder(), dedup=dedup, sleep=lambda _: asyncio.sleep(60))
     rig.write(1, dedup_key="k")
     async with rig.trigger:
         await until(lambda: rig.trigger.state is TriggerState.HOLDING)
-        dedup.done_down = False
+        dedup.complete_down = False
     assert await dedup.reserve("default", "orders:workers:k", "m") == AlreadyHandled("run-1")
 
 
-async def test_after_an_outage_that_was_only_warned_of_no_duplicate_waits_for_ever(effects: EffectStore) -> None:
-    class Away(LedgerDedupStore):
+async def test_duplicates_do_not_wait_forever_after_an_outage_with_warnings(effects: EffectStore) -> None:
+    class UnreachableStore(LedgerDedupStore):
         async def complete(self, ticket: DedupTicket, run_id: str, window_ms: int) -> None:
-            raise LedgerUnavailable("away")
+            raise LedgerUnavailable("unreachable")
 
-    dedup = Away(effects, "orders")
+    dedup = UnreachableStore(effects, "orders")
     rig = Rig(Recorder(), dedup=dedup, dedup_down="warn")
     rig.write(1, dedup_key="k")
     rig.write(2, dedup_key="k")

@@ -1,4 +1,4 @@
-"""From a message to a job that has run and a row in the ledger (requirement X4), on real stores."""
+"""A message becomes a job that runs and a row in the ledger (requirement X4), on real stores."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tests.triggers.rig import Rig, until
 
 @pytest.fixture(params=["embedded", "redis"])
 def stores(request: pytest.FixtureRequest, tmp_path: Path, namespace: str) -> dict[str, Any]:
-    """One file for all, and Redis with PostgreSQL."""
+    """Embedded SQLite, and Redis with PostgreSQL."""
     if request.param == "embedded":
         return {"url": f"sqlite:///{tmp_path / 'all.db'}"}
     url, ledger = request.getfixturevalue("redis_url"), request.getfixturevalue("postgres_url")
     return {"url": url, "ledger": ledger, "namespace": namespace}
 
 
-async def test_consumed_run_acknowledged_and_recorded_once(stores: dict[str, Any], namespace: str) -> None:
+async def test_a_message_is_run_acknowledged_and_recorded_once(stores: dict[str, Any], namespace: str) -> None:
     app, ran = Holdfast(**stores), list[tuple[str, Any]]()
 
     @app.task
@@ -60,8 +60,8 @@ async def test_consumed_run_acknowledged_and_recorded_once(stores: dict[str, Any
     MemoryBroker.reset(namespace)
 
 
-async def test_delivered_again_it_is_a_duplicate(stores: dict[str, Any], namespace: str) -> None:
-    """The acknowledgement is lost: the second delivery finds the job."""
+async def test_a_redelivered_message_is_a_duplicate(stores: dict[str, Any], namespace: str) -> None:
+    """The acknowledgement is lost: the second delivery returns the existing job."""
     app, ran = Holdfast(**stores), list[int]()
 
     @app.task
@@ -70,18 +70,18 @@ async def test_delivered_again_it_is_a_duplicate(stores: dict[str, Any], namespa
 
     async with app:
         rig = Rig(TaskRuntime(app, "handle"))
-        acked = rig.adapter.ack
+        real_ack = rig.adapter.ack
 
-        async def lost(message: Any) -> None:
-            rig.adapter.ack = acked  # type: ignore[method-assign]
-            raise ConnectionError("the broker went away")
+        async def lose_ack(message: Any) -> None:
+            rig.adapter.ack = real_ack  # type: ignore[method-assign]
+            raise ConnectionError("the connection was lost")
 
-        rig.adapter.ack = lost  # type: ignore[method-assign]
+        rig.adapter.ack = lose_ack  # type: ignore[method-assign]
         rig.write(1)
         async with rig.trigger:
-            await rig.off(1)
+            await rig.wait_handled(1)
             rig.broker.lose_connections()
-            await rig.off(2)
+            await rig.wait_handled(2)
         await drain(app)
     assert ran == [1]
     assert sorted(row.status for row in rig.rows) == ["duplicate", "success"]
@@ -101,8 +101,8 @@ async def test_a_key_runs_again_after_its_window(tmp_path: Path) -> None:
         async with rig.trigger:
             for number, (message, minutes) in enumerate([("first", 9), ("known", 2), ("again", 0)], 1):
                 rig.write(message, dedup_key="k")
-                await rig.off(number)
-                # As long as its job is open a key is known, whatever the window says.
+                await rig.wait_handled(number)
+                # While its job is open, a key is kept regardless of the window.
                 await drain(app)
                 clock.advance(timedelta(minutes=minutes))
     assert ran == ["first", "again"]

@@ -1,4 +1,4 @@
-"""Raw messages become envelopes; odd headers are handled, and never taken for what they are not."""
+"""Raw messages become envelopes; invalid headers are handled and not misread."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def _raw(headers: Mapping[str, str] | None = None, body: bytes = b'{"n": 1}', me
     return RawMessage(message_id, body, headers or {}, _AT, {})
 
 
-def _envelope(headers: Mapping[str, str] | None = None, kind: str = "json", **given: Any) -> MessageEnvelope:
-    return MessageEnvelope.from_raw(_raw(headers, **given), "orders", parser_of(kind))
+def _envelope(headers: Mapping[str, str] | None = None, kind: str = "json", **fields: Any) -> MessageEnvelope:
+    return MessageEnvelope.from_raw(_raw(headers, **fields), "orders", parser_of(kind))
 
 
 def test_all_fields() -> None:
@@ -56,7 +56,7 @@ def test_without_headers() -> None:
     assert (blank.dedup_key, blank.event_name, blank.tenant_id) == (None, None, None)
 
 
-def test_names_can_be_set() -> None:
+def test_header_names_are_configurable() -> None:
     names = HeaderNames(event_name="type", dedup_key="id", tenant_id="account")
     raw = _raw({"type": "a", "id": "b", "account": "c", "x-event-name": "no"})
     envelope = MessageEnvelope.from_raw(raw, "orders", parser_of("json"), names)
@@ -64,7 +64,7 @@ def test_names_can_be_set() -> None:
 
 
 @pytest.mark.parametrize("key", ["k" * 1_001, "ä" * 501, "nul\0", "half \ud800"])
-def test_a_key_that_cannot_be_stored_is_known_by_its_hash(key: str) -> None:
+def test_a_key_that_cannot_be_stored_is_replaced_by_its_hash(key: str) -> None:
     found = key_or_hash(key)
     assert found == "sha256-" + hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
     assert key_or_hash("k" * 1_000) == "k" * 1_000
@@ -78,14 +78,14 @@ def test_an_over_long_dedup_key() -> None:
 
 
 @pytest.mark.parametrize("tenant", ["a b", "{a}", "t" * 201, "a\nb", "a\0"])
-def test_a_tenant_that_cannot_be(tenant: str) -> None:
+def test_an_invalid_tenant_is_refused(tenant: str) -> None:
     with pytest.raises(ParseError, match="in header x-tenant-id is not valid"):
         _envelope({"x-tenant-id": tenant})
     assert tenant_and_event_hint(_raw({"x-tenant-id": tenant, "x-event-name": "e"}), HeaderNames()) == ("default", "e")
 
 
 @pytest.mark.parametrize("name", ["e" * 201, "a\x07b"])
-def test_an_event_name_that_cannot_be(name: str) -> None:
+def test_an_invalid_event_name_is_refused(name: str) -> None:
     with pytest.raises(ParseError, match="event name"):
         _envelope({"x-event-name": name})
     assert tenant_and_event_hint(_raw({"x-event-name": name, "x-tenant-id": "acme"}), HeaderNames()) == (
@@ -94,11 +94,11 @@ def test_an_event_name_that_cannot_be(name: str) -> None:
     )
 
 
-def test_odd_headers_cost_no_message() -> None:
+def test_invalid_characters_in_headers_are_replaced() -> None:
     assert _envelope({"odd": "half \ud800 and nul \0é"}).headers == {"odd": "half \ufffd and nul \ufffdé"}
 
 
-def test_too_large() -> None:
+def test_a_too_large_message_is_refused() -> None:
     with pytest.raises(PayloadTooLarge, match="the message has 8 bytes"):
         MessageEnvelope.from_raw(_raw(), "orders", parser_of("json"), payload_limit=7)
 
@@ -115,11 +115,17 @@ def test_traces() -> None:
     assert trace_id_of(_raw(message_id="m" * 3_000)).startswith("sha256-")
 
 
-def test_headers_win_over_a_cloud_event() -> None:
+def test_headers_take_precedence_over_a_cloud_event() -> None:
     body = b'{"specversion": "1.0", "id": "e-1", "source": "/s", "type": "t", "data": 1, "tenantid": "acme"}'
     plain = _envelope(kind="cloudevents", body=body)
     assert (plain.event_name, plain.dedup_key, plain.payload) == ("t", "e-1", 1)
-    given = _envelope({"x-event-name": "mine", "x-dedup-key": "k", "ce-source": "/header"}, "cloudevents", body=body)
-    assert (given.event_name, given.dedup_key, given.headers["ce-source"]) == ("mine", "k", "/header")
+    with_headers = _envelope(
+        {"x-event-name": "mine", "x-dedup-key": "k", "ce-source": "/header"}, "cloudevents", body=body
+    )
+    assert (with_headers.event_name, with_headers.dedup_key, with_headers.headers["ce-source"]) == (
+        "mine",
+        "k",
+        "/header",
+    )
     names = HeaderNames(tenant_id="ce-tenantid")
     assert MessageEnvelope.from_raw(_raw(body=body), "q", parser_of("cloudevents"), names).tenant_id == "acme"

@@ -1,4 +1,4 @@
-"""Every file of triggers on the how-to's page can be used as it stands."""
+"""Every trigger file in the how-to is valid and complete."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VARIABLES = {
 
 
 @pytest.mark.parametrize("text", FILES)
-def test_the_page_s_files_can_be_used(text: str) -> None:
+def test_the_files_of_the_page_are_valid(text: str) -> None:
     assert load_text(text, environment=VARIABLES)
 
 
@@ -36,8 +36,8 @@ def test_the_page_explains_every_key_and_its_default() -> None:
     table = TEXT.partition("## The file")[2].partition("\n## ")[0]
     explained = dict(re.findall(r"^\| `([\w.]+)` \|([^|]*)\|", table, re.MULTILINE))
     fields = TriggerEntry.model_fields
-    wanted = {*fields, "metrics.enabled", "metrics.export_interval", "adapter.type", "adapter.connection"}
-    assert set(explained) == wanted - {"metrics", "adapter"}
+    expected = {*fields, "metrics.enabled", "metrics.export_interval", "adapter.type", "adapter.connection"}
+    assert set(explained) == expected - {"metrics", "adapter"}
     for name, default in explained.items():
         field = fields.get(name)
         if (

@@ -1,4 +1,4 @@
-"""Order per key, and nobody waits for another's key."""
+"""Order per key; keys do not wait for each other."""
 
 from __future__ import annotations
 
@@ -13,85 +13,85 @@ from holdfast.triggers.consumer import KeyedQueue
 from tests.triggers.rig import Recorder, Rig, until
 
 
-class _One:
+class _Item:
     def __init__(self, key: str, number: int) -> None:
         self.key = key
         self.number = number
 
 
-async def test_of_each_key_one_at_a_time() -> None:
-    lines: KeyedQueue[_One] = KeyedQueue(10)
+async def test_one_item_per_key_at_a_time() -> None:
+    queue: KeyedQueue[_Item] = KeyedQueue(10)
     for number, key in enumerate("aab"):
-        lines.put(_One(key, number))
-    lines.put(_One("", 3))
-    taken = [await lines.take() for _ in range(3)]
-    assert [one.number for one in taken if one] == [0, 2, 3]
-    waiting = asyncio.ensure_future(lines.take())
+        queue.put(_Item(key, number))
+    queue.put(_Item("", 3))
+    taken = [await queue.take() for _ in range(3)]
+    assert [item.number for item in taken if item] == [0, 2, 3]
+    waiting = asyncio.ensure_future(queue.take())
     await asyncio.sleep(0)
     assert not waiting.done()
     first = taken[0]
     assert first is not None
-    lines.requeue(first)
+    queue.requeue(first)
     assert await waiting is first
-    lines.done(first)
-    second = await lines.take()
+    queue.done(first)
+    second = await queue.take()
     assert second is not None
     assert second.number == 1
-    assert lines.size == 3
+    assert queue.size == 3
 
 
 async def test_a_cancelled_taker_wakes_another() -> None:
-    lines: KeyedQueue[_One] = KeyedQueue(10)
-    takers = [asyncio.ensure_future(lines.take()) for _ in range(2)]
+    queue: KeyedQueue[_Item] = KeyedQueue(10)
+    takers = [asyncio.ensure_future(queue.take()) for _ in range(2)]
     await asyncio.sleep(0)
-    lines.put(_One("", 1))
+    queue.put(_Item("", 1))
     takers[0].cancel()
     taken = await asyncio.wait_for(takers[1], 1)
     assert taken is not None
     assert taken.number == 1
 
 
-async def test_shut_for_two_reasons_and_closed() -> None:
-    lines: KeyedQueue[_One] = KeyedQueue(2)
-    lines.block("a")
-    lines.block("b")
-    lines.put(_One("", 1))
-    taker = asyncio.ensure_future(lines.take())
+async def test_a_queue_blocked_twice_and_closed() -> None:
+    queue: KeyedQueue[_Item] = KeyedQueue(2)
+    queue.block("a")
+    queue.block("b")
+    queue.put(_Item("", 1))
+    taker = asyncio.ensure_future(queue.take())
     await asyncio.sleep(0)
-    lines.unblock("a")
+    queue.unblock("a")
     await asyncio.sleep(0)
     assert not taker.done()
-    lines.unblock("b")
+    queue.unblock("b")
     taken = await asyncio.wait_for(taker, 1)
     assert taken is not None
-    lines.put(_One("", 2))
-    room = asyncio.ensure_future(lines.wait_for_room())
+    queue.put(_Item("", 2))
+    room = asyncio.ensure_future(queue.wait_for_room())
     await asyncio.sleep(0)
     assert not room.done()
-    lines.done(taken)
+    queue.done(taken)
     await asyncio.wait_for(room, 1)
-    lines.close()
-    assert await lines.take() is None
+    queue.close()
+    assert await queue.take() is None
 
 
 @pytest.mark.parametrize("concurrency", [1, 8])
-async def test_order_holds_through_failures(concurrency: int) -> None:
+async def test_order_is_kept_through_failures(concurrency: int) -> None:
     random = Random(7)
-    seen: dict[str, list[int]] = {}
-    out: set[str] = set()
+    handled: dict[str, list[int]] = {}
+    running: set[str] = set()
 
     async def act(context: Mapping[str, Any]) -> str:
         key, number = context["message"]
-        assert key not in out, "two of one key at once"
-        out.add(key)
+        assert key not in running, "two messages of one key ran concurrently"
+        running.add(key)
         try:
             for _ in range(random.randrange(3)):
                 await asyncio.sleep(0)
             if random.random() < 0.2:
                 raise RuntimeError("again")
-            seen.setdefault(key, []).append(number)
+            handled.setdefault(key, []).append(number)
         finally:
-            out.discard(key)
+            running.discard(key)
         return ""
 
     rig = Rig(Recorder(act), concurrency=concurrency, prefetch=20, max_retries=100)
@@ -99,13 +99,13 @@ async def test_order_holds_through_failures(concurrency: int) -> None:
         key = f"k{random.randrange(12)}"
         rig.write([key, number], key)
     await rig.run(300)
-    assert sum(map(len, seen.values())) == 300
-    assert all(numbers == sorted(numbers) for numbers in seen.values())
-    assert rig.slept, "nothing was retried: the test shows nothing"
+    assert sum(map(len, handled.values())) == 300
+    assert all(numbers == sorted(numbers) for numbers in handled.values())
+    assert rig.slept, "nothing was retried, so the test proves nothing"
 
 
-async def test_one_that_waits_for_its_retry_holds_only_its_key() -> None:
-    """Even with a single worker."""
+async def test_a_message_waiting_for_its_retry_blocks_only_its_key() -> None:
+    """Also with a single worker."""
     retry = asyncio.Event()
     failed: list[int] = []
 
@@ -123,31 +123,31 @@ async def test_one_that_waits_for_its_retry_holds_only_its_key() -> None:
     for number, key in enumerate(["slow", "slow", "quick", ""]):
         rig.write(number, key)
     async with rig.trigger:
-        await rig.off(2)
+        await rig.wait_handled(2)
         assert runtime.messages == [0, 2, 3]
         retry.set()
-        await rig.off(4)
+        await rig.wait_handled(4)
     assert runtime.messages == [0, 2, 3, 0, 1]
 
 
-async def test_no_more_at_once_than_concurrency() -> None:
-    now, most = 0, 0
+async def test_concurrency_is_limited() -> None:
+    running, highest = 0, 0
     go = asyncio.Event()
 
     async def act(_: Mapping[str, Any]) -> str:
-        nonlocal now, most
-        now += 1
-        most = max(most, now)
+        nonlocal running, highest
+        running += 1
+        highest = max(highest, running)
         await go.wait()
-        now -= 1
+        running -= 1
         return ""
 
     rig = Rig(Recorder(act), concurrency=3, prefetch=5)
     for number in range(10):
         rig.write(number)
     async with rig.trigger:
-        await until(lambda: now == 3)
+        await until(lambda: running == 3)
         await until(lambda: rig.trigger.in_flight == 5)
         go.set()
-        await rig.off(10)
-    assert most == 3
+        await rig.wait_handled(10)
+    assert highest == 3

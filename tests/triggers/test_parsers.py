@@ -1,4 +1,4 @@
-"""Bodies become payloads without loss, or a `ParseError` that shows nothing of them."""
+"""Bodies become payloads without loss, or a `ParseError` that does not show them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.errors import InvalidOption
 from holdfast.triggers.envelope import ParseError, parser_of
 
 
-def test_json_keeps_everything() -> None:
+def test_json_is_parsed_without_loss() -> None:
     parsed = parser_of("json")(b'{"n": 123456789012345678901234567890, "k": 1, "k": 2, "t": "\xc3\xa4"}')
     assert parsed.payload == {"n": 123456789012345678901234567890, "k": 2, "t": "ä"}
     assert parsed.json is not None
@@ -26,12 +26,12 @@ def test_json_of_any_kind(value: object) -> None:
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"NaN", b"\xff", b'"\xff"', b'"\\ud800"', b"\xef\xbb\xbf{}", b"[" * 100_000]
 )
-def test_what_is_no_json_is_told_without_showing_it(body: bytes) -> None:
+def test_invalid_json_is_refused_without_showing_it(body: bytes) -> None:
     with pytest.raises(ParseError, match="not valid JSON"):
         parser_of("json")(body)
 
 
-def test_text_and_binary_as_they_are() -> None:
+def test_text_and_binary_are_unchanged() -> None:
     assert parser_of("text")("Grüße\0\n".encode()).payload == "Grüße\0\n"
     assert parser_of("text")(b"").payload == ""
     assert parser_of("binary")(bytes(range(256))).payload == bytes(range(256))
@@ -53,7 +53,7 @@ def test_a_tombstone_is_not_a_cloud_event() -> None:
         parser_of("cloudevents")(None)
 
 
-def test_an_unknown_parser() -> None:
+def test_an_unknown_parser_is_refused() -> None:
     with pytest.raises(InvalidOption, match="json, text, binary, cloudevents"):
         parser_of("xml")
 
@@ -72,7 +72,7 @@ def test_a_cloud_event() -> None:
     assert parsed.headers["ce-attempts"] == "3"
 
 
-def test_a_cloud_event_of_bytes_and_of_nothing() -> None:
+def test_a_cloud_event_with_bytes_and_without_data() -> None:
     parse = parser_of("cloudevents")
     encoded = base64.b64encode(b"\x00\xff").decode()
     assert parse(_event(data=None, data_base64=encoded)).payload == b"\x00\xff"
@@ -80,7 +80,7 @@ def test_a_cloud_event_of_bytes_and_of_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "why"),
+    ("body", "message"),
     [
         (b"[]", "not valid JSON"),
         (_event(id=None), "'id' is missing"),
@@ -91,6 +91,6 @@ def test_a_cloud_event_of_bytes_and_of_nothing() -> None:
         (_event(data=None, data_base64=7), "not base64"),
     ],
 )
-def test_what_is_no_cloud_event(body: bytes, why: str) -> None:
-    with pytest.raises(ParseError, match=why):
+def test_invalid_cloud_events_are_refused(body: bytes, message: str) -> None:
+    with pytest.raises(ParseError, match=message):
         parser_of("cloudevents")(body)

@@ -1,4 +1,4 @@
-"""Dead letters of triggers go back to their queue, on every broker that has them."""
+"""Dead letters of triggers are replayed to their queue, on every broker."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ ORIGINALS: Sequence[tuple[bytes | None, dict[str, str], str]] = (
 )
 
 
-def entry_of(kind: str, connection: dict[str, Any], queue: str, **more: Any) -> TriggerEntry:
-    given = {"queue_name": queue, "consumer_group": "shop", "runtime": {"task": "ship"}} | more
-    return TriggerEntry.model_validate(given | {"adapter": {"type": kind, "connection": connection}})
+def entry_of(kind: str, connection: dict[str, Any], queue: str, **options: Any) -> TriggerEntry:
+    fields = {"queue_name": queue, "consumer_group": "shop", "runtime": {"task": "ship"}} | options
+    return TriggerEntry.model_validate(fields | {"adapter": {"type": kind, "connection": connection}})
 
 
-def as_some_configure_it(entry: TriggerEntry) -> TriggerEntry:
-    """What is right for a trigger or a publisher, and not for a replay."""
+def with_unsuitable_settings(entry: TriggerEntry) -> TriggerEntry:
+    """Return the entry with settings that suit a trigger or a publisher, but not a replay."""
     odd: dict[str, Any] = {"kafka": {"start_at": "latest"}, "rabbitmq": {"exchange": "amq.topic"}}
     changed = entry.adapter.connection.model_copy(update=odd.get(entry.adapter.type, {}))
     return entry.model_copy(update={"adapter": entry.adapter.model_copy(update={"connection": changed})})
@@ -44,7 +44,7 @@ _BROKERS: Final = ("rabbitmq", "sqs", "sqs.fifo", "kafka")
 
 @pytest.fixture(params=["memory", "redis", *(pytest.param(kind, marks=pytest.mark.brokers) for kind in _BROKERS)])
 async def entry(request: pytest.FixtureRequest) -> TriggerEntry:
-    """A trigger on a queue that is there and empty."""
+    """A trigger on an existing, empty queue."""
     kind, queue = request.param, f"orders-{secrets.token_hex(6)}"
     if kind == "memory":
         return entry_of(kind, {"name": queue}, queue)
@@ -93,7 +93,7 @@ async def take(adapter: QueueAdapter, count: int) -> AsyncIterator[RawMessage]:
                     return
 
 
-async def test_dead_letters_come_back_as_the_messages_that_they_were(entry: TriggerEntry) -> None:
+async def test_dead_letters_are_replayed_unchanged(entry: TriggerEntry) -> None:
     originals = [*ORIGINALS, (None, {}, "k-2")] if entry.adapter.type in ("kafka", "memory") else [*ORIGINALS]
     adapter = adapter_of(entry)
     await adapter.connect()
@@ -108,24 +108,24 @@ async def test_dead_letters_come_back_as_the_messages_that_they_were(entry: Trig
     async for message in take(adapter, len(originals)):
         ids.add(message.message_id)
         await adapter.send_to_dlq(message, "not wanted", ["try 1: no"])
-    odd = as_some_configure_it(entry)
-    counted = await replay_dead_letters(odd, dry_run=True)
-    assert (counted.matched, counted.results) == (len(originals), [])
+    odd = with_unsuitable_settings(entry)
+    dry_report = await replay_dead_letters(odd, dry_run=True)
+    assert (dry_report.matched, dry_report.results) == (len(originals), [])
     first = await replay_dead_letters(odd, limit=1, rate_per_s=1_000)
     rest = await replay_dead_letters(odd, rate_per_s=1_000)
     assert (first.done, rest.done, first.failed + rest.failed) == (1, len(originals) - 1, 0)
     assert {result.id for result in [*first.results, *rest.results]} == ids
-    came = []
+    replayed = []
     async for message in take(adapter, len(originals)):
         headers = dict(message.headers)
         assert headers.pop("x-replay-of") in ids
         assert headers.pop(REPLAY_ID)
         assert message.message_id not in ids
-        # RabbitMQ has keys in a header.
+        # RabbitMQ keeps the key in a header.
         headers.pop("x-key", None)
-        came.append((message.body, headers, message.key))
+        replayed.append((message.body, headers, message.key))
         await adapter.ack(message)
-    assert sorted(came, key=repr) == sorted(originals, key=repr)
+    assert sorted(replayed, key=repr) == sorted(originals, key=repr)
     assert (await replay_dead_letters(odd)).results == []
     await adapter.close()
 
@@ -137,101 +137,101 @@ async def test_a_limit_below_one_and_a_rate_of_zero_are_refused() -> None:
         await replay_dead_letters(entry_of("memory", {}, "orders"), rate_per_s=0)
 
 
-def test_dead_letters_are_where_the_adapter_writes_them() -> None:
+def test_dead_letter_queues_have_the_names_that_adapters_use() -> None:
     assert dead_letter_queue("kafka", "orders") == "orders.dlq"
     assert dead_letter_queue("sqs", "orders.fifo") == "orders-dlq.fifo"
-    assert dead_letter_queue("redis", "orders", "graves") == "graves"
+    assert dead_letter_queue("redis", "orders", "dead-orders") == "dead-orders"
 
 
-# Together with a trigger ----------------------------------------------------------------------------------
+# With a running trigger ------------------------------------------------------------------------------------
 
 
-def rig_entry(rig: Rig, **more: Any) -> TriggerEntry:
+def rig_entry(rig: Rig, **options: Any) -> TriggerEntry:
     name = next(name for name, broker in MemoryBroker._named.items() if broker is rig.broker)
-    return entry_of("memory", {"name": name}, rig.config.queue_name, **more)
+    return entry_of("memory", {"name": name}, rig.config.queue_name, **options)
 
 
-class Moody(Recorder):
-    """Fails until it is well."""
+class FailingRuntime(Recorder):
+    """Fails until `succeeds` is set."""
 
     def __init__(self) -> None:
-        super().__init__(self._answer)
-        self.well = False
+        super().__init__(self._run)
+        self.succeeds = False
 
-    def _answer(self, _: Any) -> str:
-        if not self.well:
+    def _run(self, _: Any) -> str:
+        if not self.succeeds:
             raise RuntimeError("not yet")
         return "run"
 
 
 async def test_a_repeat_of_a_replay_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process dies between the broker's confirmation and the acknowledgement of the dead letter."""
-    runtime = Moody()
+    """The process is killed between the broker's confirmation and the acknowledgement of the dead letter."""
+    runtime = FailingRuntime()
     rig = Rig(runtime, max_retries=0)
     first_id = rig.write({"n": 1})
     async with rig.trigger:
-        await rig.off(1)
-        assert len(rig.dead) == 1
-        runtime.well = True
+        await rig.wait_handled(1)
+        assert len(rig.dead_letters) == 1
+        runtime.succeeds = True
         with monkeypatch.context() as patch:
 
-            async def die(*_: object) -> None:
+            async def cancel(*_: object) -> None:
                 raise asyncio.CancelledError
 
-            patch.setattr(MemoryAdapter, "ack", die)
+            patch.setattr(MemoryAdapter, "ack", cancel)
             with pytest.raises(asyncio.CancelledError):
                 await replay_dead_letters(rig_entry(rig))
             await until(lambda: len(rig.broker.messages(rig.config.queue_name)) == 2)
         assert (await replay_dead_letters(rig_entry(rig))).done == 1
-        await rig.off(3)
+        await rig.wait_handled(3)
     assert [context["headers"].get("x-replay-of") for _, context, _, _ in runtime.calls] == [None, first_id]
     assert rig.counts.dedup_hits == 1
     assert (await replay_dead_letters(rig_entry(rig))).results == []
 
 
-async def test_what_fails_again_stays_a_dead_letter() -> None:
-    runtime = Moody()
+async def test_a_replayed_message_that_fails_is_a_dead_letter_again() -> None:
+    runtime = FailingRuntime()
     rig = Rig(runtime, max_retries=0)
     first_id = rig.write({"n": 1})
     async with rig.trigger:
-        await rig.off(1)
+        await rig.wait_handled(1)
         report = await replay_dead_letters(rig_entry(rig))
-        await rig.off(2)
+        await rig.wait_handled(2)
         assert report.done == 1
-        assert len(rig.dead) == 2
+        assert len(rig.dead_letters) == 2
         assert (await replay_dead_letters(rig_entry(rig), dry_run=True)).matched == 1
-        runtime.well = True
-        (again,) = (await replay_dead_letters(rig_entry(rig))).results
-        assert (again.id, again.done) == (first_id, True)
-        await rig.off(3)
+        runtime.succeeds = True
+        (result,) = (await replay_dead_letters(rig_entry(rig))).results
+        assert (result.id, result.done) == (first_id, True)
+        await rig.wait_handled(3)
     assert len(runtime.calls) == 3
 
 
-async def test_what_comes_back_during_the_replay_is_not_replayed_for_ever() -> None:
-    rig = Rig(Moody(), max_retries=0)
+async def test_new_dead_letters_during_a_replay_are_not_replayed_again() -> None:
+    rig = Rig(FailingRuntime(), max_retries=0)
     for number in range(3):
         rig.write({"n": number})
     async with rig.trigger:
-        await rig.off(3)
-        # Slow enough that the first ones are back before the last one is out.
+        await rig.wait_handled(3)
+        # Slow enough that the first ones are dead letters again before the last one is replayed.
         report = await replay_dead_letters(rig_entry(rig), rate_per_s=5)
         assert [result.code for result in report.results if not result.done] == ["FAILED_AGAIN"] * report.failed
         assert report.done == 3
         assert report.failed > 0
-        await rig.off(6)
+        await rig.wait_handled(6)
     assert (await replay_dead_letters(rig_entry(rig), dry_run=True)).matched == 3
 
 
 @pytest.mark.parametrize("kind", ["memory", "redis"])
-async def test_dead_letters_of_another_queue_are_left_to_it(kind: str, request: pytest.FixtureRequest) -> None:
+async def test_dead_letters_of_another_queue_are_not_replayed(kind: str, request: pytest.FixtureRequest) -> None:
     name = secrets.token_hex(6)
     connection = {"name": name} if kind == "memory" else {"url": request.getfixturevalue("redis_url")}
-    graves = f"graves-{name}"
-    mine, other = (entry_of(kind, connection, f"{queue}-{name}", dlq_name=graves) for queue in ("mine", "other"))
+    dlq = f"dead-{name}"
+    mine, other = (entry_of(kind, connection, f"{queue}-{name}", dlq_name=dlq) for queue in ("mine", "other"))
     dead = {"x-dead-reason": "no", "x-dead-message-id": "1"}
     await publish(
         mine,
-        *(OutgoingMessage(graves, b"1", {**dead, "x-dead-source": entry.queue_name}, "") for entry in (other, mine)),
+        *(OutgoingMessage(dlq, b"1", {**dead, "x-dead-source": entry.queue_name}, "") for entry in (other, mine)),
     )
     for entry in (mine, other):
         report = await replay_dead_letters(entry)
@@ -245,10 +245,10 @@ async def test_dead_letters_of_another_queue_are_left_to_it(kind: str, request: 
 
 async def test_too_many_dead_letters_of_another_queue_in_front_are_reported(redis_url: str) -> None:
     name = secrets.token_hex(6)
-    graves = f"graves-{name}"
-    mine = entry_of("redis", {"url": redis_url}, f"mine-{name}", dlq_name=graves)
-    foreign = OutgoingMessage(graves, b"1", {"x-dead-source": "other"}, "")
-    await publish(mine, foreign, foreign, OutgoingMessage(graves, b"2", {"x-dead-source": mine.queue_name}, ""))
+    dlq = f"dead-{name}"
+    mine = entry_of("redis", {"url": redis_url}, f"mine-{name}", dlq_name=dlq)
+    foreign = OutgoingMessage(dlq, b"1", {"x-dead-source": "other"}, "")
+    await publish(mine, foreign, foreign, OutgoingMessage(dlq, b"2", {"x-dead-source": mine.queue_name}, ""))
     report = await replay_dead_letters(mine, limit=2)
     assert (report.results, report.stopped[:31]) == ([], "2 dead letters of other queues,")
     assert (await replay_dead_letters(mine, limit=3)).done == 1

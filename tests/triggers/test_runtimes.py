@@ -1,4 +1,4 @@
-"""Who acts on messages: tasks on both engines, callables, runtimes over HTTP."""
+"""Runtimes of triggers: tasks on both engines, callables, HTTP."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from tests.triggers.rig import Rig, until
 _W3C = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
 
-def _call(message: Any = None, message_json: bytes | None = None, **given: Any) -> RuntimeCall:
+def _call(message: Any = None, message_json: bytes | None = None, **fields: Any) -> RuntimeCall:
     context = {"message": message, "headers": {}, "source": "q", "message_id": "m", "received_at": "now"}
     defaults: dict[str, Any] = {"event_name": "e", "focus": None, "tenant_id": "default", "trace_id": "t"}
-    return RuntimeCall(context=context, message_json=message_json, **(defaults | given))
+    return RuntimeCall(context=context, message_json=message_json, **(defaults | fields))
 
 
 @pytest.fixture
@@ -50,14 +50,14 @@ class Order(BaseModel):
 
 
 async def test_a_message_becomes_a_job(app: Holdfast) -> None:
-    seen: list[Any] = []
+    received: list[Any] = []
 
     @app.task
     async def handle(
         message: dict[str, int], headers: dict[str, str], source: str, message_id: str, received_at: str,
         event_name: str, focus: str | None,
     ) -> None:  # fmt: skip
-        seen.append((message, headers, source, message_id, received_at, event_name, focus))
+        received.append((message, headers, source, message_id, received_at, event_name, focus))
 
     rig = Rig(TaskRuntime(app, "handle"), focus="billing")
     message_id = rig.broker.write(
@@ -68,14 +68,14 @@ async def test_a_message_becomes_a_job(app: Holdfast) -> None:
     await rig.run(1)
     (row,) = rig.rows
     assert (row.status, row.tenant_id, row.trace_id) == ("success", "acme", _W3C.split("-")[1])
-    view = await (await backend_of(app).submitter()).get("default", row.agent_run_id)
-    assert view is not None
-    assert (view.tenant_id, view.trace_id, view.task) == ("acme", row.trace_id, "handle")
-    assert (view.meta.traceparent, view.meta.key_window_ms) == (_W3C, 3_600_000)
-    assert (view.idempotency_key, view.meta.submitted_by) == ("orders:workers:k", "trigger:orders")
+    info = await (await backend_of(app).submitter()).get("default", row.agent_run_id)
+    assert info is not None
+    assert (info.tenant_id, info.trace_id, info.task) == ("acme", row.trace_id, "handle")
+    assert (info.meta.traceparent, info.meta.key_window_ms) == (_W3C, 3_600_000)
+    assert (info.idempotency_key, info.meta.submitted_by) == ("orders:workers:k", "trigger:orders")
     await drain(app)
-    ((message, headers, source, identity, received_at, event_name, focus),) = seen
-    assert (message, headers["x-event-name"], source, identity) == ({"n": 1}, "paid", "orders", message_id)
+    ((message, headers, source, received_id, received_at, event_name, focus),) = received
+    assert (message, headers["x-event-name"], source, received_id) == ({"n": 1}, "paid", "orders", message_id)
     assert (event_name, focus) == ("paid", "billing")
     assert received_at.endswith("+00:00")
 
@@ -93,11 +93,11 @@ async def test_duplicates_are_one_job_and_all_acknowledged(app: Holdfast) -> Non
     await rig.run(40)
     await drain(app)
     assert sorted(ran) == [0, 1, 2, 3]
-    assert rig.adapter.words == ["ack"] * 40
+    assert rig.adapter.settle_actions == ["ack"] * 40
     assert (rig.counts.dedup_hits, rig.counts.consumed[ExecutionStatus.SUCCESS]) == (36, 4)
 
 
-async def test_tenants_and_groups_have_keys_of_their_own(app: Holdfast) -> None:
+async def test_keys_are_separate_per_tenant_and_group(app: Holdfast) -> None:
     ran: list[str] = []
 
     @app.task
@@ -129,7 +129,7 @@ async def test_without_dedup_every_delivery_is_a_job(app: Holdfast) -> None:
     assert ran == [1, 1, 1]
 
 
-async def test_a_denied_job_goes_by_the_policy(app: Holdfast) -> None:
+async def test_a_denied_job_follows_the_policy(app: Holdfast) -> None:
     @app.task
     async def pay(message: dict[str, int]) -> None: ...
 
@@ -138,30 +138,30 @@ async def test_a_denied_job_goes_by_the_policy(app: Holdfast) -> None:
     rig.write({"n": 1})
     rig.write({"n": 2})
     await rig.run(2)
-    (letter,) = rig.dead
-    assert "too much (policy budget)" in letter.headers["x-dead-reason"]
+    (dead_letter,) = rig.dead_letters
+    assert "too much (policy budget)" in dead_letter.headers["x-dead-reason"]
     assert sorted(row.status for row in rig.rows) == ["rejected", "success"]
 
 
-async def test_people_can_be_asked_about_jobs(tmp_path: Any) -> None:
+async def test_a_job_can_require_approval(tmp_path: Any) -> None:
     app = Holdfast(f"sqlite:///{tmp_path / 'x.db'}")
 
     @app.task
     async def pay(message: int) -> None: ...
 
-    app.guard.rule("budget", then=RequireApproval("look at it"))
+    app.guard.rule("budget", then=RequireApproval("check the amount"))
     async with app:
         rig = Rig(TaskRuntime(app, "pay"))
         rig.write(1)
         await rig.run(1)
-        view = await (await backend_of(app).submitter()).get("default", rig.rows[0].agent_run_id)
-        assert view is not None
-        assert view.state == "waiting_approval"
+        info = await (await backend_of(app).submitter()).get("default", rig.rows[0].agent_run_id)
+        assert info is not None
+        assert info.state == "waiting_approval"
         assert rig.rows[0].status == "success"
 
 
 @pytest.mark.faults
-async def test_the_engine_being_away_holds(make_redis: Any, namespace: str) -> None:
+async def test_an_unreachable_engine_holds_the_trigger(make_redis: Any, namespace: str) -> None:
     server = make_redis()
     app = Holdfast(server.url, namespace=namespace)
 
@@ -172,30 +172,30 @@ async def test_the_engine_being_away_holds(make_redis: Any, namespace: str) -> N
         rig = Rig(TaskRuntime(app, "handle"), max_retries=0, sleep=asyncio.sleep, concurrency=4)
         async with rig.trigger:
             rig.write(1)
-            await rig.off(1)
+            await rig.wait_handled(1)
             server.kill()
             for number in range(4):
                 rig.write(number)
             await until(lambda: rig.trigger.state is TriggerState.HOLDING, "holding")
             assert not rig.trigger.ready
-            assert rig.adapter.words == ["ack"]
+            assert rig.adapter.settle_actions == ["ack"]
             server.start()
-            await rig.off(5)
+            await rig.wait_handled(5)
             await until(lambda: rig.trigger.ready, "ready")
-        assert not rig.dead
+        assert not rig.dead_letters
         assert {row.status for row in rig.rows} == {ExecutionStatus.SUCCESS}
 
 
-async def test_what_a_task_gets() -> None:
+async def test_arguments_of_a_task() -> None:
     app = Holdfast("sqlite://:memory:")
-    seen: dict[str, bytes] = {}
+    received: dict[str, bytes] = {}
 
-    class Desk:
+    class RecordingSubmitter:
         async def submit(self, envelope: Any) -> Any:
-            seen[envelope.task] = envelope.payload
+            received[envelope.task] = envelope.payload
             return type("Receipt", (), {"job_id": "j", "duplicate": False})
 
-    backend_of(app).inline_submitter = Desk()  # type: ignore[assignment]
+    backend_of(app).inline_submitter = RecordingSubmitter()  # type: ignore[assignment]
 
     @app.task
     def by_name(message_id: str, message: Any, extra: int = 1) -> None: ...
@@ -216,17 +216,17 @@ async def test_what_a_task_gets() -> None:
     call = _call({"number": 1}, b'{"number": 1}')
     for name in ("by_name", "one", "several"):
         await TaskRuntime(app, name).run_call(call)
-    assert json.loads(seen["by_name"]) == {"message_id": "m", "message": {"number": 1}}
-    assert json.loads(seen["one"]) == {"order": {"number": 1}}
-    assert seen["several"] == b'{"number": 1}'
+    assert json.loads(received["by_name"]) == {"message_id": "m", "message": {"number": 1}}
+    assert json.loads(received["one"]) == {"order": {"number": 1}}
+    assert received["several"] == b'{"number": 1}'
     await TaskRuntime(app, "by_name").run_call(_call(None, big))
-    assert b"123456789012345678901234567890" in seen["by_name"]
+    assert b"123456789012345678901234567890" in received["by_name"]
     await TaskRuntime(app).run_call(_call(b"\x00\xff", event_name="by_name"))
-    assert json.loads(seen["by_name"])["message"] == "AP8="
+    assert json.loads(received["by_name"])["message"] == "AP8="
     with pytest.raises(InvalidOption, match="'other' that no message can fill"):
         TaskRuntime(app, "impossible")
     with pytest.raises(UnknownTask):
-        TaskRuntime(app, "nobody")
+        TaskRuntime(app, "unknown")
     with pytest.raises(UnknownTask):
         await TaskRuntime(app).run_call(call)
     with pytest.raises(InvalidPayload):
@@ -240,21 +240,21 @@ async def test_what_a_task_gets() -> None:
     assert await TaskRuntime(app, "one").trigger_event("e", call.context, None, "default") == "j"
 
 
-async def test_an_app_without_tasks_passes_all_of_it_on() -> None:
+async def test_an_app_without_tasks_passes_all_fields() -> None:
     app = Holdfast("sqlite://:memory:")
-    seen: list[Any] = []
+    received: list[Any] = []
 
-    class Desk:
+    class RecordingSubmitter:
         async def submit(self, envelope: Any) -> Any:
-            seen.append(json.loads(envelope.payload))
+            received.append(json.loads(envelope.payload))
             return type("Receipt", (), {"job_id": "j", "duplicate": False})
 
-    backend_of(app).inline_submitter = Desk()  # type: ignore[assignment]
+    backend_of(app).inline_submitter = RecordingSubmitter()  # type: ignore[assignment]
     await TaskRuntime(app).run_call(_call(1, b"1"))
-    assert seen[0].keys() == {"event_name", "message", "headers", "source", "message_id", "received_at", "focus"}
+    assert received[0].keys() == {"event_name", "message", "headers", "source", "message_id", "received_at", "focus"}
 
 
-async def test_an_app_that_is_closed_holds(app: Holdfast) -> None:
+async def test_a_closed_app_is_unavailable(app: Holdfast) -> None:
     @app.task
     async def handle(message: int) -> None: ...
 
@@ -269,7 +269,7 @@ async def test_an_app_that_is_closed_holds(app: Holdfast) -> None:
         await runtime.run_call(_call(1, b"1"))
 
 
-async def test_an_unknown_event_fails_for_good(app: Holdfast) -> None:
+async def test_an_unknown_event_fails_permanently(app: Holdfast) -> None:
     @app.task
     async def known(message: int) -> None: ...
 
@@ -277,7 +277,7 @@ async def test_an_unknown_event_fails_for_good(app: Holdfast) -> None:
     rig.write(1, event_name="known")
     rig.write(1, event_name="unknown")
     await rig.run(2)
-    assert "no task named 'unknown'" in rig.dead[0].headers["x-dead-reason"]
+    assert "no task named 'unknown'" in rig.dead_letters[0].headers["x-dead-reason"]
     assert not rig.slept
 
 
@@ -286,7 +286,7 @@ async def test_an_unknown_event_fails_for_good(app: Holdfast) -> None:
 
 @dataclass
 class _Answer:
-    given: Any
+    returned: Any
     run_id: str
 
 
@@ -294,32 +294,32 @@ class _Answer:
     "answer",
     [_Answer("r-1", "r-1"), _Answer({"run_id": "r"}, "r"), _Answer({"id": 7}, "7"), _Answer(None, ""), _Answer([], "")],
 )
-async def test_callables(answer: _Answer) -> None:
-    where: list[str] = []
+async def test_results_of_callables(answer: _Answer) -> None:
+    threads: list[str] = []
 
     def plain(event_name: str, context: Mapping[str, Any], focus: str | None, tenant_id: str) -> Any:
-        where.append(threading.current_thread().name)
-        return answer.given
+        threads.append(threading.current_thread().name)
+        return answer.returned
 
     async def on_loop(event_name: str, context: Mapping[str, Any], focus: str | None, tenant_id: str) -> Any:
-        where.append(threading.current_thread().name)
-        return answer.given
+        threads.append(threading.current_thread().name)
+        return answer.returned
 
     assert (await CallableRuntime(plain).run_call(_call(1))).run_id == answer.run_id
     assert (await CallableRuntime(on_loop).run_call(_call(1))).run_id == answer.run_id
-    assert where[0] != where[1] == threading.current_thread().name
+    assert threads[0] != threads[1] == threading.current_thread().name
 
 
-async def test_a_callable_gets_bytes_as_they_are() -> None:
-    seen: list[Any] = []
+async def test_a_callable_gets_bytes_unchanged() -> None:
+    received: list[Any] = []
 
     async def act(event_name: str, context: Mapping[str, Any], focus: str | None, tenant_id: str) -> None:
-        seen.append(context["message"])
+        received.append(context["message"])
 
     rig = Rig(CallableRuntime(act), parser_type="binary")
     rig.write(b"\x00\xff")
     await rig.run(1)
-    assert seen == [b"\x00\xff"]
+    assert received == [b"\x00\xff"]
     with pytest.raises(InvalidOption, match="must be a function"):
         CallableRuntime("nope")  # type: ignore[arg-type]
 
@@ -328,7 +328,7 @@ async def test_a_callable_gets_bytes_as_they_are() -> None:
 
 
 class _Agent:
-    """A runtime on a real socket that answers as it is told."""
+    """An HTTP runtime on a real socket with scripted responses."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[dict[str, str], Any]] = []
@@ -357,7 +357,7 @@ async def _agent() -> AsyncIterator[_Agent]:
         yield agent
 
 
-async def test_over_http() -> None:
+async def test_a_call_over_http() -> None:
     async with _agent() as agent:
         runtime = HttpRuntime(agent.url, token="tok-1")
         rig = Rig(runtime, focus="billing")
@@ -373,7 +373,7 @@ async def test_over_http() -> None:
     assert "tok-1" not in repr(runtime)
 
 
-async def test_http_answers() -> None:
+async def test_http_responses() -> None:
     async with _agent() as agent:
         runtime = HttpRuntime(agent.url)
         for status in (400, 401, 404, 409, 422, 301):
@@ -395,7 +395,7 @@ async def test_http_answers() -> None:
         await runtime.close()
 
 
-async def test_http_is_tried_again_then_a_dead_letter() -> None:
+async def test_http_failures_are_retried_then_dead_lettered() -> None:
     async with _agent() as agent:
         agent.answers = [(503, b""), (500, b"")]
         runtime = HttpRuntime(agent.url)
@@ -407,13 +407,13 @@ async def test_http_is_tried_again_then_a_dead_letter() -> None:
         assert len({headers["idempotency-key"] for headers, _ in agent.requests}) == 1
         await runtime.close()
     closed = HttpRuntime(agent.url, timeout_s=2)
-    gone = Rig(closed, max_retries=1, dedup=InMemoryDedupStore())
-    gone.write(1)
-    await gone.run(1)
+    unreachable = Rig(closed, max_retries=1, dedup=InMemoryDedupStore())
+    unreachable.write(1)
+    await unreachable.run(1)
     await closed.close()
-    assert "did not answer: ConnectError" in gone.dead[0].headers["x-dead-reason"]
+    assert "did not answer: ConnectError" in unreachable.dead_letters[0].headers["x-dead-reason"]
 
 
-async def test_an_address_that_is_none() -> None:
+async def test_an_invalid_address_is_refused() -> None:
     with pytest.raises(InvalidOption, match="must start with"):
         HttpRuntime("ftp://x")

@@ -1,4 +1,4 @@
-"""All triggers of a file in one process: start, presence, people's pauses, stop."""
+"""All triggers of a file in one process: start, heartbeats, pauses by operators, stop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from holdfast.triggers.config import TriggerEntry
 from holdfast.triggers.service import TriggerService
 from tests.observe.support import eventually
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 ADA = Principal(name="ada", role=Role.OPERATOR, tenants=frozenset({"*"}))
 
 
@@ -33,15 +33,15 @@ def broker(namespace: str) -> MemoryBroker:
 
 @pytest.fixture
 def entry(namespace: str) -> Callable[..., TriggerEntry]:
-    def make(name: str = "orders", **more: Any) -> TriggerEntry:
-        told = {
+    def make(name: str = "orders", **options: Any) -> TriggerEntry:
+        fields = {
             "name": name,
             "queue_name": name,
             "consumer_group": "g",
             "adapter": {"type": "memory", "connection": {"name": namespace}},
             "runtime": {"task": "ship"},
         }
-        return TriggerEntry.model_validate(told | more)
+        return TriggerEntry.model_validate(fields | options)
 
     return make
 
@@ -59,29 +59,29 @@ async def app(tmp_path: Path) -> AsyncIterator[Holdfast]:
 
 
 @asynccontextmanager
-async def running(triggers: TriggerService) -> AsyncIterator[asyncio.Task[None]]:
+async def run_service(triggers: TriggerService) -> AsyncIterator[asyncio.Task[None]]:
     task = asyncio.create_task(triggers.run())
     try:
         yield task
     finally:
         triggers.stop()
-        await asyncio.wait_for(task, PATIENCE_S)
+        await asyncio.wait_for(task, TIMEOUT_S)
 
 
-def office(app: Holdfast) -> TriggerOperations:
+def operations(app: Holdfast) -> TriggerOperations:
     backend = backend_of(app)
     assert backend.ledger is not None
     return TriggerOperations(backend.ledger)
 
 
-async def queued(app: Holdfast) -> int:
+async def count_jobs(app: Holdfast) -> int:
     return sum((await app.engine.stats("default")).states.values())
 
 
 Entry = Callable[..., TriggerEntry]
 
 
-async def test_messages_become_jobs_and_the_ledger_knows_who_is_here(
+async def test_messages_become_jobs_and_the_ledger_lists_the_process(
     app: Holdfast, broker: MemoryBroker, entry: Entry
 ) -> None:
     triggers = TriggerService(app, [entry("orders"), entry("returns")], report_s=0.02)
@@ -89,21 +89,21 @@ async def test_messages_become_jobs_and_the_ledger_knows_who_is_here(
     for number in range(3):
         broker.write("orders", str(number).encode())
     broker.write("returns", b"7")
-    async with running(triggers):
+    async with run_service(triggers):
 
-        async def handed_over() -> bool:
-            return await queued(app) == 4 and len(await office(app).list(ADA)) == 2
+        async def all_submitted() -> bool:
+            return await count_jobs(app) == 4 and len(await operations(app).list(ADA)) == 2
 
-        await eventually(handed_over, "messages to be handed over")
+        await eventually(all_submitted, "the jobs")
         assert triggers.ready
-        views = await office(app).list(ADA)
-        assert [(view.name, view.queue_name, view.adapter, view.status) for view in views] == [
+        infos = await operations(app).list(ADA)
+        assert [(info.name, info.queue_name, info.adapter, info.status) for info in infos] == [
             ("orders", "orders", "memory", "healthy"),
             ("returns", "returns", "memory", "healthy"),
         ]
-        (presence,) = views[0].processes
-        assert presence.process == triggers.process
-        assert presence.health == {
+        (heartbeat,) = infos[0].processes
+        assert heartbeat.process == triggers.process
+        assert heartbeat.health == {
             "status": "healthy",
             "running": True,
             "adapter_healthy": True,
@@ -111,44 +111,42 @@ async def test_messages_become_jobs_and_the_ledger_knows_who_is_here(
             "paused": False,
         }
     assert not triggers.ready
-    assert await office(app).list(ADA) == []
+    assert await operations(app).list(ADA) == []
     await drain(app)
-    rows = await office(app).executions(ADA, queue_name="orders")
+    rows = await operations(app).executions(ADA, queue_name="orders")
     assert sorted(row.status for row in rows) == ["success"] * 3
 
 
-async def test_a_pause_reaches_the_process_and_so_does_its_end(
-    app: Holdfast, broker: MemoryBroker, entry: Entry
-) -> None:
-    async with running(TriggerService(app, [entry("orders"), entry("returns")], report_s=0.01)):
+async def test_pause_and_resume_reach_the_process(app: Holdfast, broker: MemoryBroker, entry: Entry) -> None:
+    async with run_service(TriggerService(app, [entry("orders"), entry("returns")], report_s=0.01)):
 
-        async def present() -> bool:
-            return len(await office(app).list(ADA)) == 2
+        async def has_heartbeats() -> bool:
+            return len(await operations(app).list(ADA)) == 2
 
-        await eventually(present, "presence")
-        view = await office(app).pause(ADA, "orders", reason="the warehouse moves")
-        assert (view.status, view.pause and view.pause.paused_by) == ("paused", "ada")
+        await eventually(has_heartbeats, "heartbeats")
+        info = await operations(app).pause(ADA, "orders", reason="the warehouse moves")
+        assert (info.status, info.pause and info.pause.paused_by) == ("paused", "ada")
 
         async def paused() -> bool:
-            return bool((await office(app).list(ADA))[0].processes[0].health["paused"])
+            return bool((await operations(app).list(ADA))[0].processes[0].health["paused"])
 
-        await eventually(paused, "the pause to be heard of")
+        await eventually(paused, "the pause")
         broker.write("orders", b"1")
         broker.write("returns", b"2")
 
-        async def other_one_works() -> bool:
-            return await queued(app) == 1
+        async def other_trigger_works() -> bool:
+            return await count_jobs(app) == 1
 
-        await eventually(other_one_works, "the other trigger")
-        await office(app).resume(ADA, "orders", reason="moved")
+        await eventually(other_trigger_works, "the other trigger")
+        await operations(app).resume(ADA, "orders", reason="moved")
 
-        async def both() -> bool:
-            return await queued(app) == 2
+        async def both_submitted() -> bool:
+            return await count_jobs(app) == 2
 
-        await eventually(both, "both triggers")
+        await eventually(both_submitted, "both triggers")
 
 
-async def test_what_is_paused_does_not_begin(app: Holdfast, broker: MemoryBroker, entry: Entry) -> None:
+async def test_a_paused_trigger_does_not_start(app: Holdfast, broker: MemoryBroker, entry: Entry) -> None:
     backend = backend_of(app)
     assert backend.ledger is not None
     action = AuditEntry(type="operator.trigger_pause", actor="ada", tenant_id="*", target="trigger", target_id="orders")
@@ -157,32 +155,32 @@ async def test_what_is_paused_does_not_begin(app: Holdfast, broker: MemoryBroker
         broker.write("orders", str(number).encode())
     broker.write("returns", b"1")
     triggers = TriggerService(app, [entry("orders", concurrency=20), entry("returns")], report_s=0.01)
-    async with running(triggers):
+    async with run_service(triggers):
 
-        async def other_one_works() -> bool:
-            return await queued(app) >= 1 and (await office(app).list(ADA))[0].status == "paused"
+        async def other_trigger_works() -> bool:
+            return await count_jobs(app) >= 1 and (await operations(app).list(ADA))[0].status == "paused"
 
-        await eventually(other_one_works, "the other trigger")
+        await eventually(other_trigger_works, "the other trigger")
         assert triggers.ready
-        assert await queued(app) == 1
+        assert await count_jobs(app) == 1
 
 
-async def test_all_that_cannot_connect_are_named(
+async def test_all_connection_failures_are_named(
     app: Holdfast, broker: MemoryBroker, entry: Entry, redis_down: str
 ) -> None:
     broker.write("orders", b"1")
-    away = {"type": "redis", "connection": {"url": redis_down}}
-    triggers = TriggerService(app, [entry("orders"), entry("a", adapter=away), entry("b", adapter=away)])
+    unreachable = {"type": "redis", "connection": {"url": redis_down}}
+    triggers = TriggerService(app, [entry("orders"), entry("a", adapter=unreachable), entry("b", adapter=unreachable)])
     with pytest.raises(BrokerUnavailable, match=r"trigger a: .*; trigger b: "):
         await triggers.run()
-    assert await office(app).list(ADA) == []
-    # Whoever comes next gets what it may have had in hand, or it is a job: never neither.
-    async with running(TriggerService(app, [entry("orders")])):
+    assert await operations(app).list(ADA) == []
+    # The message was released or became a job; it is never lost.
+    async with run_service(TriggerService(app, [entry("orders")])):
 
-        async def there() -> bool:
-            return await queued(app) == 1
+        async def job_exists() -> bool:
+            return await count_jobs(app) == 1
 
-        await eventually(there, "the job")
+        await eventually(job_exists, "the job")
 
 
 @pytest.fixture
@@ -190,7 +188,7 @@ def redis_down() -> str:
     return "redis://127.0.0.1:1/0"
 
 
-def test_all_that_cannot_be_built_are_named(entry: Entry) -> None:
+def test_all_invalid_triggers_are_named(entry: Entry) -> None:
     async def build() -> None:
         app = Holdfast("sqlite://")
 
@@ -210,51 +208,51 @@ async def test_without_a_ledger(redis_url: str, namespace: str, broker: MemoryBr
     async with Holdfast(redis_url, namespace=namespace) as app:
         broker.write("orders", b'{"a": 1}')
         triggers = TriggerService(app, [entry("orders")])
-        async with running(triggers):
+        async with run_service(triggers):
 
-            async def there() -> bool:
-                return await queued(app) == 1 and triggers.ready
+            async def job_exists() -> bool:
+                return await count_jobs(app) == 1 and triggers.ready
 
-            await eventually(there, "the job")
+            await eventually(job_exists, "the job")
         with pytest.raises(InvalidOption, match=r"enable_dedup .* needs a ledger"):
             TriggerService(app, [entry("x", runtime={"callable": "json:dumps"})])
 
 
-async def test_a_ledger_that_is_away_changes_nothing(
+async def test_an_unreachable_ledger_does_not_stop_triggers(
     app: Holdfast, broker: MemoryBroker, entry: Entry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend = backend_of(app)
     assert backend.ledger is not None
-    asked = []
+    calls = []
 
-    async def away(*_: object, **__: object) -> None:
-        asked.append(1)
-        raise LedgerUnavailable("gone for lunch")
+    async def fail(*_: object, **__: object) -> None:
+        calls.append(1)
+        raise LedgerUnavailable("ledger is down")
 
     triggers = TriggerService(app, [entry("orders")], report_s=0.01)
     for name in ("heartbeat", "pauses", "remove_process"):
-        monkeypatch.setattr(triggers._book, name, away)
+        monkeypatch.setattr(triggers._book, name, fail)
     with caplog.at_level(logging.WARNING, "holdfast.trigger"):
-        async with running(triggers):
+        async with run_service(triggers):
 
             async def several() -> bool:
-                return len(asked) > 3
+                return len(calls) > 3
 
             await eventually(several, "several reports")
             broker.write("orders", b"1")
 
-            async def there() -> bool:
-                return await queued(app) == 1
+            async def job_exists() -> bool:
+                return await count_jobs(app) == 1
 
-            await eventually(there, "the job")
-    assert "gone for lunch" in caplog.text
+            await eventually(job_exists, "the job")
+    assert "ledger is down" in caplog.text
 
 
 async def test_not_ready_while_the_engine_is_down(
     app: Holdfast, broker: MemoryBroker, entry: Entry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     triggers = TriggerService(app, [entry("orders")], report_s=0.01)
-    desk = await backend_of(app).submitter()
+    submitter = await backend_of(app).submitter()
 
     async def refuse(_: object) -> None:
         raise EngineUnavailable("gone")
@@ -263,32 +261,32 @@ async def test_not_ready_while_the_engine_is_down(
         return triggers.ready
 
     async def is_not_ready() -> bool:
-        return not triggers.ready and (await office(app).list(ADA))[0].status == "unhealthy"
+        return not triggers.ready and (await operations(app).list(ADA))[0].status == "unhealthy"
 
-    async with running(triggers):
+    async with run_service(triggers):
         await eventually(is_ready, "the start")
         with monkeypatch.context() as patched:
-            patched.setattr(desk, "submit", refuse)
+            patched.setattr(submitter, "submit", refuse)
             broker.write("orders", b"1")
-            await eventually(is_not_ready, "the outage to be told")
-            assert (await office(app).list(ADA))[0].processes[0].health["status"] == "holding"
+            await eventually(is_not_ready, "the reported outage")
+            assert (await operations(app).list(ADA))[0].processes[0].health["status"] == "holding"
         await eventually(is_ready, "the end of the outage")
-        assert await queued(app) == 1
+        assert await count_jobs(app) == 1
 
 
 BLOCKING = """
 import asyncio, threading
-begun, go_on = threading.Event(), asyncio.Event()
+started, proceed = threading.Event(), asyncio.Event()
 async def handle(event_name, context, focus, tenant_id):
-    begun.set()
-    await go_on.wait()
+    started.set()
+    await proceed.wait()
     return "run-1"
 """
 
 
 @pytest.fixture
 def blocking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, namespace: str) -> Any:
-    """A callable that runs until it is told."""
+    """A module with a callable that blocks until `proceed` is set."""
     import importlib
 
     name = f"blocking_{namespace.replace('-', '_')}"
@@ -298,9 +296,9 @@ def blocking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, namespace: str) ->
     return importlib.import_module(name)
 
 
-@pytest.mark.parametrize("hurry", [False, True])
-async def test_stop_waits_for_what_is_in_hand_and_a_second_one_does_not(
-    app: Holdfast, broker: MemoryBroker, entry: Entry, blocking: Any, hurry: bool
+@pytest.mark.parametrize("stop_twice", [False, True])
+async def test_stop_waits_for_messages_in_flight_and_a_second_stop_does_not(
+    app: Holdfast, broker: MemoryBroker, entry: Entry, blocking: Any, stop_twice: bool
 ) -> None:
     triggers = TriggerService(
         app, [entry("orders", runtime={"callable": f"{blocking.__name__}:handle"})], report_s=0.01
@@ -308,25 +306,25 @@ async def test_stop_waits_for_what_is_in_hand_and_a_second_one_does_not(
     broker.write("orders", b"1")
     task = asyncio.create_task(triggers.run())
 
-    async def begun() -> bool:
-        return bool(blocking.begun.is_set())
+    async def has_started() -> bool:
+        return bool(blocking.started.is_set())
 
-    await eventually(begun, "the call")
+    await eventually(has_started, "the call")
     triggers.stop()
     await asyncio.sleep(0.05)
     assert not task.done()
-    if hurry:
+    if stop_twice:
         triggers.stop()
     else:
-        blocking.go_on.set()
+        blocking.proceed.set()
     await asyncio.wait_for(task, 5)
-    rows = await office(app).executions(ADA)
-    assert [row.status for row in rows] == ([] if hurry else ["success"])
-    blocking.go_on.set()
+    rows = await operations(app).executions(ADA)
+    assert [row.status for row in rows] == ([] if stop_twice else ["success"])
+    blocking.proceed.set()
 
 
 @pytest.mark.parametrize(
-    ("reference", "words"),
+    ("reference", "message"),
     [
         ("nowhere_at_all:f", "module 'nowhere_at_all' not found"),
         ("missing.py:f", "file missing.py not found"),
@@ -335,10 +333,10 @@ async def test_stop_waits_for_what_is_in_hand_and_a_second_one_does_not(
         ("broken.py:f", "raised ValueError: boom"),
     ],
 )
-async def test_functions_that_are_not_there(
-    app: Holdfast, entry: Entry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: str, words: str
+async def test_invalid_callables_are_refused(
+    app: Holdfast, entry: Entry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: str, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.py").write_text("raise ValueError('boom')")
-    with pytest.raises(InvalidOption, match=words):
+    with pytest.raises(InvalidOption, match=message):
         TriggerService(app, [entry(runtime={"callable": reference})])

@@ -1,4 +1,4 @@
-"""What triggers need of a ledger, the same on PostgreSQL, a SQLite file of its own and the engine's file."""
+"""The trigger store behaves the same on PostgreSQL, in a separate SQLite file and in the engine's file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def book(rig: Rig) -> TriggerStore:
     return rig.ledger.triggers
 
 
-def execution(name: str, **more: Any) -> Execution:
+def execution(name: str, **changes: Any) -> Execution:
     values: dict[str, Any] = {
         "tenant_id": "default",
         "id": name,
@@ -42,10 +42,10 @@ def execution(name: str, **more: Any) -> Execution:
         "started_at_ms": NOW_MS,
         "completed_at_ms": NOW_MS + 25,
     }
-    return Execution(**values | more)
+    return Execution(**values | changes)
 
 
-def presence(name: str, process: str, **health: Any) -> TriggerHeartbeat:
+def trigger_heartbeat(name: str, process: str, **health: Any) -> TriggerHeartbeat:
     return TriggerHeartbeat(
         name=name, process=process, queue_name="orders", adapter="kafka", health=health, seen_at_ms=0
     )
@@ -65,16 +65,16 @@ async def test_executions_are_written_and_read(book: TriggerStore, rig: Rig) -> 
     assert await rig.run("SELECT id, duration_ms FROM queue_executions ORDER BY id") == [("a", 25), ("b", 0)]
 
 
-def _fields(one: Execution) -> dict[str, Any]:
-    return {name: getattr(one, name) for name in one.__struct_fields__}
+def _fields(each: Execution) -> dict[str, Any]:
+    return {name: getattr(each, name) for name in each.__struct_fields__}
 
 
-async def test_a_record_that_is_written_twice_is_one(book: TriggerStore) -> None:
+async def test_a_record_written_twice_is_stored_once(book: TriggerStore) -> None:
     await book.record_executions([])
     first = execution("a")
     await book.record_executions([first, first])
     await book.record_executions([execution("a", status=ExecutionStatus.FAILED), execution("b")])
-    assert {one.id: one.status for one in await book.executions(None)} == {
+    assert {each.id: each.status for each in await book.executions(None)} == {
         "a": ExecutionStatus.SUCCESS,
         "b": ExecutionStatus.SUCCESS,
     }
@@ -82,10 +82,10 @@ async def test_a_record_that_is_written_twice_is_one(book: TriggerStore) -> None
     assert len(await book.executions(None)) == 3
 
 
-async def test_many_are_one_statement(book: TriggerStore) -> None:
+async def test_many_executions_are_recorded_at_once(book: TriggerStore) -> None:
     await book.record_executions([execution(f"e{number}", started_at_ms=NOW_MS + number) for number in range(2_000)])
     newest = await book.executions(["default"], limit=3)
-    assert [one.id for one in newest] == ["e1999", "e1998", "e1997"]
+    assert [each.id for each in newest] == ["e1999", "e1998", "e1997"]
 
 
 async def test_executions_are_found(book: TriggerStore) -> None:
@@ -94,7 +94,7 @@ async def test_executions_are_found(book: TriggerStore) -> None:
     )
 
     async def ids(tenants: list[str] | None = None, **filters: Any) -> set[str]:
-        return {one.id for one in await book.executions(tenants, **filters)}
+        return {each.id for each in await book.executions(tenants, **filters)}
 
     assert await ids() == {"a", "b", "c"}
     assert await ids(["acme"]) == {"c"}
@@ -108,7 +108,7 @@ async def test_executions_are_found_by_status(book: TriggerStore) -> None:
     await book.record_executions([execution(str(status), status=status) for status in ExecutionStatus])
 
     async def ids(*statuses: ExecutionStatus, **filters: Any) -> set[str]:
-        return {one.id for one in await book.executions(None, statuses=statuses, **filters)}
+        return {each.id for each in await book.executions(None, statuses=statuses, **filters)}
 
     assert await ids(ExecutionStatus.FAILED) == {"failed"}
     assert await ids(ExecutionStatus.FAILED, ExecutionStatus.UNPARSABLE) == {"failed", "unparsable"}
@@ -116,46 +116,51 @@ async def test_executions_are_found_by_status(book: TriggerStore) -> None:
     assert await ids(ExecutionStatus.FAILED, queue_name="bills") == set()
 
 
-async def test_those_who_are_there_are_heard_of(book: TriggerStore, rig: Rig) -> None:
+async def test_heartbeats_list_the_running_processes(book: TriggerStore, rig: Rig) -> None:
     assert (
-        await book.heartbeat([presence("t1", "p1", ready=True), presence("t2", "p1")], expire_after_ms=60_000) == set()
+        await book.heartbeat(
+            [trigger_heartbeat("t1", "p1", ready=True), trigger_heartbeat("t2", "p1")], expire_after_ms=60_000
+        )
+        == set()
     )
-    await book.heartbeat([presence("t1", "p2"), presence("t1", "p1", ready=False, lag=7)], expire_after_ms=60_000)
-    found = await book.processes()
-    assert [(one.name, one.process) for one in found] == [("t1", "p1"), ("t1", "p2"), ("t2", "p1")]
-    assert found[0].health == {"ready": False, "lag": 7}
-    # By the store's clock, whatever the process thinks.
+    await book.heartbeat(
+        [trigger_heartbeat("t1", "p2"), trigger_heartbeat("t1", "p1", ready=False, lag=7)], expire_after_ms=60_000
+    )
+    rows = await book.processes()
+    assert [(each.name, each.process) for each in rows] == [("t1", "p1"), ("t1", "p2"), ("t2", "p1")]
+    assert rows[0].health == {"ready": False, "lag": 7}
+    # By the store's clock, not by that of the process.
     now_ms = await rig.outbox.now_ms()
-    assert all(abs(one.seen_at_ms - now_ms) < 60_000 for one in found)
+    assert all(abs(each.seen_at_ms - now_ms) < 60_000 for each in rows)
     await book.remove_process("p1")
-    assert [(one.name, one.process) for one in await book.processes()] == [("t1", "p2")]
+    assert [(each.name, each.process) for each in await book.processes()] == [("t1", "p2")]
 
 
-async def test_those_who_fell_silent_are_forgotten(book: TriggerStore) -> None:
-    await book.heartbeat([presence("t1", "gone")], expire_after_ms=60_000)
+async def test_processes_without_heartbeats_are_removed(book: TriggerStore) -> None:
+    await book.heartbeat([trigger_heartbeat("t1", "gone")], expire_after_ms=60_000)
     await asyncio.sleep(0.03)
-    await book.heartbeat([presence("t1", "here")], expire_after_ms=20)
-    assert [one.process for one in await book.processes()] == ["here"]
+    await book.heartbeat([trigger_heartbeat("t1", "here")], expire_after_ms=20)
+    assert [each.process for each in await book.processes()] == ["here"]
 
 
-async def test_a_pause_is_heard_by_every_process_and_logged_once(book: TriggerStore, rig: Rig) -> None:
+async def test_a_pause_is_returned_to_every_process_and_audited_once(book: TriggerStore, rig: Rig) -> None:
     assert await book.set_paused("t1", True, pause("t1")) is True
     assert await book.set_paused("t1", True, pause("t1")) is False
-    (found,) = await book.pauses()
-    assert (found.name, found.paused_by, found.reason) == ("t1", "ann", "storm")
-    assert await book.heartbeat([presence("t1", "p1")], expire_after_ms=60_000) == {"t1"}
+    (rows,) = await book.pauses()
+    assert (rows.name, rows.paused_by, rows.reason) == ("t1", "ann", "storm")
+    assert await book.heartbeat([trigger_heartbeat("t1", "p1")], expire_after_ms=60_000) == {"t1"}
     assert await book.set_paused("t1", False, pause("t1", "operator.trigger_resume")) is True
     assert await book.set_paused("t1", False, pause("t1", "operator.trigger_resume")) is False
     assert await book.heartbeat([], expire_after_ms=60_000) == set()
-    lines = (await rig.ledger.queries.audit_log(AuditFilter())).entries
-    assert [(line.type, line.actor, line.target_id, line.reason) for line in lines] == [
+    entries = (await rig.ledger.queries.audit_log(AuditFilter())).entries
+    assert [(entry.type, entry.actor, entry.target_id, entry.reason) for entry in entries] == [
         ("operator.trigger_resume", "ann", "t1", "storm"),
         ("operator.trigger_pause", "ann", "t1", "storm"),
     ]
 
 
-async def test_two_who_pause_at_once_write_one_line(book: TriggerStore, rig: Rig) -> None:
-    other = rig.another()
+async def test_concurrent_pauses_write_one_audit_entry(book: TriggerStore, rig: Rig) -> None:
+    other = rig.new_ledger()
     try:
         both = (book.set_paused("t", True, pause("t")), other.triggers.set_paused("t", True, pause("t")))
         assert sorted(await asyncio.gather(*both)) == [False, True]

@@ -1,7 +1,6 @@
-"""Secrets in every field that can hold one, servers that repeat what they are told, and everything that is then said.
+"""Helpers to find leaked secrets: connections with a secret in every field, and a server that echoes requests.
 
-The server is as bad as real ones are: Redis quotes the arguments of a command that it does not know, AWS the request
-that was signed wrongly.
+Real servers echo secrets, too: Redis quotes the arguments of an unknown command, AWS a request with a wrong signature.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from urllib.parse import quote
 from pydantic import SecretStr
 
 from holdfast.brokers.factory import connection_model
-from tests.triggers.properties.store_rig import Listener
+from tests.triggers.properties.store_rig import LogCapture
 
-_PLAIN: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
-#: What a broker needs beside its secrets: quick to give up.
+_STANDARD_ATTRIBUTES: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+#: Settings that a broker needs besides its secrets, with short timeouts.
 OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
     "kafka": {
         "security_protocol": "SASL_SSL",
@@ -38,16 +37,16 @@ _SCHEMES: Final = {"rabbitmq": "amqp", "redis": "redis", "sqs": "http"}
 
 
 class _Echo(BaseRequestHandler):
-    """Says no, and repeats all it was told."""
+    """Refuses every request and echoes it."""
 
     def handle(self) -> None:
-        heard = self.request.recv(65_536)
-        repeated = b" ".join(heard.split())
-        if heard.startswith((b"*", b"AUTH", b"HELLO")):
-            self.request.sendall(b"-ERR unknown command, with args beginning with: " + repeated + b"\r\n")
-        elif b"HTTP/1.1" in heard:
-            words = repeated.replace(b'"', b"'").replace(b"\\", b"/")
-            body = b'{"__type": "SignatureDoesNotMatch", "message": "The request was: ' + words + b'"}'
+        request = self.request.recv(65_536)
+        echoed = b" ".join(request.split())
+        if request.startswith((b"*", b"AUTH", b"HELLO")):
+            self.request.sendall(b"-ERR unknown command, with args beginning with: " + echoed + b"\r\n")
+        elif b"HTTP/1.1" in request:
+            quoted = echoed.replace(b'"', b"'").replace(b"\\", b"/")
+            body = b'{"__type": "SignatureDoesNotMatch", "message": "The request was: ' + quoted + b'"}'
             self.request.sendall(
                 b"HTTP/1.1 403 No\r\nContent-Type: application/x-amz-json-1.0\r\nConnection: close\r\n"
             )
@@ -59,12 +58,12 @@ class _Server(ThreadingTCPServer):
     allow_reuse_address = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that has gone is no news."""
+        """Disconnected clients are expected and not reported."""
 
 
 @contextmanager
 def echo_server() -> Iterator[int]:
-    """Its port."""
+    """Run the server during the block and yield its port."""
     with _Server(("127.0.0.1", 0), _Echo) as server:
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -76,7 +75,7 @@ def echo_server() -> Iterator[int]:
 
 
 def secret_fields(broker: str) -> list[str]:
-    """Those that hide what they hold."""
+    """Return the names of the fields of type `SecretStr`."""
     return [
         name
         for name, field in connection_model(broker).model_fields.items()
@@ -84,49 +83,49 @@ def secret_fields(broker: str) -> list[str]:
     ]
 
 
-def mistakes(broker: str, fields: Mapping[str, Any], secret: str) -> Iterator[dict[str, Any]]:
-    """A secret in a field that there is not, where a wrong type stands, and in an address that is not hidden."""
+def invalid_connections(broker: str, fields: Mapping[str, Any], secret: str) -> Iterator[dict[str, Any]]:
+    """Yield connections with the secret in an unknown field, in fields of a wrong type, and in a plain address."""
     yield {**fields, "no_such_field": secret}
     yield from ({**fields, name: [secret]} for name in connection_model(broker).model_fields)
     if broker == "sqs":
         yield {**fields, "endpoint_url": f"https://app:{secret}@sqs.local"}
 
 
-def connection_of(broker: str, given: Mapping[str, str], port: int) -> dict[str, Any]:
-    """The fields of a connection with these secrets in them."""
+def make_connection(broker: str, secrets: Mapping[str, str], port: int) -> dict[str, Any]:
+    """Return the fields of a connection that contains these secrets."""
     fields: dict[str, Any] = dict(OPTIONS[broker])
-    for name, secret in given.items():
+    for name, secret in secrets.items():
         plain = (
             f"{_SCHEMES[broker]}://app:{quote(secret, safe='')}@127.0.0.1:{port}" if name.endswith("url") else secret
         )
         fields[name] = plain
     if broker == "kafka":
         fields["bootstrap_servers"] = f"127.0.0.1:{port}"
-    elif broker == "rabbitmq" and "url" not in given:
+    elif broker == "rabbitmq" and "url" not in secrets:
         fields |= {"host": "127.0.0.1", "port": port}
-    elif broker == "redis" and "url" not in given:
+    elif broker == "redis" and "url" not in secrets:
         fields["url"] = f"redis://127.0.0.1:{port}"
-    elif broker == "sqs" and "endpoint_url" not in given:
+    elif broker == "sqs" and "endpoint_url" not in secrets:
         fields["endpoint_url"] = f"http://127.0.0.1:{port}"
     return fields
 
 
-def said(listener: Listener) -> Iterator[str]:
-    """All that any formatter could write of what was logged."""
-    for _, record in listener.heard:
+def logged_texts(capture: LogCapture) -> Iterator[str]:
+    """Yield every text that a formatter could write for the log records."""
+    for _, record in capture.records:
         yield record.getMessage()
-        yield str({name: value for name, value in vars(record).items() if name not in _PLAIN})
+        yield str({name: value for name, value in vars(record).items() if name not in _STANDARD_ATTRIBUTES})
         if record.exc_info:
             yield "".join(traceback.format_exception(*record.exc_info))
 
 
-def told_by(exc: BaseException) -> Iterator[str]:
-    """All that anybody could write of an error."""
+def error_texts(exc: BaseException) -> Iterator[str]:
+    """Yield every text that can be written for an error."""
     yield from ("".join(traceback.format_exception(exc)), repr(exc))
 
 
-def assert_silent(texts: Iterable[str], secrets: Iterable[str]) -> None:
-    """None of the secrets, neither as it is nor as it stands in an address."""
+def assert_no_secrets(texts: Iterable[str], secrets: Iterable[str]) -> None:
+    """Check that no text contains a secret, neither plain nor percent-encoded."""
     forms = {form for secret in secrets for form in (secret, quote(secret, safe=""), quote(secret), repr(secret)[1:-1])}
     for text in texts:
         found = [form for form in forms if form in text]

@@ -1,7 +1,7 @@
-"""A world of its own for each example: a broker in memory, a trigger, and a clock that moves by itself.
+"""A separate rig for each example: a memory broker, a trigger, and a virtual clock.
 
-Time is virtual: once nothing is left to do at a moment, the loop goes straight to the next timer. An hour of retries
-takes a millisecond, and every run of an example is the same. `until` looks only when all is at rest, before time moves.
+Time is virtual: once the loop is idle, its clock jumps to the next timer. An hour of retries takes a millisecond, and
+every run of an example is the same. `until` checks its condition only when the loop is idle, before time moves.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from holdfast.triggers.config import TriggerConfig
 from holdfast.triggers.dedup import DedupStore, InMemoryDedupStore
 from holdfast.triggers.runtime import Runtime, RuntimeCall, RuntimeResult
 from holdfast.triggers.trigger import QueueTrigger
-from tests.triggers.rig import MemoryBook, WatchedAdapter
+from tests.triggers.rig import MemoryTriggerStore, RecordingAdapter
 
 T = TypeVar("T")
 
-#: For each of the properties.
+#: Hypothesis settings of every property.
 PROPERTY: Final = settings(
     max_examples=100,
     deadline=None,
@@ -38,12 +38,12 @@ PROPERTY: Final = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large],
 )
 
-#: When every world begins.
+#: The start time of every example.
 START: Final = datetime(2026, 3, 1, 12, tzinfo=UTC)
 _START_MS: Final = int(START.timestamp() * 1000)
-#: A condition that is not true after so many moves of the clock will not be.
-_PATIENCE: Final = 20_000
-#: For a thread or a server, while no timer runs.
+#: A condition that does not hold after this number of clock moves is considered false.
+_MAX_CHECKS: Final = 20_000
+#: How long to wait for a thread or a server while no timer runs.
 _SILENCE_S: Final = 10.0
 _numbers: Final = count(1)
 
@@ -52,24 +52,24 @@ _numbers: Final = count(1)
 
 
 class _Selector(selectors.DefaultSelector):
-    """Does not wait for a timer: moves the loop's clock to it. Not for loops with sockets or threads."""
+    """Moves the loop's clock to the next timer instead of waiting. Not for loops with sockets or threads."""
 
     loop: VirtualLoop
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        found = super().select(0)
-        if found or (timeout is not None and timeout <= 0) or self.loop.look():
-            return found
+        events = super().select(0)
+        if events or (timeout is not None and timeout <= 0) or self.loop.wake_watchers():
+            return events
         if timeout is None:
-            found = super().select(_SILENCE_S)
-            assert found, "nothing will ever happen"
-            return found
+            events = super().select(_SILENCE_S)
+            assert events, "the loop has nothing to wait for"
+            return events
         self.loop.moved_s += timeout
         return []
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Its time begins at 0 and moves only when nothing is left to do."""
+    """A loop whose time begins at 0 and moves only when it is idle."""
 
     def __init__(self) -> None:
         self.moved_s = 0.0
@@ -77,92 +77,92 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         selector = _Selector()
         selector.loop = self
         super().__init__(selector)
-        # Timers that are due within this are due now: rounding must not make it turn in circles.
+        # Timers due within this interval are due now, so that rounding does not cause a busy loop.
         self._clock_resolution = 1e-6
 
     def time(self) -> float:
         return self.moved_s
 
-    def watch(self, holds: Callable[[], object]) -> asyncio.Future[None]:
-        """Done when it holds and all is at rest."""
+    def watch(self, condition: Callable[[], object]) -> asyncio.Future[None]:
+        """Return a future that is done when the condition holds and the loop is idle."""
         watcher = self.create_future()
-        self._watchers.append((holds, watcher))
+        self._watchers.append((condition, watcher))
         return watcher
 
-    def look(self) -> bool:
-        """Whether somebody has waited for this moment."""
-        self._watchers = [(holds, watcher) for holds, watcher in self._watchers if not watcher.done()]
-        woken = [watcher for holds, watcher in self._watchers if holds()]
+    def wake_watchers(self) -> bool:
+        """Wake the watchers whose condition holds. Return whether there were any."""
+        self._watchers = [(condition, watcher) for condition, watcher in self._watchers if not watcher.done()]
+        woken = [watcher for condition, watcher in self._watchers if condition()]
         for watcher in woken:
             watcher.set_result(None)
         return bool(woken)
 
 
 class LoopClock:
-    """The loop's time as the world's."""
+    """A clock that follows the loop's time."""
 
     def now_ms(self) -> int:
         return _START_MS + round(asyncio.get_running_loop().time() * 1000)
 
 
 def now() -> datetime:
-    """In this world."""
+    """Return the current virtual time."""
     return START + timedelta(seconds=asyncio.get_running_loop().time())
 
 
-async def until(holds: Callable[[], object], what: str = "it") -> None:
-    """Wait until it holds, at rest. Time moves on meanwhile, from timer to timer."""
+async def until(condition: Callable[[], object], what: str = "the condition") -> None:
+    """Wait until the condition holds while the loop is idle. Time moves from timer to timer meanwhile."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualLoop)
-    looks = 0
+    checks = 0
 
-    def look() -> bool:
-        nonlocal looks
-        looks += 1
-        return bool(holds()) or looks > _PATIENCE
+    def check() -> bool:
+        nonlocal checks
+        checks += 1
+        return bool(condition()) or checks > _MAX_CHECKS
 
-    await loop.watch(look)
-    assert looks <= _PATIENCE, f"{what} did not come true"
+    await loop.watch(check)
+    assert checks <= _MAX_CHECKS, f"{what} did not come true"
 
 
-async def rest() -> None:
-    """Until nothing is left to do at this moment."""
+async def wait_idle() -> None:
+    """Wait until the loop is idle."""
     await until(lambda: True)
 
 
-def play(story: Coroutine[Any, Any, T]) -> T:
-    """Run one example in a loop of its own."""
+def run_example(scenario: Coroutine[Any, Any, T]) -> T:
+    """Run one example in a separate loop."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(story)
+        return runner.run(scenario)
 
 
-# The world -----------------------------------------------------------------------------------------------
+# The rig -------------------------------------------------------------------------------------------------
 
 
-class WorldAdapter(WatchedAdapter):
-    """On the memory broker; messages were written when this world's clock said so."""
+class VirtualTimeAdapter(RecordingAdapter):
+    """A memory adapter whose messages have timestamps of the virtual clock."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.written: dict[str, datetime] = {}
-        #: Of each message, the numbers of its deliveries.
+        #: The delivery counts of each message.
         self.delivered: dict[str, list[int]] = {}
 
     def _next(self) -> RawMessage | None:
-        taken = super()._next()
-        if taken is None:
+        received = super()._next()
+        if received is None:
             return None
-        message = msgspec.structs.replace(taken, timestamp=self.written.get(taken.message_id, START))
-        self._deliveries[message] = self._deliveries.pop(taken)
+        message = msgspec.structs.replace(received, timestamp=self.written.get(received.message_id, START))
+        self._deliveries[message] = self._deliveries.pop(received)
         self.delivered.setdefault(message.message_id, []).append(message.deliveries)
         return message
 
 
-class World:
-    """One queue, one trigger. Make it inside of `play`.
+class MemoryRig:
+    """One queue with one trigger. Create it inside of `run_example`.
 
-    `slept` has every wait of the trigger for a retry or an outage, `rows` what was recorded, `adapter.told` what the
-    broker was told of each message, `dead` the dead letters.
+    `slept` has every wait of the trigger for a retry or an outage, `rows` the recorded executions,
+    `adapter.settle_calls` how each message was settled.
     """
 
     def __init__(
@@ -172,25 +172,25 @@ class World:
         dedup: DedupStore | None = None,
         gate: GuardRunner | None = None,
         book: TriggerStore | None = None,
-        told: TriggerConfig | None = None,
+        full_config: TriggerConfig | None = None,
         broker: str = "",
         payload_limit: int = 1024 * 1024,
         sleep: Callable[[float], Awaitable[None]] | None = None,
         **config: Any,
     ) -> None:
-        """`broker`: the name of one that this world shares with another one; `config`: of the trigger, unless it is
-        `told` as a whole."""
-        self.name = broker or f"world-{next(_numbers)}"
+        """`broker`: the name of a broker shared with another rig. `config`: fields of the trigger's configuration,
+        unless `full_config` is given."""
+        self.name = broker or f"rig-{next(_numbers)}"
         self.broker = MemoryBroker.named(self.name)
-        self.config = told or TriggerConfig(**({"queue_name": "orders", "consumer_group": "workers"} | config))
-        self.adapter = WorldAdapter(
+        self.config = full_config or TriggerConfig(**({"queue_name": "orders", "consumer_group": "workers"} | config))
+        self.adapter = VirtualTimeAdapter(
             MemoryConfig(name=self.name),
             self.config.queue_name,
             self.config.consumer_group,
             prefetch=self.config.prefetch,
             dlq_name=self.config.dlq_name,
         )
-        self.book = MemoryBook()
+        self.book = MemoryTriggerStore()
         self.clock = LoopClock()
         self.slept: list[float] = []
         self.trigger = QueueTrigger(
@@ -211,53 +211,53 @@ class World:
         await asyncio.sleep(seconds)
 
     def write(self, body: Any, key: str = "", headers: dict[str, str] | None = None) -> str:
-        """Publish now; bytes as they are, everything else as JSON. The message's id."""
+        """Publish bytes as they are, other values as JSON. Return the message id."""
         encoded = body if isinstance(body, bytes) else json.dumps(body).encode()
         message_id = self.broker.write(self.config.queue_name, encoded, headers, key)
         self.adapter.written[message_id] = now()
         return message_id
 
-    async def off(self, messages: int) -> None:
-        """Until so many messages are off, and all is at rest."""
-        await until(lambda: self.taken_care_of >= messages, f"{messages} messages off")
+    async def wait_handled(self, messages: int) -> None:
+        """Wait until `messages` messages are handled and the loop is idle."""
+        await until(lambda: self.handled >= messages, f"the handling of {messages} messages")
 
     async def run(self, messages: int) -> None:
-        """Start, wait until so many messages are off, stop."""
+        """Start, wait until `messages` messages are handled, stop."""
         async with self.trigger:
-            await self.off(messages)
+            await self.wait_handled(messages)
 
     def close(self) -> None:
-        """Forget the broker."""
+        """Remove the broker."""
         MemoryBroker.reset(self.name)
 
     @property
-    def taken_care_of(self) -> int:
-        """Messages that are off."""
+    def handled(self) -> int:
+        """Number of handled messages."""
         return sum(self.counts.consumed.values())
 
     @property
-    def dead(self) -> list[OutgoingMessage]:
+    def dead_letters(self) -> list[OutgoingMessage]:
         return self.broker.messages(self.config.dlq_name or f"{self.config.queue_name}.dlq")
 
     @property
     def rows(self) -> list[Execution]:
         return list(self.book.rows.values())
 
-    def words(self, message_id: str) -> list[str]:
-        """What the broker was told of this one; the acknowledgement within a dead letter left out."""
-        told = [word for word, of in self.adapter.told if of == message_id]
-        return [word for word in told if word != "ack"] if "dlq" in told else told
+    def settle_actions(self, message_id: str) -> list[str]:
+        """Return how this message was settled, without the acknowledgement of a dead letter."""
+        actions = [action for action, settled_id in self.adapter.settle_calls if settled_id == message_id]
+        return [action for action in actions if action != "ack"] if "dlq" in actions else actions
 
 
 class Script(Runtime):
-    """Raises, for each payload, what its script says, try after try; then it runs. Remembers all of it."""
+    """Raises the scripted errors of each payload, one per attempt, then succeeds. Records its calls."""
 
     submits_jobs = False
 
     def __init__(self, scripts: Mapping[Any, Sequence[BaseException]] | None = None) -> None:
         self.scripts = {payload: list(errors) for payload, errors in (scripts or {}).items()}
         self.calls: list[RuntimeCall] = []
-        #: When each payload was tried, in seconds of the world; and those that have run, in order.
+        #: Virtual times of the attempts of each payload, in seconds; and the payloads that succeeded, in order.
         self.tries: dict[Any, list[float]] = {}
         self.ran: list[Any] = []
 
@@ -270,7 +270,7 @@ class Script(Runtime):
     ) -> str:
         payload = context["message"]
         self.tries.setdefault(payload, []).append(asyncio.get_running_loop().time())
-        # As a runtime does that asks somebody else: others get their turn.
+        # Yields to other tasks, as a runtime with I/O does.
         await asyncio.sleep(0)
         if self.scripts.get(payload):
             raise self.scripts[payload].pop(0)
@@ -278,14 +278,14 @@ class Script(Runtime):
         return f"run-{len(self.ran)}"
 
 
-def gate_of(guard: Callable[..., Any]) -> GuardRunner:
-    """A gate with one guard, for triggers whose runtime submits to no desk."""
+def make_gate(guard: Callable[..., Any]) -> GuardRunner:
+    """Return a gate with one guard, for triggers whose runtime does not submit jobs."""
     guards = GuardRegistry(lambda: 5.0)
     guards(guard)
     return GuardRunner(guards, {}, LoopClock(), None, can_request_approval=True)
 
 
-def history_of(letter: OutgoingMessage) -> Sequence[str]:
-    """The tries that its headers tell of."""
-    history: list[str] = json.loads(letter.headers["x-dead-history"])
+def get_history(dead_letter: OutgoingMessage) -> Sequence[str]:
+    """Return the attempts in the headers of a dead letter."""
+    history: list[str] = json.loads(dead_letter.headers["x-dead-history"])
     return history

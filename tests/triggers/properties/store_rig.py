@@ -1,6 +1,6 @@
-"""Triggers on a real store: an app with everything in one file, opened once for all examples of a module.
+"""Triggers on a real store: an embedded app, opened once for all examples of a module.
 
-Each example has a queue of its own. The clock stands still until it is told; retries move it, and take no time.
+Each example has a separate queue. The clock moves only when it is advanced; retries advance it and take no time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from holdfast.triggers.runtime import CallableRuntime, Runtime
 from holdfast.triggers.task_runtime import TaskRuntime
 from holdfast.triggers.trigger import QueueTrigger
 from tests.observe.support import samples
-from tests.triggers.rig import WatchedAdapter, until
+from tests.triggers.rig import RecordingAdapter, until
 
 T = TypeVar("T")
 Kind = Literal["task", "callable"]
@@ -42,37 +42,37 @@ _numbers: Final = count(1)
 
 
 class Store:
-    """One app for all examples, on a loop of its own."""
+    """One app for all examples, on a separate loop."""
 
     def __init__(self, folder: Path, runner: asyncio.Runner) -> None:
         self._runner = runner
         self.clock = ManualClock()
         self._path = folder / "all.db"
         self.app = Holdfast(f"sqlite:///{self._path}", clock=self.clock)
-        #: Tenant and message of every run of the task.
+        #: Tenant and message of every run.
         self.ran: list[tuple[str, Any]] = []
 
         @self.app.task
         async def handle(context: Context, message: Any) -> None:
             self.ran.append((context.tenant_id, message))
 
-    def play(self, story: Coroutine[Any, Any, T]) -> T:
-        return self._runner.run(story)
+    def run_example(self, scenario: Coroutine[Any, Any, T]) -> T:
+        return self._runner.run(scenario)
 
     def durations(self, queue_name: str) -> dict[str, int]:
-        """The column `duration_ms` of a queue's rows, by message."""
+        """Return the column `duration_ms` of a queue's rows by message."""
         with closing(sqlite3.connect(self._path)) as file:
             query = "SELECT message_id, duration_ms FROM queue_executions WHERE queue_name = ?"
             return dict(file.execute(query, (queue_name,)).fetchall())
 
     async def finish_jobs(self) -> None:
-        """Until all jobs have run."""
+        """Run all jobs to their end."""
         await drain(self.app)
 
 
 @contextmanager
 def open_store(folder: Path) -> Iterator[Store]:
-    """Opened, and closed at the end."""
+    """Open the store for the block."""
     with asyncio.Runner() as runner:
         store = Store(folder, runner)
         runner.run(store.app.open())
@@ -82,34 +82,34 @@ def open_store(folder: Path) -> Iterator[Store]:
             runner.run(store.app.close())
 
 
-class ForgetfulAdapter(WatchedAdapter):
-    """Acknowledgements of some messages are lost, once."""
+class LossyAckAdapter(RecordingAdapter):
+    """Loses the first acknowledgement of the messages in `lose_ack_of`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.forget: set[str] = set()
+        self.lose_ack_of: set[str] = set()
 
     async def ack(self, message: RawMessage) -> None:
-        if message.message_id in self.forget:
-            self.forget.discard(message.message_id)
-            raise ConnectionError("the answer was lost")
+        if message.message_id in self.lose_ack_of:
+            self.lose_ack_of.discard(message.message_id)
+            raise ConnectionError("the reply was lost")
         await super().ack(message)
 
 
-class Bench:
-    """One queue, one trigger, rows in the store's ledger. Make it inside of `play`."""
+class TriggerRig:
+    """One queue with one trigger, with executions in the store's ledger. Create it inside of `run_example`."""
 
     def __init__(self, store: Store, kind: Kind, act: Act | None = None, **config: Any) -> None:
-        """`act`: what a callable does; else its runs are noted in `store.ran`, as the task's are."""
+        """`act`: the callable of the runtime. By default runs are recorded in `store.ran`, like those of the task."""
         self._store = store
         queue = f"queue-{next(_numbers)}"
         self.broker = MemoryBroker.named(queue)
         self.config = TriggerConfig(**({"queue_name": queue, "consumer_group": "workers"} | config))
-        self.adapter = ForgetfulAdapter(MemoryConfig(name=queue), queue, "workers", prefetch=self.config.prefetch)
+        self.adapter = LossyAckAdapter(MemoryConfig(name=queue), queue, "workers", prefetch=self.config.prefetch)
         ledger = backend_of(store.app).ledger
         assert ledger is not None
         self.book = ledger.triggers
-        runtime: Runtime = TaskRuntime(store.app, "handle") if kind == "task" else CallableRuntime(act or self._note)
+        runtime: Runtime = TaskRuntime(store.app, "handle") if kind == "task" else CallableRuntime(act or self._record)
         self.trigger = QueueTrigger(
             self.config,
             self.adapter,
@@ -121,7 +121,7 @@ class Bench:
         )
         self.counts = self.trigger.counts
 
-    async def _note(self, _: str, context: Mapping[str, Any], __: str | None, tenant_id: str) -> str:
+    async def _record(self, _: str, context: Mapping[str, Any], __: str | None, tenant_id: str) -> str:
         self._store.ran.append((tenant_id, context["message"]))
         return f"run-{len(self._store.ran)}"
 
@@ -130,42 +130,42 @@ class Bench:
         await asyncio.sleep(0.001)
 
     def write(self, body: Any, headers: dict[str, str] | None = None, key: str = "") -> str:
-        """Publish; bytes as they are, everything else as JSON. The message's id."""
+        """Publish bytes as they are, other values as JSON. Return the message id."""
         encoded = body if isinstance(body, bytes) else json.dumps(body).encode()
         return self.broker.write(self.config.queue_name, encoded, headers, key)
 
-    async def off(self, messages: int) -> None:
-        await until(lambda: sum(self.counts.consumed.values()) >= messages, f"{messages} messages off")
+    async def wait_handled(self, messages: int) -> None:
+        await until(lambda: sum(self.counts.consumed.values()) >= messages, f"the handling of {messages} messages")
 
     async def rows(self, *tenants: str) -> list[Execution]:
-        """What the ledger has of this queue; without tenants: everybody's."""
+        """Return the executions of this queue in the ledger, by default of all tenants."""
         return await self.book.executions(tenants or None, queue_name=self.config.queue_name, limit=1_000)
 
     @property
-    def dead(self) -> list[OutgoingMessage]:
+    def dead_letters(self) -> list[OutgoingMessage]:
         return self.broker.messages(f"{self.config.queue_name}.dlq")
 
     def close(self) -> None:
         MemoryBroker.reset(self.config.queue_name)
 
 
-class Listener(logging.Handler):
-    """Everything that is said to a logger and those below it, at any level; `about` is called for each line."""
+class LogCapture(logging.Handler):
+    """Collects the records of a logger and its children at any level, each with the result of `annotate`."""
 
-    def __init__(self, about: Callable[[], Any] = lambda: None) -> None:
+    def __init__(self, annotate: Callable[[], Any] = lambda: None) -> None:
         super().__init__(logging.DEBUG)
-        self.heard: list[tuple[Any, logging.LogRecord]] = []
-        self._about = about
+        self.records: list[tuple[Any, logging.LogRecord]] = []
+        self._annotate = annotate
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.heard.append((self._about(), record))
+        self.records.append((self._annotate(), record))
 
-    def of(self, message_id: str) -> list[logging.LogRecord]:
-        """The lines about one message."""
-        return [record for _, record in self.heard if getattr(record, "message_id", None) == message_id]
+    def records_of(self, message_id: str) -> list[logging.LogRecord]:
+        """Return the records of one message."""
+        return [record for _, record in self.records if getattr(record, "message_id", None) == message_id]
 
     @contextmanager
-    def listening(self, logger: str = "holdfast.trigger") -> Iterator[Listener]:
+    def capture(self, logger: str = "holdfast.trigger") -> Iterator[LogCapture]:
         source = logging.getLogger(logger)
         level = source.level
         source.setLevel(logging.DEBUG)
@@ -177,8 +177,8 @@ class Listener(logging.Handler):
             source.setLevel(level)
 
 
-def scraped(*triggers: TriggerStats) -> dict[str, float]:
-    """What Prometheus would get of these."""
+def scrape_metrics(*triggers: TriggerStats) -> dict[str, float]:
+    """Return the samples that Prometheus would scrape."""
     registry = CollectorRegistry()
 
     class Collector:

@@ -1,4 +1,4 @@
-"""The first six properties of triggers (requirement T6): adapters, envelopes, parsers, configuration, life."""
+"""Properties 1 to 6 of triggers (requirement T6): adapters, envelopes, parsers, configuration, lifecycle."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from holdfast.triggers.envelope import HeaderNames, MessageEnvelope, parser_of
 from holdfast.triggers.runtime import Runtime
 from holdfast.triggers.state import TriggerState
 from holdfast.triggers.trigger import QueueTrigger
-from tests.triggers.properties.memory_rig import PROPERTY, START, Script, World, play, rest, until
+from tests.triggers.properties.memory_rig import PROPERTY, START, MemoryRig, Script, run_example, until, wait_idle
 from tests.triggers.properties.strategies import (
     DEDUP_KEYS,
     EVENTS,
@@ -41,10 +41,10 @@ from tests.triggers.properties.strategies import (
     JSON,
     TENANTS,
     TEXTS,
+    is_same,
     json_bodies,
-    same,
 )
-from tests.triggers.rig import MemoryBook
+from tests.triggers.rig import MemoryTriggerStore
 from tests.triggers.rig import until as until_real
 
 pytestmark = pytest.mark.search
@@ -62,19 +62,19 @@ def _members(port: type) -> dict[str, Any]:
 
 
 def _shape(function: Any) -> list[tuple[str, Any, Any]]:
-    """How it is called."""
+    """Return the signature of a function."""
     return [(each.name, each.kind, each.default) for each in inspect.signature(function).parameters.values()]
 
 
-def _offers(client: object, port: type) -> None:
-    for name, wanted in _members(port).items():
-        given_ = inspect.getattr_static(type(client), name)
-        assert given_ is not wanted, f"{type(client).__name__} lacks {name}"
-        assert _shape(given_) == _shape(wanted), f"{type(client).__name__}.{name}"
+def _check_implements(client: object, port: type) -> None:
+    for name, expected in _members(port).items():
+        actual = inspect.getattr_static(type(client), name)
+        assert actual is not expected, f"{type(client).__name__} lacks {name}"
+        assert _shape(actual) == _shape(expected), f"{type(client).__name__}.{name}"
         if name == "consume":
-            assert inspect.isasyncgenfunction(given_) or not inspect.iscoroutinefunction(given_)
+            assert inspect.isasyncgenfunction(actual) or not inspect.iscoroutinefunction(actual)
         else:
-            assert inspect.iscoroutinefunction(given_) == inspect.iscoroutinefunction(wanted), name
+            assert inspect.iscoroutinefunction(actual) == inspect.iscoroutinefunction(expected), name
 
 
 @pytest.mark.parametrize("broker_type", BROKER_TYPES)
@@ -85,27 +85,27 @@ def _offers(client: object, port: type) -> None:
 def test_property_01_every_adapter_offers_the_same_interface(
     broker_type: str, queue: str, group: str, prefetch: int, dead: str | None
 ) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         connection = _CONNECTIONS.get(broker_type, {})
         adapter = build_adapter(broker_type, connection, queue, group, prefetch, dlq_name=dead)
         publisher = build_publisher(broker_type, connection)
-        _offers(adapter, QueueAdapter)
-        _offers(publisher, Publisher)
-        # What nobody has delivered is nobody's; and closing needs no connection, and may be done twice.
+        _check_implements(adapter, QueueAdapter)
+        _check_implements(publisher, Publisher)
+        # An undelivered message is not owned. `close` needs no connection and can be repeated.
         assert not adapter.owns(RawMessage("1", b"", {}, START, {}))
         for client in (adapter, publisher, adapter, publisher):
             await client.close()
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-class _Sent(NamedTuple):
+class _Message(NamedTuple):
     key: str
     fate: str
 
 
 class _Actor(Runtime):
-    """Does with each message what its payload says."""
+    """Handles each message as its payload requests."""
 
     def __init__(self) -> None:
         self.tries: dict[int, int] = {}
@@ -120,14 +120,14 @@ class _Actor(Runtime):
             raise RuntimeError("not yet")
         if fate == "wrong" and tried == 1:
             raise Fatal("wrong")
-        self.events.setdefault(context["headers"].get("line", ""), []).append((event_name, number))
+        self.events.setdefault(context["headers"].get("order-key", ""), []).append((event_name, number))
         return f"run-{number}"
 
 
-async def _observe(broker_type: str, connection: dict[str, Any], sent: list[_Sent], policy: str) -> dict[str, Any]:
-    """The same story on any broker, told and watched through the ports alone."""
+async def _observe(broker_type: str, connection: dict[str, Any], sent: list[_Message], policy: str) -> dict[str, Any]:
+    """Run the same scenario on any broker, through the ports only."""
     queue = f"property-{secrets.token_hex(6)}"
-    publisher, runtime, book = build_publisher(broker_type, connection), _Actor(), MemoryBook()
+    publisher, runtime, book = build_publisher(broker_type, connection), _Actor(), MemoryTriggerStore()
     config = TriggerConfig(queue_name=queue, consumer_group="g", ack_policy=policy, max_retries=1, concurrency=2)
     adapter = build_adapter(broker_type, connection, queue, "g", config.prefetch)
     trigger = QueueTrigger(
@@ -139,50 +139,50 @@ async def _observe(broker_type: str, connection: dict[str, Any], sent: list[_Sen
             OutgoingMessage(
                 queue,
                 b"{" if one.fate == "unreadable" else json.dumps({"n": number, "fate": one.fate}).encode(),
-                {"X-Event-Name": one.fate, "line": one.key, "number": str(number)},
+                {"X-Event-Name": one.fate, "order-key": one.key, "number": str(number)},
                 one.key,
             )
             for number, one in enumerate(sent)
         ]
     )
     assert answers == [None] * len(sent)
-    again = sum(one.fate == "wrong" for one in sent) if policy == "requeue" else 0
+    requeued = sum(one.fate == "wrong" for one in sent) if policy == "requeue" else 0
     await trigger.start()
-    await until_real(lambda: sum(trigger.counts.consumed.values()) >= len(sent) + again)
+    await until_real(lambda: sum(trigger.counts.consumed.values()) >= len(sent) + requeued)
     health, lag = await trigger.health(), await adapter.lag()
     await trigger.stop()
-    letters = await _letters(broker_type, connection, f"{queue}.dlq", trigger.counts.dead_letters)
+    dead_letters = await _read_dead_letters(broker_type, connection, f"{queue}.dlq", trigger.counts.dead_letters)
     await publisher.close()
-    # Of two lines either may be the first; of messages without a key, any.
-    ran = {line: events if line else sorted(events) for line, events in runtime.events.items()}
+    # The order between keys and of messages without a key is undefined.
+    ran = {key: events if key else sorted(events) for key, events in runtime.events.items()}
     return {
         "ran": ran,
         "tries": runtime.tries,
-        "letters": letters,
+        "dead_letters": dead_letters,
         "rows": sorted((row.status, row.event_name, row.retry_count, row.error_message) for row in book.rows.values()),
         "health": health,
         "lag": lag,
     }
 
 
-async def _letters(broker_type: str, connection: dict[str, Any], queue: str, count: int) -> list[Any]:
+async def _read_dead_letters(broker_type: str, connection: dict[str, Any], queue: str, count: int) -> list[Any]:
     if not count:
         return []
     adapter = build_adapter(broker_type, connection, queue, "reader")
     await adapter.connect()
-    found: list[Any] = []
+    decoded: list[Any] = []
     try:
         async with asyncio.timeout(10), aclosing(_generator(adapter)) as messages:
-            while len(found) < count:
-                letter = await anext(messages)
-                await adapter.ack(letter)
-                headers = dict(letter.headers)
+            while len(decoded) < count:
+                dead_letter = await anext(messages)
+                await adapter.ack(dead_letter)
+                headers = dict(dead_letter.headers)
                 del headers["x-dead-message-id"], headers["x-dead-source"]
                 tries = [line.partition(" at ")[0] for line in json.loads(headers.pop("x-dead-history"))]
-                found.append((letter.body, headers, letter.key, tries))
+                decoded.append((dead_letter.body, headers, dead_letter.key, tries))
     finally:
         await adapter.close()
-    return sorted(found, key=lambda letter: letter[1]["number"])
+    return sorted(decoded, key=lambda dead_letter: dead_letter[1]["number"])
 
 
 async def _generator(adapter: QueueAdapter) -> AsyncGenerator[RawMessage, None]:
@@ -196,16 +196,18 @@ _FATES: Final = ("good", "later", "never", "wrong", "unreadable")
 @pytest.mark.redis
 @PROPERTY
 @given(
-    sent=st.lists(st.builds(_Sent, st.sampled_from(["", "a", "b"]), st.sampled_from(_FATES)), min_size=1, max_size=6),
+    sent=st.lists(
+        st.builds(_Message, st.sampled_from(["", "a", "b"]), st.sampled_from(_FATES)), min_size=1, max_size=6
+    ),
     policy=POLICIES,
 )
-def test_property_01_an_adapter_can_be_swapped_for_another(redis_url: str, sent: list[_Sent], policy: str) -> None:
-    async def story() -> None:
+def test_property_01_an_adapter_can_be_swapped_for_another(redis_url: str, sent: list[_Message], policy: str) -> None:
+    async def scenario() -> None:
         in_memory = await _observe("memory", {"name": "swap"}, sent, policy)
         on_redis = await _observe("redis", {"url": redis_url}, sent, policy)
         MemoryBroker.reset("swap")
         assert in_memory == on_redis
-        # Which would be true as well if nothing had happened.
+        # Equality alone would also hold if nothing had happened.
         assert in_memory["lag"] == 0
         assert in_memory["health"].status == "healthy"
         ran = {number for events in in_memory["ran"].values() for _, number in events}
@@ -214,20 +216,18 @@ def test_property_01_an_adapter_can_be_swapped_for_another(redis_url: str, sent:
             for number, one in enumerate(sent)
             if one.fate in ("good", "later") or (one.fate == "wrong" and policy == "requeue")
         }
-        for line, events in in_memory["ran"].items():
+        for key, events in in_memory["ran"].items():
             numbers = [number for _, number in events]
-            assert not line or policy == "requeue" or numbers == sorted(numbers)
+            assert not key or policy == "requeue" or numbers == sorted(numbers)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-# 2: an envelope has all fields, rightly mapped -----------------------------------------------------------
+# 2: an envelope has all fields, mapped correctly ---------------------------------------------------------
 
 
 def _in_any_case(name: str, upper: list[bool]) -> str:
-    return (
-        "".join(letter.upper() if up else letter for letter, up in zip(name, upper, strict=False)) + name[len(upper) :]
-    )
+    return "".join(char.upper() if up else char for char, up in zip(name, upper, strict=False)) + name[len(upper) :]
 
 
 @PROPERTY
@@ -242,7 +242,7 @@ def _in_any_case(name: str, upper: list[bool]) -> str:
     upper=st.lists(st.booleans(), max_size=8),
     age_s=st.integers(0, 100_000),
 )
-def test_property_02_an_envelope_has_all_fields_rightly_mapped(
+def test_property_02_an_envelope_has_all_fields_mapped_correctly(
     value: Any,
     headers: dict[str, str],
     event: str | None,
@@ -256,42 +256,42 @@ def test_property_02_an_envelope_has_all_fields_rightly_mapped(
     names = ["x-event-name", "x-dedup-key", "x-tenant-id"] if usual else names
     known = {name: it for name, it in zip(names, (event, dedup, tenant), strict=True) if it is not None}
 
-    async def story() -> None:
+    async def scenario() -> None:
         config: dict[str, Any] = (
             {} if usual else dict(zip(("event_name_header", "dedup_header", "tenant_header"), names, strict=True))
         )
-        runtime = _Listener()
+        runtime = _AnyPayload()
         config = {name: _in_any_case(header, upper) for name, header in config.items()}
-        world = World(runtime, **config)
-        raws = _seen(world)
+        rig = MemoryRig(runtime, **config)
+        raws = _record_received(rig)
         sent = headers | known
-        message_id = world.write(value, headers={_in_any_case(name, upper): text for name, text in sent.items()})
+        message_id = rig.write(value, headers={_in_any_case(name, upper): text for name, text in sent.items()})
         await asyncio.sleep(age_s)
-        await world.run(1)
-        world.close()
+        await rig.run(1)
+        rig.close()
         (call,) = runtime.calls
         context = call.context
-        assert same(context["message"], value)
+        assert is_same(context["message"], value)
         assert context["headers"] == sent
         assert (context["message_id"], context["source"]) == (message_id, "orders")
         assert datetime.fromisoformat(context["received_at"]) == START
         assert call.event_name == (event or "queue_message")
         assert call.tenant_id == (tenant or "default")
         assert call.key == f"orders:workers:{dedup or message_id}"
-        # The envelope itself says of what is missing that it is missing.
+        # Missing headers are None in the envelope.
         (raw,) = raws
         envelope = MessageEnvelope.from_raw(raw, "orders", parser_of("json"), HeaderNames(*names))
         assert (envelope.event_name, envelope.dedup_key, envelope.tenant_id) == (event, dedup, tenant)
-        assert same(envelope.payload, value)
+        assert is_same(envelope.payload, value)
         assert (envelope.message_id, envelope.headers, envelope.source) == (message_id, sent, "orders")
         assert envelope.received_at == START
         assert envelope.context() == context
 
-    play(story())
+    run_example(scenario())
 
 
-class _Listener(Script):
-    """Takes any payload."""
+class _AnyPayload(Script):
+    """Accepts any payload."""
 
     async def trigger_event(
         self, event_name: str, context: Mapping[str, Any], focus: str | None, tenant_id: str
@@ -299,18 +299,18 @@ class _Listener(Script):
         return "run"
 
 
-def _seen(world: World) -> list[RawMessage]:
-    """The messages that the trigger takes from its adapter, from now on."""
+def _record_received(rig: MemoryRig) -> list[RawMessage]:
+    """Return a list that collects the messages that the trigger receives from now on."""
     raws: list[RawMessage] = []
-    take = world.adapter._next
+    receive = rig.adapter._next
 
-    def watched() -> RawMessage | None:
-        raw = take()
+    def recording() -> RawMessage | None:
+        raw = receive()
         if raw is not None:
             raws.append(raw)
         return raw
 
-    world.adapter._next = watched  # type: ignore[method-assign]
+    rig.adapter._next = recording  # type: ignore[method-assign]
     return raws
 
 
@@ -322,7 +322,7 @@ def _event_of(written: tuple[Any, bytes]) -> tuple[Any, bytes]:
     return value, b'{"specversion": "1.0", "id": "1", "source": "/s", "type": "t", "data": %s}' % body
 
 
-#: The parser, what was meant, and how it is written.
+#: The parser, the value, and its encoding.
 _WRITTEN: Final = st.one_of(
     json_bodies().map(lambda written: ("json", *written)),
     json_bodies(st.floats(allow_nan=False, allow_infinity=False)).map(lambda written: ("json", *written)),
@@ -337,24 +337,24 @@ _WRITTEN: Final = st.one_of(
 def test_property_03_bodies_are_parsed_without_loss(written: tuple[str, Any, bytes]) -> None:
     parser, value, body = written
 
-    async def story() -> None:
-        runtime = _Listener()
-        world = World(runtime, parser_type=parser)
-        world.write(body)
-        await world.run(1)
-        world.close()
-        assert [row.status for row in world.rows] == [ExecutionStatus.SUCCESS]
+    async def scenario() -> None:
+        runtime = _AnyPayload()
+        rig = MemoryRig(runtime, parser_type=parser)
+        rig.write(body)
+        await rig.run(1)
+        rig.close()
+        assert [row.status for row in rig.rows] == [ExecutionStatus.SUCCESS]
         (call,) = runtime.calls
-        assert same(call.context["message"], value)
-        # JSON goes on as it came, so that no number is rounded on its way to a task.
+        assert is_same(call.context["message"], value)
+        # JSON is passed on unchanged, so that numbers are not rounded.
         if parser in ("json", "cloudevents"):
             assert call.message_json is not None
             assert call.message_json.strip() == body.strip() or parser == "cloudevents"
-            assert same(json.loads(msgspec.json.encode(call.message())), value)
+            assert is_same(json.loads(msgspec.json.encode(call.message())), value)
         elif parser == "text":
             assert call.message() == value
 
-    play(story())
+    run_example(scenario())
 
 
 # 4: unparsable → DLQ with the reason ---------------------------------------------------------------------
@@ -364,12 +364,12 @@ class _Bad(NamedTuple):
     parser: str
     body: bytes
     headers: dict[str, str]
-    #: A word of the reason.
+    #: Part of the reason.
     reason: str
 
 
 _OPEN: Final = st.lists(JSON, min_size=1, max_size=3) | st.dictionaries(TEXTS, JSON, min_size=1, max_size=3)
-#: What is cut off is not JSON any more.
+#: Truncated JSON is not valid.
 _CUT: Final = st.tuples(_OPEN.map(json.dumps), st.floats(0, 1)).map(
     lambda cut: cut[0][: min(len(cut[0]) - 1, int(len(cut[0]) * cut[1]))].encode()
 )
@@ -394,41 +394,41 @@ _GOOD: Final = {"json": b"1", "text": b"1", "binary": b"1", "cloudevents": json.
 
 
 @PROPERTY
-@given(bad=_BAD, policy=POLICIES, headers=HEADERS, others=st.integers(0, 2), place=st.integers(0, 2))
-def test_property_04_what_cannot_be_parsed_is_a_dead_letter_with_the_reason(
-    bad: _Bad, policy: str, headers: dict[str, str], others: int, place: int
+@given(bad=_BAD, policy=POLICIES, headers=HEADERS, others=st.integers(0, 2), position=st.integers(0, 2))
+def test_property_04_an_unparsable_message_is_a_dead_letter_with_the_reason(
+    bad: _Bad, policy: str, headers: dict[str, str], others: int, position: int
 ) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         runtime = Script()
-        world = World(runtime, parser_type=bad.parser, ack_policy=policy, payload_limit=5_000, enable_dedup=False)
+        rig = MemoryRig(runtime, parser_type=bad.parser, ack_policy=policy, payload_limit=5_000, enable_dedup=False)
         written, bad_id = [], ""
         for number in range(others + 1):
-            if number == min(place, others):
-                bad_id = world.write(bad.body, headers=headers | bad.headers)
+            if number == min(position, others):
+                bad_id = rig.write(bad.body, headers=headers | bad.headers)
             else:
-                written.append(world.write(_GOOD[bad.parser]))
-        async with world.trigger:
-            await world.off(others + 1)
-            # Acknowledged: the broker has nothing left for this group, in hand or not.
-            assert (await world.adapter.lag(), world.trigger.in_flight) == (0, 0)
-            assert not world.adapter._deliveries
-        world.close()
-        (letter,) = world.dead
-        assert letter.body == bad.body
-        assert {name: letter.headers[name] for name in headers | bad.headers} == headers | bad.headers
-        assert bad.reason in letter.headers["x-dead-reason"]
-        assert (letter.headers["x-dead-source"], letter.headers["x-dead-message-id"]) == ("orders", bad_id)
-        assert world.words(bad_id) == ["dlq"]
+                written.append(rig.write(_GOOD[bad.parser]))
+        async with rig.trigger:
+            await rig.wait_handled(others + 1)
+            # Acknowledged: the group has no messages left, neither waiting nor in flight.
+            assert (await rig.adapter.lag(), rig.trigger.in_flight) == (0, 0)
+            assert not rig.adapter._deliveries
+        rig.close()
+        (dead_letter,) = rig.dead_letters
+        assert dead_letter.body == bad.body
+        assert {name: dead_letter.headers[name] for name in headers | bad.headers} == headers | bad.headers
+        assert bad.reason in dead_letter.headers["x-dead-reason"]
+        assert (dead_letter.headers["x-dead-source"], dead_letter.headers["x-dead-message-id"]) == ("orders", bad_id)
+        assert rig.settle_actions(bad_id) == ["dlq"]
         assert len(runtime.calls) == others
-        assert not world.slept
-        assert {row.message_id: row.status for row in world.rows} == {
+        assert not rig.slept
+        assert {row.message_id: row.status for row in rig.rows} == {
             bad_id: ExecutionStatus.UNPARSABLE,
             **dict.fromkeys(written, ExecutionStatus.SUCCESS),
         }
-        row = next(row for row in world.rows if row.message_id == bad_id)
-        assert row.error_message == letter.headers["x-dead-reason"]
+        row = next(row for row in rig.rows if row.message_id == bad_id)
+        assert row.error_message == dead_letter.headers["x-dead-reason"]
 
-    play(story())
+    run_example(scenario())
 
 
 # 5: configuration takes effect ---------------------------------------------------------------------------
@@ -455,7 +455,7 @@ def _configs(draw: st.DrawFn) -> dict[str, Any]:
         "dlq_name": draw(_QUEUES.map(lambda name: name + ".dead")),
         "metrics": {"enabled": draw(st.booleans()), "export_interval": draw(st.integers(5, 60))},
     }
-    # What is left out is as it is by default.
+    # Omitted keys have their defaults.
     left_out = draw(st.sets(st.sampled_from(sorted(config)), max_size=5))
     kept = {name: value for name, value in config.items() if name not in left_out}
     return kept | {"queue_name": draw(_QUEUES), "consumer_group": draw(_QUEUES)}
@@ -476,80 +476,82 @@ _DEFAULTS: Final[dict[str, Any]] = {
     "focus": None,
     "metrics": {"enabled": True, "export_interval": 15},
 }
-#: Payloads: one that always fails, one that fails for good at once, twins.
-_FAILS, _WRONG, _TWIN = 1, 2, 3
+#: Payloads: one that always fails, one that fails permanently at once, one sent with a duplicate key.
+_FAILS, _FATAL, _TWIN = 1, 2, 3
 
 
 @PROPERTY
 @given(config=_configs())
 def test_property_05_configuration_takes_effect(config: dict[str, Any]) -> None:
-    """From the text of a file to what the trigger does."""
+    """From the text of the file to the behaviour of the trigger."""
     text = yaml.safe_dump(config | {"adapter": {"type": "memory"}, "runtime": {"callable": "a:b"}})
     (entry,) = load_text(text, environment={})
     concurrency = config.get("concurrency", 1)
-    wanted = SimpleNamespace(
+    expected = SimpleNamespace(
         **(_DEFAULTS | {"dlq_name": config["queue_name"] + ".dlq", "prefetch": max(10, 2 * concurrency)} | config)
     )
 
-    async def story() -> None:
+    async def scenario() -> None:
         runtime = _Busy()
-        world = World(runtime, told=entry)
-        asked = _asked_for_lag(world)
-        headers = {wanted.event_name_header: "paid", wanted.tenant_header: "acme"}
-        for number in range(wanted.prefetch + 2):
-            world.write(str(100 + number).encode())
-        await world.trigger.start()
-        # As many at once as told, and as many in hand.
-        await rest()
-        assert runtime.now == wanted.concurrency
-        assert (world.trigger.in_flight, world.counts.active_workers) == (wanted.prefetch, wanted.concurrency)
+        rig = MemoryRig(runtime, full_config=entry)
+        lag_reads = _record_lag_reads(rig)
+        headers = {expected.event_name_header: "paid", expected.tenant_header: "acme"}
+        for number in range(expected.prefetch + 2):
+            rig.write(str(100 + number).encode())
+        await rig.trigger.start()
+        # Concurrency and prefetch are as configured.
+        await wait_idle()
+        assert runtime.now == expected.concurrency
+        assert (rig.trigger.in_flight, rig.counts.active_workers) == (expected.prefetch, expected.concurrency)
         runtime.go.set()
-        await world.off(wanted.prefetch + 2)
+        await rig.wait_handled(expected.prefetch + 2)
         kinds = {"json": int, "text": str, "binary": bytes}
-        assert {type(call.context["message"]) for call in runtime.calls} == {kinds[wanted.parser_type]}
-        # Retries, and where the dead letter goes.
-        world.write(b"%d" % _FAILS, headers=headers)
-        await until(lambda: world.broker.messages(wanted.dlq_name), "a dead letter")
+        assert {type(call.context["message"]) for call in runtime.calls} == {kinds[expected.parser_type]}
+        # Retries, and the dead-letter queue.
+        rig.write(b"%d" % _FAILS, headers=headers)
+        await until(lambda: rig.broker.messages(expected.dlq_name), "a dead letter")
         tries = runtime.times[_FAILS]
         assert [later - earlier for earlier, later in itertools.pairwise(tries)] == pytest.approx(
-            [wanted.retry_backoff_base * wanted.retry_backoff_multiplier**n for n in range(wanted.max_retries)],
+            [expected.retry_backoff_base * expected.retry_backoff_multiplier**n for n in range(expected.max_retries)],
             abs=1e-3,
         )
-        assert len(tries) == 1 + wanted.max_retries
+        assert len(tries) == 1 + expected.max_retries
         call = runtime.calls[-1]
-        assert (call.event_name, call.tenant_id, call.focus) == ("paid", "acme", wanted.focus)
-        assert call.context["source"] == wanted.queue_name
-        # What fails for good goes by the policy.
-        wrong_id = world.write(b"%d" % _WRONG)
-        await until(lambda: world.words(wrong_id), "the policy")
-        await rest()
-        assert world.words(wrong_id)[0] == wanted.ack_policy
-        # A key is known for its window.
-        twins = {wanted.dedup_header: "twin"}
-        for pause_s, runs in ((0, 1), (wanted.idempotency_window - 1, 1), (2, 2)):
+        assert (call.event_name, call.tenant_id, call.focus) == ("paid", "acme", expected.focus)
+        assert call.context["source"] == expected.queue_name
+        # Permanent failures follow the policy.
+        fatal_id = rig.write(b"%d" % _FATAL)
+        await until(lambda: rig.settle_actions(fatal_id), "the policy")
+        await wait_idle()
+        assert rig.settle_actions(fatal_id)[0] == expected.ack_policy
+        # A key is kept for its window.
+        twins = {expected.dedup_header: "twin"}
+        for pause_s, runs in ((0, 1), (expected.idempotency_window - 1, 1), (2, 2)):
             await asyncio.sleep(pause_s)
-            before = world.taken_care_of
-            world.write(b"%d" % _TWIN, headers=twins)
-            await world.off(before + 1)
-            if wanted.enable_dedup:
+            before = rig.handled
+            rig.write(b"%d" % _TWIN, headers=twins)
+            await rig.wait_handled(before + 1)
+            if expected.enable_dedup:
                 assert len(runtime.times[_TWIN]) == runs
-        assert wanted.enable_dedup or len(runtime.times[_TWIN]) == 3
-        # The broker is asked how many wait, as often as told.
-        life_s = asyncio.get_running_loop().time()
-        metrics = wanted.metrics
-        assert len(asked) == pytest.approx(life_s // metrics["export_interval"] + 1 if metrics["enabled"] else 0, abs=1)
-        assert metrics["enabled"] == bool(asked)
-        await world.trigger.stop()
-        # This group has got it all; another one has not got any of it.
-        assert await _waiting(world, wanted.queue_name, wanted.consumer_group) == 0
-        assert await _waiting(world, wanted.queue_name, "another-group") == wanted.prefetch + 7
-        world.close()
+        assert expected.enable_dedup or len(runtime.times[_TWIN]) == 3
+        # The lag is read as often as configured.
+        elapsed_s = asyncio.get_running_loop().time()
+        metrics = expected.metrics
+        assert len(lag_reads) == pytest.approx(
+            elapsed_s // metrics["export_interval"] + 1 if metrics["enabled"] else 0, abs=1
+        )
+        assert metrics["enabled"] == bool(lag_reads)
+        await rig.trigger.stop()
+        # This group has received all messages, another group none.
+        assert await _get_lag(rig, expected.queue_name, expected.consumer_group) == 0
+        assert await _get_lag(rig, expected.queue_name, "another-group") == expected.prefetch + 7
+        rig.close()
 
-    play(story())
+    run_example(scenario())
 
 
 class _Busy(Script):
-    """Waits with the first messages, so that it can be seen how many there are at once."""
+    """Blocks on the first messages, to show how many are handled concurrently."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -568,32 +570,32 @@ class _Busy(Script):
         self.now -= 1
         if number == _FAILS:
             raise RuntimeError("no")
-        if number == _WRONG and len(times) == 1:
+        if number == _FATAL and len(times) == 1:
             raise Fatal("never")
         return "run"
 
 
-def _asked_for_lag(world: World) -> list[float]:
-    asked: list[float] = []
-    lag = world.adapter.lag
+def _record_lag_reads(rig: MemoryRig) -> list[float]:
+    read_at: list[float] = []
+    lag = rig.adapter.lag
 
-    async def watched() -> int | None:
-        asked.append(asyncio.get_running_loop().time())
+    async def recording() -> int | None:
+        read_at.append(asyncio.get_running_loop().time())
         return await lag()
 
-    world.adapter.lag = watched  # type: ignore[method-assign]
-    return asked
+    rig.adapter.lag = recording  # type: ignore[method-assign]
+    return read_at
 
 
-async def _waiting(world: World, queue: str, group: str) -> int | None:
-    adapter = MemoryAdapter(MemoryConfig(name=world.name), queue, group)
+async def _get_lag(rig: MemoryRig, queue: str, group: str) -> int | None:
+    adapter = MemoryAdapter(MemoryConfig(name=rig.name), queue, group)
     await adapter.connect()
     lag = await adapter.lag()
     await adapter.close()
     return lag
 
 
-# 6: start, pause, resume, stop move the state as they should, and it can be asked ------------------------
+# 6: start, pause, resume and stop change the reported state ---------------------------------------------
 
 _STEPS: Final = st.lists(
     st.sampled_from(["start", "pause", "resume", "stop", "write", "write", "write", "down", "up"]), max_size=14
@@ -603,56 +605,52 @@ _STEPS: Final = st.lists(
 @PROPERTY
 @given(steps=_STEPS, concurrency=st.integers(1, 3), early=st.booleans())
 @example(steps=["down", "write", "pause", "up", "resume"], concurrency=1, early=True)
-def test_property_06_the_state_moves_as_it_should_and_can_be_asked(
-    steps: list[str], concurrency: int, early: bool
-) -> None:
-    async def story() -> None:
+def test_property_06_lifecycle_calls_change_the_reported_state(steps: list[str], concurrency: int, early: bool) -> None:
+    async def scenario() -> None:
         runtime = _Outage()
-        world = World(runtime, concurrency=concurrency)
+        rig = MemoryRig(runtime, concurrency=concurrency)
         life, paused, written = "new", False, 0
         for step in (["start"] if early else []) + steps:
-            tried_before = sum(map(len, runtime.tries.values()))
+            attempts_before = sum(map(len, runtime.tries.values()))
             match step:
                 case "write":
-                    world.write(written)
+                    rig.write(written)
                     written += 1
                 case "down" | "up":
                     runtime.down = step == "down"
                 case "stop":
-                    await world.trigger.stop()
-                    await world.trigger.stop()
+                    await rig.trigger.stop()
+                    await rig.trigger.stop()
                     life = "stopped"
                 case "start" if life == "new":
-                    await world.trigger.start()
+                    await rig.trigger.start()
                     life = "running"
                 case "pause" | "resume" if life == "running":
-                    await (world.trigger.pause() if step == "pause" else world.trigger.resume())
+                    await (rig.trigger.pause() if step == "pause" else rig.trigger.resume())
                     paused = step == "pause"
                 case _:
                     with pytest.raises(UsageError):
-                        await getattr(world.trigger, step)()
+                        await getattr(rig.trigger, step)()
             works = life == "running" and not paused
             if works and not runtime.down:
-                # Whatever was kept up goes through now, an outage's leavings a while later.
-                await until(lambda: len(runtime.ran) == written, "all that was written")  # noqa: B023
-            await (rest() if works else asyncio.sleep(100))
+                # Delayed messages run now, those of an outage after the next probe.
+                await until(lambda: len(runtime.ran) == written, "the run of all messages")  # noqa: B023
+            await (wait_idle() if works else asyncio.sleep(100))
             if not works:
-                assert sum(map(len, runtime.tries.values())) == tried_before, (
-                    f"handed over while {life}, paused: {paused}"
-                )
+                assert sum(map(len, runtime.tries.values())) == attempts_before, f"run while {life}, paused: {paused}"
             holding = life == "running" and runtime.stuck
             state = "holding" if holding else "paused" if life == "running" and paused else life
-            await _is_in(world, state, paused and life != "new", concurrency)
-        await world.trigger.stop()
-        assert world.trigger.state is TriggerState.STOPPED
-        world.close()
+            await _check_state(rig, state, paused and life != "new", concurrency)
+        await rig.trigger.stop()
+        assert rig.trigger.state is TriggerState.STOPPED
+        rig.close()
         assert runtime.ran == sorted(set(runtime.ran))
 
-    play(story())
+    run_example(scenario())
 
 
-async def _is_in(world: World, state: str, paused: bool, concurrency: int) -> None:
-    trigger = world.trigger
+async def _check_state(rig: MemoryRig, state: str, paused: bool, concurrency: int) -> None:
+    trigger = rig.trigger
     health = await trigger.health()
     running = state in ("running", "paused", "holding")
     assert trigger.state == state
@@ -664,7 +662,7 @@ async def _is_in(world: World, state: str, paused: bool, concurrency: int) -> No
 
 
 class _Outage(Script):
-    """`down`: what it stands for does not answer."""
+    """`down`: its dependency does not answer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -684,5 +682,5 @@ class _Outage(Script):
 
     @property
     def stuck(self) -> bool:
-        """Whether something was tried that has not got through."""
+        """Whether an attempted message has not succeeded."""
         return bool(self.tried - set(self.ran))

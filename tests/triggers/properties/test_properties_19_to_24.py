@@ -1,4 +1,4 @@
-"""What can be seen of a trigger from outside, and what must not be (requirement T6, 19 to 24)."""
+"""Properties 19 to 24 of triggers (requirement T6): metrics, tenants, logs, health, secrets, stopping."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from holdfast.triggers.runtime import CallableRuntime
 from holdfast.triggers.state import TriggerState
 from holdfast.triggers.trigger import QueueTrigger
 from tests.triggers.properties.leaks import (
-    assert_silent,
-    connection_of,
+    assert_no_secrets,
     echo_server,
-    mistakes,
-    said,
+    error_texts,
+    invalid_connections,
+    logged_texts,
+    make_connection,
     secret_fields,
-    told_by,
 )
-from tests.triggers.properties.memory_rig import PROPERTY, LoopClock, World, play, rest
-from tests.triggers.properties.store_rig import KINDS, Bench, Kind, Listener, Store, open_store, scraped
+from tests.triggers.properties.memory_rig import PROPERTY, LoopClock, MemoryRig, run_example, wait_idle
+from tests.triggers.properties.store_rig import KINDS, Kind, LogCapture, Store, TriggerRig, open_store, scrape_metrics
 from tests.triggers.rig import Recorder
 
 pytestmark = pytest.mark.search
@@ -60,7 +60,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
 
 
 def histogram(name: str, seconds: Sequence[float]) -> dict[str, Any]:
-    """As Prometheus has it."""
+    """Return the samples of a histogram."""
     buckets = [0] * (len(BOUNDS_S) + 1)
     for each in seconds:
         buckets[bisect_left(BOUNDS_S, each)] += 1
@@ -91,10 +91,10 @@ def histogram(name: str, seconds: Sequence[float]) -> dict[str, Any]:
 def test_property_19_metrics_of_delay_duration_and_calls_are_exact(
     plans: list[tuple[str, int, int]], concurrency: int, max_retries: int
 ) -> None:
-    """As Prometheus reads them: each message waits before it is received, and takes its time to run."""
+    """As Prometheus reads them. Each message waits before it is received and takes time to run."""
 
-    async def story() -> None:
-        clock, begun, ended = LoopClock(), dict[str, int](), dict[str, int]()
+    async def scenario() -> None:
+        clock, started, ended = LoopClock(), dict[str, int](), dict[str, int]()
         calls = 0
         tried: Counter[str] = Counter()
 
@@ -111,24 +111,24 @@ def test_property_19_metrics_of_delay_duration_and_calls_are_exact(
                 raise RuntimeError("not yet")
             return "run"
 
-        world = World(Recorder(act), concurrency=concurrency, prefetch=100, max_retries=max_retries)
-        watch_ends(world, begun, ended)
+        rig = MemoryRig(Recorder(act), concurrency=concurrency, prefetch=100, max_retries=max_retries)
+        record_times(rig, started, ended)
         written: list[int] = []
         expected: Counter[str] = Counter(dict.fromkeys(("success", "duplicate", "rejected", "unparsable", "failed"), 0))
         for number, (fate, apart_ms, _) in enumerate(plans):
             for copy in range(2 if fate == "again" else 1):
-                world.write(b"{" if fate == "unparsable" else number, headers={"x-dedup-key": str(number)})
+                rig.write(b"{" if fate == "unparsable" else number, headers={"x-dedup-key": str(number)})
                 written.append(clock.now_ms())
                 expected[_status(fate, copy)] += 1
             await asyncio.sleep(apart_ms / 1000)
         received = clock.now_ms()
-        await world.trigger.start()
-        await world.off(len(written))
-        seen = scraped(world.counts)
-        assert {name: value for name, value in seen.items() if "queue_consumer_lag" not in name} == {
+        await rig.trigger.start()
+        await rig.wait_handled(len(written))
+        metrics = scrape_metrics(rig.counts)
+        assert {name: value for name, value in metrics.items() if "queue_consumer_lag" not in name} == {
             **histogram("queue_consume_delay_seconds", [received / 1000 - each / 1000 for each in written]),
             **histogram(
-                "queue_processing_duration_seconds", [ended[each] / 1000 - begun[each] / 1000 for each in ended]
+                "queue_processing_duration_seconds", [ended[each] / 1000 - started[each] / 1000 for each in ended]
             ),
             **{
                 f'queue_messages_consumed_total{{queue="orders",status="{status}"}}': number
@@ -138,31 +138,31 @@ def test_property_19_metrics_of_delay_duration_and_calls_are_exact(
             'queue_dedup_hits_total{queue="orders"}': expected["duplicate"],
             'queue_active_workers{queue="orders"}': concurrency,
         }
-        await world.trigger.stop()
-        assert scraped(world.counts)['queue_active_workers{queue="orders"}'] == 0
-        world.close()
+        await rig.trigger.stop()
+        assert scrape_metrics(rig.counts)['queue_active_workers{queue="orders"}'] == 0
+        rig.close()
 
-    play(story())
+    run_example(scenario())
 
 
-def watch_ends(world: World, begun: dict[str, int], ended: dict[str, int]) -> None:
-    """When each message is first looked at, and when the broker is told of its end, by the world's clock."""
-    adapter = world.adapter
+def record_times(rig: MemoryRig, started: dict[str, int], ended: dict[str, int]) -> None:
+    """Record when each message is started and when it is settled, by the virtual clock."""
+    adapter = rig.adapter
     owns, ack, send_to_dlq = adapter.owns, adapter.ack, adapter.send_to_dlq
 
-    def first_look(message: RawMessage) -> bool:
-        begun.setdefault(message.message_id, world.clock.now_ms())
+    def recording_owns(message: RawMessage) -> bool:
+        started.setdefault(message.message_id, rig.clock.now_ms())
         return owns(message)
 
-    async def acked(message: RawMessage) -> None:
-        ended[message.message_id] = world.clock.now_ms()
+    async def recording_ack(message: RawMessage) -> None:
+        ended[message.message_id] = rig.clock.now_ms()
         await ack(message)
 
-    async def buried(message: RawMessage, reason: str, history: Sequence[str] = ()) -> None:
-        ended[message.message_id] = world.clock.now_ms()
+    async def recording_send(message: RawMessage, reason: str, history: Sequence[str] = ()) -> None:
+        ended[message.message_id] = rig.clock.now_ms()
         await send_to_dlq(message, reason, history)
 
-    adapter.owns, adapter.ack, adapter.send_to_dlq = first_look, acked, buried  # type: ignore[method-assign]
+    adapter.owns, adapter.ack, adapter.send_to_dlq = recording_owns, recording_ack, recording_send  # type: ignore[method-assign]
 
 
 def _status(fate: str, copy: int) -> str:
@@ -185,10 +185,10 @@ def _status(fate: str, copy: int) -> str:
     poisoned=st.sets(st.sampled_from(["default", "acme"]), max_size=1),
     concurrency=st.integers(1, 3),
 )
-def test_property_20_tenants_stay_apart(
+def test_property_20_tenants_are_isolated(
     store: Store, kind: Kind, messages: list[tuple[str | None, str]], poisoned: set[str], concurrency: int
 ) -> None:
-    """The same keys, each tenant's own; one tenant's failures are its own; a name that cannot be is nobody's."""
+    """Keys and failures are separate per tenant; messages with an invalid tenant become dead letters."""
 
     async def act(_: str, context: Mapping[str, Any], __: str | None, tenant_id: str) -> str:
         if tenant_id in poisoned:
@@ -196,42 +196,42 @@ def test_property_20_tenants_stay_apart(
         store.ran.append((tenant_id, context["message"]))
         return f"{tenant_id}'s run"
 
-    async def story() -> None:
-        bench = Bench(store, kind, act, concurrency=concurrency)
+    async def scenario() -> None:
+        rig = TriggerRig(store, kind, act, concurrency=concurrency)
         store.ran.clear()
-        async with bench.trigger:
+        async with rig.trigger:
             ids = [
-                bench.write(
+                rig.write(
                     [tenant or "default", key],
                     {"x-dedup-key": key} | ({} if tenant is None else {"x-tenant-id": tenant}),
                 )
                 for tenant, key in messages
             ]
-            await bench.off(len(messages))
+            await rig.wait_handled(len(messages))
         await store.finish_jobs()
         failing = poisoned if kind == "callable" else set()
         good = {(tenant or "default", key) for tenant, key in messages if tenant != "a b"}
-        # Once for each tenant and key, for that tenant.
+        # Each tenant and key ran once, for that tenant.
         assert Counter((tenant, *message) for tenant, message in store.ran) == dict.fromkeys(
             ((tenant, tenant, key) for tenant, key in good if tenant not in failing), 1
         )
-        assert {letter.headers["x-dead-message-id"] for letter in bench.dead} == {
+        assert {dead_letter.headers["x-dead-message-id"] for dead_letter in rig.dead_letters} == {
             each for each, (tenant, _) in zip(ids, messages, strict=True) if tenant == "a b"
         }
         for tenant in ("default", "acme", "Zürich-é"):
-            rows = await bench.rows(tenant)
+            rows = await rig.rows(tenant)
             assert {row.tenant_id for row in rows} <= {tenant}
-            own = {each for each, (name, _) in zip(ids, messages, strict=True) if (name or "default") == tenant}
-            assert {row.message_id for row in rows if row.status != "unparsable"} == own
+            own_ids = {each for each, (name, _) in zip(ids, messages, strict=True) if (name or "default") == tenant}
+            assert {row.message_id for row in rows if row.status != "unparsable"} == own_ids
             runs = {row.agent_run_id for row in rows} - {""}
             if kind == "callable":
                 assert runs <= {f"{tenant}'s run"}
             else:
                 assert {(await store.app.job(run_id).info()).tenant_id for run_id in runs} <= {tenant}
-        assert await bench.rows("a b") == []
-        bench.close()
+        assert await rig.rows("a b") == []
+        rig.close()
 
-    store.play(story())
+    store.run_example(scenario())
 
 
 # 21: logs ------------------------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ def test_property_20_tenants_stay_apart(
 def test_property_21_every_stage_is_logged_with_the_trace(
     plans: list[tuple[str, str | None]], policy: str, concurrency: int, max_retries: int
 ) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         tried: Counter[int] = Counter()
 
         def act(context: Mapping[str, Any]) -> str:
@@ -272,7 +272,7 @@ def test_property_21_every_stage_is_logged_with_the_trace(
 
         guards = GuardRegistry(lambda: 5.0)
         guards(guard)
-        world = World(
+        rig = MemoryRig(
             Recorder(act),
             gate=GuardRunner(guards, {}, LoopClock(), None),
             ack_policy=policy,
@@ -288,90 +288,93 @@ def test_property_21_every_stage_is_logged_with_the_trace(
             "denied": ["received", "parsed", "denied", policy],
             "unparsable": ["received", "unparsable", "dlq"],
         }
-        wanted: dict[str, tuple[list[str], set[str]]] = {}
+        expected: dict[str, tuple[list[str], set[str]]] = {}
         for number, (fate, trace) in enumerate(plans):
             headers = {"x-event-name": fate, "x-dedup-key": str(number)}
             headers |= {} if trace is None else {"traceparent" if "-" in trace else "x-trace-id": trace}
             for _ in range(2 if fate == "again" else 1):
-                # In line, so that the second of two finds the first one done.
-                message_id = world.write(b"{" if fate == "unparsable" else number, str(number), headers)
+                # With one key, so that the first of two is done before the second.
+                message_id = rig.write(b"{" if fate == "unparsable" else number, str(number), headers)
                 trace_id = f"queue-{message_id}" if trace is None else "ab" * 16 if "-" in trace else trace
-                wanted[message_id] = (stages[fate], {trace_id})
-        with Listener().listening() as log:
-            await world.run(len(wanted))
-        world.close()
-        for message_id, expected in wanted.items():
-            lines = log.of(message_id)
-            told = [getattr(line, "stage", "") for line in lines], {getattr(line, "trace_id", "") for line in lines}
-            assert told == expected
-            assert all(message_id in line.getMessage() for line in lines)
+                expected[message_id] = (stages[fate], {trace_id})
+        with LogCapture().capture() as log:
+            await rig.run(len(expected))
+        rig.close()
+        for message_id, expected_log in expected.items():
+            records = log.records_of(message_id)
+            logged = (
+                [getattr(each, "stage", "") for each in records],
+                {getattr(each, "trace_id", "") for each in records},
+            )
+            assert logged == expected_log
+            assert all(message_id in each.getMessage() for each in records)
 
-    play(story())
+    run_example(scenario())
 
 
 # 22: health ----------------------------------------------------------------------------------------------
 
-DEEDS: Final = ["pause", "resume", "down", "up", "broken", "mended", "outage", "over", "message", "stop"]
+ACTIONS: Final = ["pause", "resume", "down", "up", "broken", "repaired", "outage", "over", "message", "stop"]
 
 
-class Failing(Recorder):
-    """Takes nothing while something behind it is down."""
+class OutageRuntime(Recorder):
+    """Fails during an outage of its dependency."""
 
     def __init__(self) -> None:
-        super().__init__(self._take)
+        super().__init__(self._run)
         self.outage = False
 
-    def _take(self, _: Mapping[str, Any]) -> str:
+    def _run(self, _: Mapping[str, Any]) -> str:
         if self.outage:
-            raise Unavailable("away")
+            raise Unavailable("unreachable")
         return "run"
 
 
 @PROPERTY
-@given(deeds=st.lists(st.sampled_from(DEEDS), max_size=12), concurrency=st.integers(1, 4))
-@example(deeds=["outage", "message", "pause", "over", "resume", "stop"], concurrency=1)
-def test_property_22_health_tells_the_truth(deeds: list[str], concurrency: int) -> None:
-    async def story() -> None:
-        runtime = Failing()
-        world = World(runtime, concurrency=concurrency)
+@given(actions=st.lists(st.sampled_from(ACTIONS), max_size=12), concurrency=st.integers(1, 4))
+@example(actions=["outage", "message", "pause", "over", "resume", "stop"], concurrency=1)
+def test_property_22_health_reports_the_actual_state(actions: list[str], concurrency: int) -> None:
+    async def scenario() -> None:
+        runtime = OutageRuntime()
+        rig = MemoryRig(runtime, concurrency=concurrency)
         broken, waiting = False, 0
         running, paused, holding = True, False, False
-        take = world.adapter._next
+        receive = rig.adapter._next
 
-        def taken() -> RawMessage | None:
+        def flaky_receive() -> RawMessage | None:
             if broken:
                 raise BrokerUnavailable("the consumer is lost")
-            return take()
+            return receive()
 
-        world.adapter._next = taken  # type: ignore[method-assign]
-        assert (await world.trigger.health()).status == "stopped"
-        await world.trigger.start()
-        for deed in deeds:
-            match deed:
+        rig.adapter._next = flaky_receive  # type: ignore[method-assign]
+        assert (await rig.trigger.health()).status == "stopped"
+        await rig.trigger.start()
+        for action in actions:
+            match action:
                 case "pause" | "resume" if running:
-                    await getattr(world.trigger, deed)()
-                    paused = deed == "pause"
+                    await getattr(rig.trigger, action)()
+                    paused = action == "pause"
                 case "down" | "up":
-                    world.broker.down = deed == "down"
-                case "broken" | "mended":
-                    broken = deed == "broken"
-                    world.adapter._wakeup.set()
+                    rig.broker.down = action == "down"
+                case "broken" | "repaired":
+                    broken = action == "broken"
+                    rig.adapter._wakeup.set()
                 case "outage" | "over":
-                    runtime.outage = deed == "outage"
+                    runtime.outage = action == "outage"
                 case "message":
-                    world.write(1)
+                    rig.write(1)
                     waiting += 1
                 case "stop":
-                    await world.trigger.stop()
+                    await rig.trigger.stop()
                     running = False
-            # Long enough for the consumer to come back, and for what is held to be tried again.
+            # Long enough for the consumer to reconnect and for held messages to be retried.
             await asyncio.sleep(180)
-            health = await world.trigger.health()
+            health = await rig.trigger.health()
             assert health.running == running
             assert health.paused == paused
             assert health.active_workers == (concurrency if running else 0)
-            assert health.adapter_healthy == (running and not world.broker.down)
-            delivered = not world.broker.down and not broken
+            assert health.adapter_healthy == (running and not rig.broker.down)
+            delivered = not rig.broker.down and not broken
             if running and not paused:
                 if not runtime.outage:
                     holding = False
@@ -380,22 +383,22 @@ def test_property_22_health_tells_the_truth(deeds: list[str], concurrency: int) 
                     holding = True
             if not running:
                 status = "stopped"
-            elif world.broker.down or broken:
+            elif rig.broker.down or broken:
                 status = "unhealthy"
             else:
                 status = "holding" if holding else "paused" if paused else "healthy"
             assert health.status == status
-            assert world.trigger.ready == (running and not broken and not holding)
-        await world.trigger.stop()
-        assert world.trigger.state is TriggerState.STOPPED
-        world.close()
+            assert rig.trigger.ready == (running and not broken and not holding)
+        await rig.trigger.stop()
+        assert rig.trigger.state is TriggerState.STOPPED
+        rig.close()
 
-    play(story())
+    run_example(scenario())
 
 
 # 23: secrets ---------------------------------------------------------------------------------------------
 
-#: Long enough to be in no text by chance.
+#: Long enough not to occur in a text by chance.
 SECRETS: Final = st.text(string.ascii_letters + string.digits + "-_.~!$+/=:@% &", min_size=8, max_size=16).map(
     lambda text: f"Zq{text}9x"
 )
@@ -413,21 +416,21 @@ def echo_port() -> Iterator[int]:
 def test_property_23_no_secret_in_any_log_of_a_client(
     broker: str, echo_port: int, data: st.DataObject, answers: bool
 ) -> None:
-    """Of every broker, with a secret in every field that can hold one; nobody answers, or somebody repeats it all."""
+    """For every broker, with a secret in every field; the server is unreachable or echoes requests."""
     names = [name for name in secret_fields(broker) if broker != "rabbitmq" or name != "url"]
     if broker == "rabbitmq" and data.draw(st.booleans(), "by url"):
         names = ["url"]
     given_secrets = {name: data.draw(SECRETS, name) for name in names}
-    fields = connection_of(broker, given_secrets, echo_port if answers else 1)
+    fields = make_connection(broker, given_secrets, echo_port if answers else 1)
     texts: list[str] = []
 
     async def attempt(work: Awaitable[None]) -> None:
         try:
             await work
         except BrokerUnavailable as exc:
-            texts.extend(told_by(exc))
+            texts.extend(error_texts(exc))
 
-    async def story() -> None:
+    async def scenario() -> None:
         config = TriggerConfig(queue_name="orders", consumer_group="workers", enable_dedup=False)
         adapter, publisher = build_adapter(broker, fields, "orders", "workers"), build_publisher(broker, fields)
         trigger = QueueTrigger(config, adapter, Recorder())
@@ -438,22 +441,22 @@ def test_property_23_no_secret_in_any_log_of_a_client(
         await trigger.stop()
         await publisher.close()
 
-    with Listener().listening("") as log:
-        asyncio.run(story())
+    with LogCapture().capture("") as log:
+        asyncio.run(scenario())
     connection = connection_model(broker).model_validate(fields)
     texts.extend([repr(connection), str(connection), connection.model_dump_json()])
-    secret = data.draw(SECRETS, "in a wrong place")
-    wrong = data.draw(st.sampled_from(list(mistakes(broker, fields, secret))), "mistake")
+    secret = data.draw(SECRETS, "in an invalid field")
+    wrong = data.draw(st.sampled_from(list(invalid_connections(broker, fields, secret))), "mistake")
     for build in (connection_model(broker).model_validate, partial(build_publisher, broker), partial(entry, broker)):
         with pytest.raises((ValueError, InvalidOption)) as raised:
             build(wrong)
-        texts.extend(told_by(raised.value))
-    assert_silent([*said(log), *texts], [*given_secrets.values(), secret])
+        texts.extend(error_texts(raised.value))
+    assert_no_secrets([*logged_texts(log), *texts], [*given_secrets.values(), secret])
 
 
 def entry(broker: str, connection: dict[str, Any]) -> TriggerEntry:
-    told = {"queue_name": "orders", "consumer_group": "workers", "runtime": {"task": "t"}}
-    return TriggerEntry.model_validate({**told, "adapter": {"type": broker, "connection": connection}})
+    fields = {"queue_name": "orders", "consumer_group": "workers", "runtime": {"task": "t"}}
+    return TriggerEntry.model_validate({**fields, "adapter": {"type": broker, "connection": connection}})
 
 
 @PROPERTY
@@ -467,7 +470,7 @@ def entry(broker: str, connection: dict[str, Any]) -> TriggerEntry:
 def test_property_23_no_secret_in_any_log_of_a_message(
     secret: str, answer: int | str, notation: str, parser: str, broken: bool
 ) -> None:
-    """In a message's body and headers, as a runtime's token, in what a runtime says of its failure."""
+    """Secrets in the body and headers of a message, as the token of a runtime, and in its errors."""
     quoted = notation.format(quote(secret, safe=""))
 
     def respond(request: httpx.Request) -> httpx.Response:
@@ -475,30 +478,33 @@ def test_property_23_no_secret_in_any_log_of_a_message(
             raise httpx.ConnectError(f"cannot connect: {quoted}", request=request)
         return httpx.Response(500, text=quoted) if answer == "quotes" else httpx.Response(int(answer), text=secret)
 
-    async def quoting(*_: object) -> str:
+    async def raise_quoted(*_: object) -> str:
         raise RuntimeError(f"it failed: {quoted}")
 
-    async def story() -> None:
+    async def scenario() -> None:
         over_http = HttpRuntime(
             f"https://agents.local/events?token={quote(secret, safe='')}",
             token=quote(secret, safe=""),
             transport=httpx.MockTransport(respond),
         )
-        for runtime in (over_http, CallableRuntime(quoting)):
-            world = World(runtime, parser_type=parser, max_retries=1, focus="x")
+        for runtime in (over_http, CallableRuntime(raise_quoted)):
+            rig = MemoryRig(runtime, parser_type=parser, max_retries=1, focus="x")
             texts.append(repr(runtime))
             body = json.dumps({"password": secret}).encode()[: -1 if broken else None]
-            world.write(body, headers={"authorization": f"Bearer {secret}", "x-api-key": secret})
-            await world.run(1)
-            texts.extend(str(row) for row in world.rows)
-            texts.extend(letter.headers["x-dead-reason"] + letter.headers["x-dead-history"] for letter in world.dead)
-            world.close()
+            rig.write(body, headers={"authorization": f"Bearer {secret}", "x-api-key": secret})
+            await rig.run(1)
+            texts.extend(str(row) for row in rig.rows)
+            texts.extend(
+                dead_letter.headers["x-dead-reason"] + dead_letter.headers["x-dead-history"]
+                for dead_letter in rig.dead_letters
+            )
+            rig.close()
         await over_http.close()
 
     texts: list[str] = []
-    with Listener().listening("") as log:
-        play(story())
-    assert_silent([*said(log), *texts], [secret])
+    with LogCapture().capture("") as log:
+        run_example(scenario())
+    assert_no_secrets([*logged_texts(log), *texts], [secret])
 
 
 # 24: stopping --------------------------------------------------------------------------------------------
@@ -519,26 +525,26 @@ def test_property_24_stop_waits_releases_and_loses_nothing(
     timeout_s: float,
     concurrency: int,
 ) -> None:
-    """Stopped at any moment, in the middle of runs, retries and outages; another trigger then does the rest."""
+    """Stopped at any time during runs, retries and outages; another trigger then handles the rest."""
 
-    async def story() -> None:
+    async def scenario() -> None:
         loop, dedup = asyncio.get_running_loop(), InMemoryDedupStore(LoopClock())
         running: dict[int, float] = {}
         tried: Counter[int] = Counter()
         finished: Counter[int] = Counter()
-        cut: set[int] = set()
+        cancelled: set[int] = set()
 
         async def act(context: Mapping[str, Any]) -> str:
             number = context["message"]
             failures, takes_ms, _ = plans[number]
             if outage_ms[0] <= loop.time() * 1000 < sum(outage_ms):
-                raise Unavailable("away")
+                raise Unavailable("unreachable")
             tried[number] += 1
             running[number] = loop.time() + takes_ms / 1000
             try:
                 await asyncio.sleep(takes_ms / 1000)
             except asyncio.CancelledError:
-                cut.add(number)
+                cancelled.add(number)
                 raise
             finally:
                 del running[number]
@@ -547,33 +553,35 @@ def test_property_24_stop_waits_releases_and_loses_nothing(
             finished[number] += 1
             return f"run-{number}"
 
-        world = World(Recorder(act), dedup=dedup, concurrency=concurrency, max_retries=5)
-        ids = [world.write(number, key) for number, (_, _, key) in enumerate(plans)]
-        await world.trigger.start()
+        rig = MemoryRig(Recorder(act), dedup=dedup, concurrency=concurrency, max_retries=5)
+        ids = [rig.write(number, key) for number, (_, _, key) in enumerate(plans)]
+        await rig.trigger.start()
         await asyncio.sleep(stop_at_ms / 1000)
-        began, last, waited_for = loop.time(), max(running.values(), default=0.0), set(running)
-        await world.trigger.stop(timeout_s)
-        # It waits for what runs and for nothing else.
-        assert loop.time() == pytest.approx(max(began, min(last, began + timeout_s)), abs=1e-3)
+        stopped_at, last, waited_for = loop.time(), max(running.values(), default=0.0), set(running)
+        await rig.trigger.stop(timeout_s)
+        # It waits for running messages only.
+        assert loop.time() == pytest.approx(max(stopped_at, min(last, stopped_at + timeout_s)), abs=1e-3)
         assert not running
-        if last < began + timeout_s:
-            assert not cut
+        if last < stopped_at + timeout_s:
+            assert not cancelled
             for number in waited_for:
-                assert world.words(ids[number]) == ["ack"] or tried[number] <= plans[number][0]
-        # Nothing is left behind, and the rest is the broker's again.
-        assert world.trigger.state is TriggerState.STOPPED
-        await rest()
+                assert rig.settle_actions(ids[number]) == ["ack"] or tried[number] <= plans[number][0]
+        # No task is left, and unfinished messages are back at the broker.
+        assert rig.trigger.state is TriggerState.STOPPED
+        await wait_idle()
         assert asyncio.all_tasks() == {asyncio.current_task()}
-        off = {message_id for _, message_id in world.adapter.told}
-        assert off == {ids[number] for number in finished}
-        assert await world.adapter.lag() == len(plans) - len(off)
-        assert {row.message_id for row in world.rows} == off
-        other = World(Recorder(act), dedup=dedup, concurrency=concurrency, max_retries=5, broker=world.name)
-        await other.run(len(plans) - len(off))
+        settled = {message_id for _, message_id in rig.adapter.settle_calls}
+        assert settled == {ids[number] for number in finished}
+        assert await rig.adapter.lag() == len(plans) - len(settled)
+        assert {row.message_id for row in rig.rows} == settled
+        other = MemoryRig(Recorder(act), dedup=dedup, concurrency=concurrency, max_retries=5, broker=rig.name)
+        await other.run(len(plans) - len(settled))
         assert await other.adapter.lag() == 0
         assert finished == dict.fromkeys(range(len(plans)), 1)
-        assert sorted(message_id for _, message_id in world.adapter.told + other.adapter.told) == sorted(ids)
-        assert not world.dead
-        world.close()
+        assert sorted(message_id for _, message_id in rig.adapter.settle_calls + other.adapter.settle_calls) == sorted(
+            ids
+        )
+        assert not rig.dead_letters
+        rig.close()
 
-    play(story())
+    run_example(scenario())
