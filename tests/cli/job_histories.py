@@ -15,9 +15,9 @@ from holdfast.core.verdict import Release, Settlement
 from holdfast.errors import Unavailable
 from holdfast.operations.operations import Operations
 from holdfast.testing import drain
-from tests.operations.deployment import ADA, APPROVER, BOB, person
+from tests.operations.deployment import ADA, APPROVER, BOB, principal
 
-CAROL: Final = person("carol", Role.APPROVER)
+CAROL: Final = principal("carol", Role.APPROVER)
 
 
 #: Does something, yields the job that it is about, and goes on once what is due has run.
