@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 import pytest
 
 from tests.cli.test_commands import InProcess
-from tests.operations.deployment import World, opened
+from tests.operations.deployment import SampleDeployment, run_deployment
 
 T = TypeVar("T")
 
@@ -36,14 +36,14 @@ class Deployment(InProcess):
             else:
                 monkeypatch.setenv(name, value)
 
-    def do(self, work: Callable[[World], Awaitable[T]]) -> T:
+    def do(self, work: Callable[[SampleDeployment], Awaitable[T]]) -> T:
         """With an app and a ledger that keeps up; the ledger has everything afterwards."""
 
         async def run() -> T:
-            async with opened(World(self.url, self.ledger, self.namespace)) as world:
+            async with run_deployment(SampleDeployment(self.url, self.ledger, self.namespace)) as world:
                 done = await work(world)
                 if self.ledger is not None:
-                    await world.caught_up()
+                    await world.wait_caught_up()
                 return done
 
         return asyncio.run(run())

@@ -16,9 +16,9 @@ from holdfast.errors import Unavailable
 from holdfast.execution.backend import backend_of
 from holdfast.operations.operations import Operations
 from holdfast.testing import drain
-from tests.operations.deployment import ADA, APPROVER, BOB, person
+from tests.operations.deployment import ADA, APPROVER, BOB, principal
 
-CAROL: Final = person("carol", Role.APPROVER)
+CAROL: Final = principal("carol", Role.APPROVER)
 
 
 #: Makes moves, yields the job that it is about, and continues after due jobs have run.

@@ -13,7 +13,7 @@ import pytest
 
 from tests.cli.deployments import PAIRS, Deployment, deployed
 from tests.cli.job_histories import HISTORIES, Histories
-from tests.operations.deployment import World
+from tests.operations.deployment import SampleDeployment
 
 #: What differs between two runs of the same history.
 _VOLATILE: Final = (
@@ -27,7 +27,7 @@ Sentences = dict[str, list[str]]
 
 
 def explained(at: Deployment) -> Sentences:
-    async def make(world: World) -> dict[str, str]:
+    async def make(world: SampleDeployment) -> dict[str, str]:
         return await Histories(world.app).make_all()
 
     ids = at.do(make)

@@ -14,7 +14,7 @@ from holdfast.core.states import State
 from tests.cli.harness import Shell
 from tests.cli.test_commands import InProcess
 from tests.cli.test_effects import Doubtful
-from tests.operations.deployment import World
+from tests.operations.deployment import SampleDeployment
 
 URL = "sqlite:///{}/jobs.db"
 
@@ -47,16 +47,16 @@ class OperatorCli(InProcess):
         self._monkeypatch.setenv("HOLDFAST_TOKEN", self.tokens[name])
 
     def dead(self, count: int = 1, **options: Any) -> list[str]:
-        return asyncio.run(self._left("dead", count, **options))
+        return asyncio.run(self._left("make_dead_letters", count, **options))
 
     def suspended(self, count: int = 1, **options: Any) -> list[str]:
-        return asyncio.run(self._left("suspended", count, **options))
+        return asyncio.run(self._left("make_suspended", count, **options))
 
     def state(self, job_id: str) -> State:
         return State(self.json("jobs", "show", job_id)["state"])
 
     async def _left(self, what: str, count: int, **options: Any) -> list[str]:
-        world = World(URL.format(self.folder), None, "")
+        world = SampleDeployment(URL.format(self.folder), None, "")
         async with world.app:
             ids: list[str] = await getattr(world, what)(count, **options)
             return ids

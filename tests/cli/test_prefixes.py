@@ -13,7 +13,7 @@ from holdfast.core.job import Envelope
 from holdfast.core.states import State
 from holdfast.execution.backend import backend_of
 from tests.cli.deployments import PAIRS, Deployment, deployed
-from tests.operations.deployment import World
+from tests.operations.deployment import SampleDeployment
 
 #: As holdfast makes them: twelve digits of the millisecond, a seven, and the rest at random.
 FIRST: Final = "01a1e55a882077dba816af8e2802b8a1"
@@ -32,7 +32,7 @@ def at(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monke
     return deployment
 
 
-async def _fill(world: World) -> None:
+async def _fill(world: SampleDeployment) -> None:
     ids = {FIRST: "default", SAME_MS: "default", OF_ACME: "acme", SHORT: "default", LONGER: "default", ODD: "default"}
     for job_id, tenant in ids.items():
         envelope = Envelope(
@@ -124,7 +124,7 @@ def test_many_candidates_are_not_all_listed(
 ) -> None:
     at = deployed("embedded", request, tmp_path, monkeypatch)
 
-    async def submit(world: World) -> str:
+    async def submit(world: SampleDeployment) -> str:
         jobs = await world.charge.submit_many([(number,) for number in range(30)])
         assert len({job.id[:12] for job in jobs}) == 1
         return jobs[0].id[:12]
@@ -135,11 +135,11 @@ def test_many_candidates_are_not_all_listed(
 
 
 def test_prefixes_of_dead_letters_and_approvals(at: Deployment) -> None:
-    async def leave(world: World) -> tuple[list[str], str]:
+    async def leave(world: SampleDeployment) -> tuple[list[str], str]:
         held = await world.charge.options(hold=True).submit(1)
         ask = (await held.info()).meta.approval_request
         assert ask is not None
-        return await world.dead(2), ask.approval_id
+        return await world.make_dead_letters(2), ask.approval_id
 
     (dead_letter, other), approval = at.do(leave)
     prefix = _unique_prefix(dead_letter, other)

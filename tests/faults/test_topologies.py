@@ -263,63 +263,6 @@ async def test_the_ledger_restores_the_jobs_that_it_has_recorded(deployment: Dep
     later = [await deployment.submit_until_accepted(number, durable=True) for number in range(30, 35)]
     await deployment.site.wait_runs(blocked, 2)
     gate.touch()
-<<<<<<< ours
-    report = await scene.settled()
-
-    remembered = await scene.remembered()
-    assert remembered == dict.fromkeys([*both_know, *held, *ended, *later], "succeeded")
-    assert not remembered.keys() & set(unseen)
-    assert await scene.site.views(unseen) == [None] * len(unseen)
-    assert report.restores == len(held)
-    runs = Counter(run.job_id for run in scene.site.runs())
-    assert all(runs[job_id] == 1 for job_id in (*both_know, *ended, *later)), "what had ended ran again"
-    await scene.nothing_is_left()
-
-
-@pytest.mark.parametrize("scene", ["sentinel", "cluster"], indirect=True)
-async def test_a_key_that_the_replica_never_saw_still_names_one_job(scene: Scene) -> None:
-    """In the ledger, ended, lost by the fail-over, and submitted again under its key: there is one job, once a worker
-    has seen that this is not the feed that it knew. (It looks as soon as it has a connection to the new master.)"""
-    before = await scene.submit(0, durable=True)
-    scene.master().cut_off_replicas()
-    first = await scene.submit(1, durable=True)
-    await scene.site.ended([before, first])
-    await scene.site.app.ledger.wait_caught_up()
-    await scene.fail_over(target=scene.owner())
-    await eventually(lambda: any(each.said("; restored ") for each in scene.workers), "a worker to notice")
-    again = await scene.insist(1, durable=True)
-    await scene.settled()
-    assert again == first
-    assert Counter(run.job_id for run in scene.site.runs()) == {before: 1, first: 1}
-||||||| base
-    report = await scene.settled()
-
-    remembered = await scene.remembered()
-    assert remembered == dict.fromkeys([*both_know, *held, *ended, *later], "succeeded")
-    assert not remembered.keys() & set(unseen)
-    assert await scene.site.views(unseen) == [None] * len(unseen)
-    assert report.restores == len(held)
-    runs = Counter(run.job_id for run in scene.site.runs())
-    assert all(runs[job_id] == 1 for job_id in (*both_know, *ended, *later)), "what had ended ran again"
-    await scene.nothing_is_left()
-
-
-@pytest.mark.parametrize("scene", ["sentinel", "cluster"], indirect=True)
-async def test_a_key_that_the_replica_never_saw_still_names_one_job(scene: Scene) -> None:
-    """In the ledger, ended, lost by the fail-over, and submitted again under its key: there is one job, once a worker
-    has seen that this is not the feed that it knew. (It looks as soon as it has a connection to the new master.)"""
-    before = await scene.submit(0, durable=True)
-    scene.master().cut_off_replicas()
-    first = await scene.submit(1, durable=True)
-    await scene.site.ended([before, first])
-    await scene.site.app.ledger.wait_caught_up()
-    await scene.fail_over(target=scene.owner())
-    await eventually(lambda: any(each.said("keys are known again") for each in scene.workers), "a worker to notice")
-    again = await scene.insist(1, durable=True)
-    await scene.settled()
-    assert again == first
-    assert Counter(run.job_id for run in scene.site.runs()) == {before: 1, first: 1}
-=======
     report = await deployment.wait_settled()
 
     ledger_jobs = await deployment.get_ledger_jobs()
@@ -349,7 +292,6 @@ async def test_a_key_missing_on_the_replica_still_identifies_one_job(deployment:
     await deployment.wait_settled()
     assert repeated == first
     assert Counter(run.job_id for run in deployment.site.runs()) == {before: 1, first: 1}
->>>>>>> theirs
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Apps that people watch over: embedded in SQLite, and on Redis with PostgreSQL."""
+"""Apps with guards: embedded in SQLite, and on Redis with PostgreSQL."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from holdfast import Holdfast
 MakeApp = Callable[..., Holdfast]
 
 
-@pytest.fixture(params=["embedded", "apart"])
+@pytest.fixture(params=["embedded", "separate"])
 def stores(request: pytest.FixtureRequest, tmp_path: Path, namespace: str) -> dict[str, Any]:
-    """Settings of the two ways to run with a ledger."""
+    """Settings of the two kinds of deployment that have a ledger."""
     if request.param == "embedded":
         return {"url": f"sqlite:///{tmp_path / 'holdfast.db'}"}
     return {
@@ -27,26 +27,26 @@ def stores(request: pytest.FixtureRequest, tmp_path: Path, namespace: str) -> di
 
 @pytest.fixture
 async def make_app() -> AsyncIterator[MakeApp]:
-    """Apps that are closed at the end."""
-    made: list[Holdfast] = []
+    """Build apps that are closed after the test."""
+    apps: list[Holdfast] = []
 
     def make(**settings: Any) -> Holdfast:
         app = Holdfast(**{"heartbeat_interval_s": 0.1, "reclaim_interval_s": 0.1, **settings})
-        made.append(app)
+        apps.append(app)
         return app
 
     yield make
-    for app in made:
+    for app in apps:
         await app.close()
 
 
 @pytest.fixture
 def app(stores: dict[str, Any], make_app: MakeApp) -> Holdfast:
-    """Once on each."""
+    """One app on each pair of stores."""
     return make_app(**stores)
 
 
 @pytest.fixture
-def lonely(redis_url: str, namespace: str, make_app: MakeApp) -> Holdfast:
-    """On Redis, without a ledger."""
+def app_without_ledger(redis_url: str, namespace: str, make_app: MakeApp) -> Holdfast:
+    """An app on Redis without a ledger."""
     return make_app(url=redis_url, namespace=namespace)

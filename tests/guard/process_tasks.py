@@ -1,4 +1,4 @@
-"""Tasks for child processes, and an app for processes of their own."""
+"""Tasks that run in child processes, and the app that registers them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def in_child(mark: str) -> int:
 
 
 @app.task(process=True)
-def asks_in_child(ctx: Context, what: str) -> str:
+def approval_in_child(ctx: Context, what: str) -> str:
     return ctx.blocking.approval("child", {"what": what}, deadline=3600).by[0]
 
 
 @app.task(process=True)
-async def awaits_in_child(ctx: Context, what: str) -> str:
+async def async_approval_in_child(ctx: Context, what: str) -> str:
     return (await ctx.approval("child", {"what": what})).by[0]
 
 

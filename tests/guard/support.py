@@ -1,4 +1,4 @@
-"""What tests of people share: people, and their questions."""
+"""Helpers for tests of approvals: principals, votes, and changes behind the engine's back."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from holdfast.ledger.port.operators import ApprovalRow, ApprovalStatus
 from holdfast.operations.operations import Operations
 from tests.worker.support import eventually
 
-EVERYTHING = frozenset({ALL_TENANTS})
+EVERY_TENANT = frozenset({ALL_TENANTS})
 
 
-def person(name: str, role: Role = Role.APPROVER, *tenants: str, proven: bool = True) -> Principal:
-    return Principal(name=name, role=role, tenants=frozenset(tenants) or EVERYTHING, verified=proven)
+def principal(name: str, role: Role = Role.APPROVER, *tenants: str, verified: bool = True) -> Principal:
+    return Principal(name=name, role=role, tenants=frozenset(tenants) or EVERY_TENANT, verified=verified)
 
 
-ANN, BOB, CYD = person("ann"), person("bob"), person("cyd")
+ANN, BOB, CYD = principal("ann"), principal("bob"), principal("cyd")
 
 
-async def question(app: Holdfast, job: Job[Any], status: ApprovalStatus = ApprovalStatus.REQUESTED) -> ApprovalRow:
-    """The job's latest approval, once the ledger has it in that state."""
+async def wait_approval(app: Holdfast, job: Job[Any], status: ApprovalStatus = ApprovalStatus.REQUESTED) -> ApprovalRow:
+    """Wait until the ledger has an approval request of the job with this status."""
     approvals = Operations.for_app(app).approvals
 
-    async def look() -> ApprovalRow | None:
+    async def read() -> ApprovalRow | None:
         rows = [row for row in (await approvals.list(ANN)).approvals if row.job_id == job.id]
         return next((row for row in rows if row.status is status), None)
 
-    found: ApprovalRow = await eventually(look, f"an approval that is {status}")
+    found: ApprovalRow = await eventually(read, f"an approval that is {status}")
     return found
 
 
@@ -42,8 +42,8 @@ async def vote(
     return await Operations.for_app(app).approvals.vote(voter, approval_id, approve=approve, reason=reason)
 
 
-async def events(app: Holdfast, job: Job[Any], tenant_id: str = "default") -> list[str]:
-    """The types of a job's events, as the ledger has them now."""
+async def event_types(app: Holdfast, job: Job[Any], tenant_id: str = "default") -> list[str]:
+    """The types of the job's events in the ledger."""
     from holdfast.core.job import JobKey
 
     await app.ledger.wait_caught_up()
@@ -51,7 +51,7 @@ async def events(app: Holdfast, job: Job[Any], tenant_id: str = "default") -> li
 
 
 async def change_in_store(app: Holdfast, job: Job[Any], before: str, after: str) -> None:
-    """Change a waiting job's payload behind holdfast's back; both texts have the same length."""
+    """Change the payload of a waiting job directly in the store; both texts have the same length."""
     assert len(before) == len(after)
     if app.settings.url.startswith("sqlite"):
         with closing(sqlite3.connect(app.settings.url.removeprefix("sqlite:///"), timeout=20)) as connection:

@@ -1,4 +1,4 @@
-"""Guards at submission: allowed jobs are marked, those to be asked about are held, denied ones are not accepted."""
+"""Guards at submission: allowed jobs are marked, jobs that need approval are held, denied jobs are not accepted."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Order(BaseModel):
 
 
 @pytest.fixture
-def memory(make_app: MakeApp) -> Holdfast:
-    """For what does not depend on the store."""
+def memory_app(make_app: MakeApp) -> Holdfast:
+    """An app in memory, for behaviour that does not depend on the store."""
     return make_app(url="sqlite://")
 
 
-def payments(app: Holdfast) -> Any:
+def define_pay(app: Holdfast) -> Any:
     @app.task
     async def pay(to: str, amount: int = 10) -> str:
         return f"{amount} to {to}"
@@ -37,35 +37,35 @@ def payments(app: Holdfast) -> Any:
     return pay
 
 
-def watch(app: Holdfast) -> list[GuardRequest]:
-    seen: list[GuardRequest] = []
+def record_requests(app: Holdfast) -> list[GuardRequest]:
+    requests: list[GuardRequest] = []
 
     @app.guard
-    async def watcher(request: GuardRequest) -> Decision | None:
-        seen.append(request)
+    async def recorder(request: GuardRequest) -> Decision | None:
+        requests.append(request)
         return None
 
-    return seen
+    return requests
 
 
-async def test_without_guards_nothing_is_different_on_the_wire(memory: Holdfast) -> None:
-    job = await payments(memory).submit("ann")
+async def test_without_guards_the_job_carries_no_metadata(memory_app: Holdfast) -> None:
+    job = await define_pay(memory_app).submit("ann")
     assert (await job.info()).meta == EMPTY_META
 
 
-async def test_an_allowed_job_is_marked_with_what_was_seen(app: Holdfast) -> None:
-    pay, seen = payments(app), watch(app)
+async def test_an_allowed_job_carries_the_hash_of_its_payload(app: Holdfast) -> None:
+    pay, requests = define_pay(app), record_requests(app)
     job = await pay.options(tenant_id="acme", idempotency_key="k1", context={"user": 7}).submit("ann", amount=3)
-    view = await job.info()
-    assert view.state is State.QUEUED
-    assert view.meta.approved_hash == payload_hash("pay", "acme", view.payload)
-    assert seen == [
+    info = await job.info()
+    assert info.state is State.QUEUED
+    assert info.meta.approved_hash == payload_hash("pay", "acme", info.payload)
+    assert requests == [
         GuardRequest(
             task="pay",
             tenant_id="acme",
             queue="default",
             arguments={"to": "ann", "amount": 3},
-            payload=view.payload,
+            payload=info.payload,
             context={"user": 7},
             source="submit",
             submitted_by="",
@@ -74,12 +74,12 @@ async def test_an_allowed_job_is_marked_with_what_was_seen(app: Holdfast) -> Non
     ]
 
 
-async def test_every_way_in_is_guarded(memory: Holdfast) -> None:
-    pay, seen = payments(memory), watch(memory)
+async def test_every_submit_method_is_guarded(memory_app: Holdfast) -> None:
+    pay, requests = define_pay(memory_app), record_requests(memory_app)
     await pay.submit("a")
     await pay.submit_many([("b",), ("c", 2)])
-    await memory.submit_raw("pay", b'["d", 4]')
-    assert [request.arguments for request in seen] == [
+    await memory_app.submit_raw("pay", b'["d", 4]')
+    assert [request.arguments for request in requests] == [
         {"to": "a", "amount": 10},
         {"to": "b", "amount": 10},
         {"to": "c", "amount": 2},
@@ -87,35 +87,35 @@ async def test_every_way_in_is_guarded(memory: Holdfast) -> None:
     ]
 
 
-def test_the_blocking_door_is_guarded(memory: Holdfast) -> None:
-    pay = payments(memory)
-    memory.guard.rule("none", then=Deny("closed today"))
+def test_the_blocking_submit_is_guarded(memory_app: Holdfast) -> None:
+    pay = define_pay(memory_app)
+    memory_app.guard.rule("none", then=Deny("closed today"))
     with pytest.raises(Denied, match="closed today"):
         pay.submit_sync("a")
-    backend_of(memory).portal.close(memory.close)
+    backend_of(memory_app).portal.close(memory_app.close)
 
 
-async def test_arguments_are_as_the_function_gets_them(memory: Holdfast) -> None:
-    @memory.task
+async def test_guards_get_decoded_arguments(memory_app: Holdfast) -> None:
+    @memory_app.task
     async def buy(order: Order) -> None: ...
 
-    memory.guard.rule("large", task="buy", when=lambda args: args["order"].amount > 1000, then=Deny("too much"))
-    await memory.submit_raw("buy", b'{"order":{"amount":"999"}}')
+    memory_app.guard.rule("large", task="buy", when=lambda args: args["order"].amount > 1000, then=Deny("too much"))
+    await memory_app.submit_raw("buy", b'{"order":{"amount":"999"}}')
     with pytest.raises(Denied, match="too much"):
-        await memory.submit_raw("buy", b'{"order":{"amount":"1001"}}')
+        await memory_app.submit_raw("buy", b'{"order":{"amount":"1001"}}')
 
 
-async def test_an_app_that_only_passes_on_is_guarded_by_names(memory: Holdfast) -> None:
-    seen = watch(memory)
-    await memory.submit_raw("elsewhere", b'{"amount":1}')
-    assert seen[0].arguments == {"amount": 1}
-    # Nobody here knows which argument is which: a rule about one of them would be blind.
+async def test_arguments_of_an_unregistered_task_must_have_names(memory_app: Holdfast) -> None:
+    requests = record_requests(memory_app)
+    await memory_app.submit_raw("elsewhere", b'{"amount":1}')
+    assert requests[0].arguments == {"amount": 1}
+    # Without the function's signature, positional arguments have no names for rules to match.
     with pytest.raises(GuardFailed, match="by name"):
-        await memory.submit_raw("elsewhere", b"[1]")
+        await memory_app.submit_raw("elsewhere", b"[1]")
 
 
-async def test_denied_is_an_error_a_log_line_and_an_event(app: Holdfast, caplog: pytest.LogCaptureFixture) -> None:
-    pay = payments(app)
+async def test_a_denial_raises_is_logged_and_is_audited(app: Holdfast, caplog: pytest.LogCaptureFixture) -> None:
+    pay = define_pay(app)
     app.guard.rule("small amounts", task="pay", when=lambda args: args["amount"] > 100, then=Deny("too much"))
     app.guard.rule("friends only", tenant="acme", then=Deny("no friend"))
     with caplog.at_level(logging.WARNING, "holdfast.guard"), pytest.raises(Denied) as caught:
@@ -131,94 +131,94 @@ async def test_denied_is_an_error_a_log_line_and_an_event(app: Holdfast, caplog:
     assert entry.reason == "too much; no friend"
 
 
-async def test_a_ledger_that_is_away_changes_nothing_about_a_denial(
-    memory: Holdfast, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+async def test_a_denial_does_not_need_the_ledger(
+    memory_app: Holdfast, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pay = payments(memory)
-    memory.guard.rule("none", then=Deny("no"))
-    await memory.open()
+    pay = define_pay(memory_app)
+    memory_app.guard.rule("none", then=Deny("no"))
+    await memory_app.open()
 
-    async def away(actions: object) -> None:
+    async def fail(entries: object) -> None:
         raise LedgerUnavailable("made to fail by the test")
 
-    backend = backend_of(memory)
-    assert backend.ledger is not None
-    monkeypatch.setattr(backend.ledger.operators, "record_audit", away)
+    ledger = backend_of(memory_app).ledger
+    assert ledger is not None
+    monkeypatch.setattr(ledger.operators, "record_audit", fail)
     with pytest.raises(Denied):
         await pay.submit("ann")
     assert "not recorded in the audit log" in caplog.text
 
 
-async def test_of_many_none_is_accepted_if_one_is_denied(memory: Holdfast) -> None:
-    pay = payments(memory)
-    memory.guard.rule("small amounts", when=lambda args: args["amount"] > 100, then=Deny("too much"))
+async def test_submit_many_accepts_nothing_if_one_job_is_denied(memory_app: Holdfast) -> None:
+    pay = define_pay(memory_app)
+    memory_app.guard.rule("small amounts", when=lambda args: args["amount"] > 100, then=Deny("too much"))
     with pytest.raises(Denied):
         await pay.submit_many([("a", 1), ("b", 2), ("c", 101)])
-    assert await memory.engine.queues() == []
+    assert await memory_app.engine.queues() == []
     assert len(await pay.submit_many([("a", 1), ("b", 2)])) == 2
 
 
-async def test_a_broken_guard_accepts_nothing(memory: Holdfast) -> None:
-    pay = payments(memory)
+async def test_a_guard_that_raises_accepts_nothing(memory_app: Holdfast) -> None:
+    pay = define_pay(memory_app)
 
-    @memory.guard
+    @memory_app.guard
     def broken(request: GuardRequest) -> Decision | None:
         raise RuntimeError("oops")
 
     with pytest.raises(GuardFailed, match="oops"):
         await pay.submit("ann")
-    assert await memory.engine.queues() == []
+    assert await memory_app.engine.queues() == []
 
 
-async def test_people_are_asked_by_holding_the_job(app: Holdfast) -> None:
-    pay = payments(app)
+async def test_a_job_that_needs_approval_is_held(app: Holdfast) -> None:
+    pay = define_pay(app)
     app.guard.rule("large", when=lambda args: args["amount"] > 100, then=RequireApproval("much money", quorum=2))
-    app.guard.rule("hurry", then=RequireApproval("always", deadline=timedelta(hours=1)))
+    app.guard.rule("urgent", then=RequireApproval("always", deadline=timedelta(hours=1)))
     job = await pay.submit("ann", 101)
-    view = await job.info()
-    assert (view.state, view.meta.approved_hash) == (State.WAITING_APPROVAL, "")
-    ask = view.meta.approval_request
-    assert ask is not None
-    assert (ask.name, ask.quorum, ask.policies) == ("", 2, ("large", "hurry"))
-    assert (ask.reason, ask.requested_by) == ("much money; always", "")
-    assert ask.payload_hash == payload_hash("pay", "default", view.payload)
-    assert abs(ask.deadline_at_ms - view.created_at_ms - 3_600_000) < 60_000
+    info = await job.info()
+    assert (info.state, info.meta.approved_hash) == (State.WAITING_APPROVAL, "")
+    request = info.meta.approval_request
+    assert request is not None
+    assert (request.name, request.quorum, request.policies) == ("", 2, ("large", "urgent"))
+    assert (request.reason, request.requested_by) == ("much money; always", "")
+    assert request.payload_hash == payload_hash("pay", "default", info.payload)
+    assert abs(request.deadline_at_ms - info.created_at_ms - 3_600_000) < 60_000
 
 
-async def test_who_holds_a_job_back_asks_people_too(app: Holdfast) -> None:
-    job = await payments(app).options(hold=True).submit("ann")
-    many = await payments_of_another_name(app).options(hold=True).submit_many([("bob",)])
-    for held in (job, *many):
-        view = await held.info()
-        assert view.state is State.WAITING_APPROVAL
-        assert view.meta.approval_request is not None
-        assert view.meta.approval_request.policies == ("hold",)
+async def test_a_job_submitted_on_hold_has_an_approval_request(app: Holdfast) -> None:
+    job = await define_pay(app).options(hold=True).submit("ann")
+    more_jobs = await define_pay_again(app).options(hold=True).submit_many([("bob",)])
+    for held_job in (job, *more_jobs):
+        info = await held_job.info()
+        assert info.state is State.WAITING_APPROVAL
+        assert info.meta.approval_request is not None
+        assert info.meta.approval_request.policies == ("hold",)
 
 
-def payments_of_another_name(app: Holdfast) -> Any:
+def define_pay_again(app: Holdfast) -> Any:
     @app.task
     async def pay_again(to: str) -> None: ...
 
     return pay_again
 
 
-async def test_without_a_ledger_nobody_can_be_asked(lonely: Holdfast) -> None:
-    pay = payments(lonely)
-    lonely.guard.rule("large", when=lambda args: args["amount"] > 100, then=RequireApproval("much money"))
+async def test_without_a_ledger_approval_cannot_be_requested(app_without_ledger: Holdfast) -> None:
+    pay = define_pay(app_without_ledger)
+    app_without_ledger.guard.rule("large", when=lambda args: args["amount"] > 100, then=RequireApproval("much money"))
     with pytest.raises(NoLedger, match="large"):
         await pay.submit("ann", 101)
-    assert await lonely.engine.queues() == []
+    assert await app_without_ledger.engine.queues() == []
     held: Job[str] = await pay.options(hold=True).submit("ann")
-    view = await held.info()
-    # As ever: an operator moves it on.
-    assert (view.state, view.meta.approval_request) == (State.WAITING_APPROVAL, None)
+    info = await held.info()
+    # Without a ledger there is no approval request; an operator moves the job.
+    assert (info.state, info.meta.approval_request) == (State.WAITING_APPROVAL, None)
 
 
-async def test_inline_mode_has_the_same_guards(memory: Holdfast) -> None:
-    pay = payments(memory)
-    memory.guard.rule("none", when=lambda args: args["amount"] > 1000, then=Deny("too much"))
-    memory.guard.rule("large", when=lambda args: args["amount"] > 100, then=RequireApproval("much money"))
-    with inline(memory):
+async def test_inline_mode_applies_the_same_guards(memory_app: Holdfast) -> None:
+    pay = define_pay(memory_app)
+    memory_app.guard.rule("none", when=lambda args: args["amount"] > 1000, then=Deny("too much"))
+    memory_app.guard.rule("large", when=lambda args: args["amount"] > 100, then=RequireApproval("much money"))
+    with inline(memory_app):
         assert await (await pay.submit("ann")).result() == "10 to ann"
         assert await (await pay.submit("ann", 101)).state() is State.WAITING_APPROVAL
         with pytest.raises(Denied):

@@ -1,4 +1,4 @@
-"""Guards at the worker: what nobody has cleared is shown to them before it runs, wherever its code would run."""
+"""Guards at the worker: a job that no guard has allowed is reviewed before it runs, in every execution mode."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from holdfast.errors import GuardFailed, JobFailed, NoLedger, Unavailable
 from holdfast.guard.decisions import Decision
 from tests.guard import process_tasks
 from tests.guard.conftest import MakeApp
-from tests.guard.support import ANN, events, question, vote
+from tests.guard.support import ANN, event_types, vote, wait_approval
 from tests.worker.support import eventually, working
 
 AT_ONCE = Retry(max_retries=1, base=0, jitter=None)
 
 
 class Shop:
-    """An app with guards, and another program that has none on the same stores."""
+    """An app with guards, and one without guards on the same stores."""
 
-    def __init__(self, app: Holdfast, stranger: Holdfast) -> None:
+    def __init__(self, app: Holdfast, unguarded: Holdfast) -> None:
         self.app = app
-        self.stranger = stranger
+        self.unguarded = unguarded
         self.runs: list[str] = []
 
         @app.task(retry=AT_ONCE)
@@ -41,7 +41,7 @@ class Shop:
             return f"paid {to}"
 
     async def push(self, task: str, to: str) -> Job[Any]:
-        return await self.stranger.submit_raw(task, b'{"to":"%s"}' % to.encode())
+        return await self.unguarded.submit_raw(task, b'{"to":"%s"}' % to.encode())
 
 
 @pytest.fixture
@@ -50,34 +50,34 @@ def shop(app: Holdfast, stores: dict[str, Any], make_app: MakeApp) -> Shop:
 
 
 @pytest.mark.parametrize("task", ["on_loop", "in_thread"])
-async def test_what_nobody_cleared_is_shown_to_the_guards(shop: Shop, task: str) -> None:
-    seen: list[GuardRequest] = []
+async def test_a_job_that_was_not_reviewed_is_reviewed_before_it_runs(shop: Shop, task: str) -> None:
+    requests: list[GuardRequest] = []
 
     @shop.app.guard
-    def watcher(request: GuardRequest) -> Decision | None:
-        seen.append(request)
+    def recorder(request: GuardRequest) -> Decision | None:
+        requests.append(request)
         return Deny("an enemy") if request.arguments["to"] == "eve" else None
 
     shop.app.guard.rule("large", when=lambda args: args["to"] == "bob", then=RequireApproval("is bob fine?"))
     async with working(shop.app):
-        allowed, denied, asked = [await shop.push(task, to) for to in ("ann", "eve", "bob")]
+        allowed, denied, held = [await shop.push(task, to) for to in ("ann", "eve", "bob")]
         assert await allowed.result(60) == "paid ann"
         with pytest.raises(JobFailed) as caught:
             await denied.result(60)
         assert caught.value.error_code == GUARD_DENIED
-        row = await question(shop.app, asked)
-        assert await asked.state() is State.WAITING_APPROVAL
+        row = await wait_approval(shop.app, held)
+        assert await held.state() is State.WAITING_APPROVAL
         assert shop.runs == ["ann"]
         await vote(shop.app, ANN, row.approval_id)
-        assert await asked.result(60) == "paid bob"
-        told = await events(shop.app, asked)
-    assert {(request.task, request.source) for request in seen} == {(task, "claim")}
-    view = await denied.info()
-    assert (view.attempt, view.state) == (1, State.FAILED)
-    assert view.failure is not None
-    assert "an enemy" in view.failure.message
-    assert "watcher" in view.failure.message
-    assert told == [
+        assert await held.result(60) == "paid bob"
+        types = await event_types(shop.app, held)
+    assert {(request.task, request.source) for request in requests} == {(task, "claim")}
+    info = await denied.info()
+    assert (info.attempt, info.state) == (1, State.FAILED)
+    assert info.failure is not None
+    assert "an enemy" in info.failure.message
+    assert "recorder" in info.failure.message
+    assert types == [
         "task.created",
         "task.claimed",
         "approval.requested",
@@ -87,11 +87,11 @@ async def test_what_nobody_cleared_is_shown_to_the_guards(shop: Shop, task: str)
     ]
 
 
-async def test_what_was_cleared_is_not_asked_about_again(shop: Shop) -> None:
+async def test_a_job_allowed_at_submission_is_not_reviewed_again(shop: Shop) -> None:
     sources: list[str] = []
 
     @shop.app.guard
-    async def watcher(request: GuardRequest) -> Decision | None:
+    async def recorder(request: GuardRequest) -> Decision | None:
         sources.append(request.source)
         return None
 
@@ -101,7 +101,7 @@ async def test_what_was_cleared_is_not_asked_about_again(shop: Shop) -> None:
     assert sources == ["submit"]
 
 
-async def test_a_foreign_message_is_shown_to_the_guards(redis_url: str, namespace: str, make_app: MakeApp) -> None:
+async def test_a_foreign_message_is_reviewed(redis_url: str, namespace: str, make_app: MakeApp) -> None:
     app = make_app(url=redis_url, namespace=namespace)
     shop = Shop(app, app)
     app.guard.rule("no enemies", when=lambda args: args["to"] == "eve", then=Deny("an enemy"))
@@ -115,16 +115,18 @@ async def test_a_foreign_message_is_shown_to_the_guards(redis_url: str, namespac
     assert shop.runs == ["ann"]
 
 
-async def test_a_child_process_is_not_even_started(stores: dict[str, Any], make_app: MakeApp, tmp_path: Path) -> None:
+async def test_a_denied_job_does_not_start_its_child_process(
+    stores: dict[str, Any], make_app: MakeApp, tmp_path: Path
+) -> None:
     app = process_tasks.app
-    # The module's own app: an earlier test may have left it a ledger.
+    # The app is a module global: an earlier test may have configured a ledger.
     app.configure(**({"ledger": ""} | stores))
-    stranger = make_app(**stores)
+    unguarded = make_app(**stores)
     try:
         async with working(app):
             for name, runs in (("forbidden", False), ("fine", True)):
                 mark = tmp_path / name
-                job = await stranger.submit_raw("in_child", b'{"mark":"%s"}' % str(mark).encode())
+                job = await unguarded.submit_raw("in_child", b'{"mark":"%s"}' % str(mark).encode())
                 if runs:
                     await job.result(60)
                 else:
@@ -135,13 +137,13 @@ async def test_a_child_process_is_not_even_started(stores: dict[str, Any], make_
         await app.close()
 
 
-async def test_a_guard_that_fails_is_a_failure_of_the_run(shop: Shop) -> None:
-    tries: list[int] = []
+async def test_a_guard_that_raises_fails_the_attempt(shop: Shop) -> None:
+    calls: list[int] = []
 
     @shop.app.guard
     async def shaky(request: GuardRequest) -> Decision | None:
-        tries.append(len(tries))
-        if len(tries) == 1:
+        calls.append(len(calls))
+        if len(calls) == 1:
             raise RuntimeError("not yet")
         return None
 
@@ -155,7 +157,7 @@ async def test_a_guard_that_fails_is_a_failure_of_the_run(shop: Shop) -> None:
     assert shop.runs == ["ann"]
 
 
-async def test_a_guard_that_never_answers_lets_nothing_run(stores: dict[str, Any], make_app: MakeApp) -> None:
+async def test_a_guard_that_times_out_fails_the_attempt(stores: dict[str, Any], make_app: MakeApp) -> None:
     shop = Shop(make_app(**stores, guard_timeout_s=0.05), make_app(**stores))
 
     @shop.app.guard
@@ -172,29 +174,31 @@ async def test_a_guard_that_never_answers_lets_nothing_run(stores: dict[str, Any
     assert shop.runs == []
 
 
-async def test_a_guard_whose_server_is_down_uses_up_no_retries(shop: Shop) -> None:
-    tries: list[int] = []
+async def test_an_unavailable_guard_uses_up_no_retries(shop: Shop) -> None:
+    calls: list[int] = []
 
     @shop.app.guard
     async def remote(request: GuardRequest) -> Decision | None:
-        tries.append(len(tries))
-        if len(tries) <= 3:
-            raise Unavailable("the policy server is away")
+        calls.append(len(calls))
+        if len(calls) <= 3:
+            raise Unavailable("the policy server is unreachable")
         return None
 
     async with working(shop.app):
         job = await shop.push("on_loop", "ann")
         assert await job.result(60) == "paid ann"
-    view = await job.info()
-    assert view.attempt == 4
-    assert {attempt.failure.code for attempt in view.meta.history if attempt.failure} <= {DEPENDENCY_UNAVAILABLE}
+    info = await job.info()
+    assert info.attempt == 4
+    assert {attempt.failure.code for attempt in info.meta.history if attempt.failure} <= {DEPENDENCY_UNAVAILABLE}
 
 
-async def test_without_a_ledger_a_question_is_a_dead_letter(lonely: Holdfast, make_app: MakeApp) -> None:
-    stranger = make_app(url=lonely.settings.url, namespace=lonely.settings.namespace)
-    shop = Shop(lonely, stranger)
-    lonely.guard.rule("always", then=RequireApproval("sure?"))
-    async with working(lonely):
+async def test_without_a_ledger_a_job_that_needs_approval_is_dead_lettered(
+    app_without_ledger: Holdfast, make_app: MakeApp
+) -> None:
+    unguarded = make_app(url=app_without_ledger.settings.url, namespace=app_without_ledger.settings.namespace)
+    shop = Shop(app_without_ledger, unguarded)
+    app_without_ledger.guard.rule("always", then=RequireApproval("sure?"))
+    async with working(app_without_ledger):
         job = await shop.push("on_loop", "ann")
         with pytest.raises(JobFailed) as caught:
             await job.result(60)
@@ -202,59 +206,59 @@ async def test_without_a_ledger_a_question_is_a_dead_letter(lonely: Holdfast, ma
     assert shop.runs == []
 
 
-async def test_a_payload_that_does_not_fit_is_what_it_was(shop: Shop) -> None:
+async def test_an_invalid_payload_fails_before_the_guards(shop: Shop) -> None:
     shop.app.guard.rule("none", then=Deny("no"))
     async with working(shop.app):
-        job = await shop.stranger.submit_raw("on_loop", b'{"nobody":1}')
+        job = await shop.unguarded.submit_raw("on_loop", b'{"unknown":1}')
         with pytest.raises(JobFailed) as caught:
             await job.result(60)
     assert caught.value.error_code == "INVALID_PAYLOAD"
 
 
-async def test_a_drained_worker_gives_back_what_its_guards_look_at(shop: Shop) -> None:
-    looking = asyncio.Event()
+async def test_draining_releases_a_job_under_review(shop: Shop) -> None:
+    called = asyncio.Event()
 
     @shop.app.guard
     async def slow(request: GuardRequest) -> Decision | None:
-        looking.set()
+        called.set()
         await asyncio.Event().wait()
         return None
 
     job = await shop.push("on_loop", "ann")
     async with working(shop.app) as worker:
-        await asyncio.wait_for(looking.wait(), 20)
+        await asyncio.wait_for(called.wait(), 20)
         worker.drain()
-    view = await job.info()
-    assert (view.state, view.attempt) == (State.QUEUED, 0)
+    info = await job.info()
+    assert (info.state, info.attempt) == (State.QUEUED, 0)
     assert shop.runs == []
 
 
-async def test_a_job_that_is_cancelled_while_its_guards_look_never_runs(shop: Shop) -> None:
-    looking, go_on = threading.Event(), threading.Event()
+async def test_a_job_cancelled_during_review_never_runs(shop: Shop) -> None:
+    called, proceed = threading.Event(), threading.Event()
 
     @shop.app.guard
     def slow(request: GuardRequest) -> Decision | None:
-        looking.set()
-        go_on.wait(20)
+        called.set()
+        proceed.wait(20)
         return None
 
     async with working(shop.app) as worker:
         job = await shop.push("in_thread", "ann")
-        await eventually(looking.is_set, "the guard to look")
+        await eventually(called.is_set, "the guard to be called")
         await job.cancel("not any more")
-        await eventually(lambda: worker.in_flight == 0, "the worker to let go")
-        go_on.set()
+        await eventually(lambda: worker.in_flight == 0, "the claim to be released")
+        proceed.set()
         await eventually(lambda: worker.running == 0, "the slot to be free")
     assert await job.state() is State.CANCELLED
     assert shop.runs == []
 
 
-async def test_a_guard_that_swallows_its_cancellation_lets_nothing_run(shop: Shop) -> None:
-    looking = asyncio.Event()
+async def test_a_guard_that_swallows_its_cancellation_does_not_start_the_job(shop: Shop) -> None:
+    called = asyncio.Event()
 
     @shop.app.guard
     async def stubborn(request: GuardRequest) -> Decision | None:
-        looking.set()
+        called.set()
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
@@ -263,8 +267,8 @@ async def test_a_guard_that_swallows_its_cancellation_lets_nothing_run(shop: Sho
 
     async with working(shop.app) as worker:
         job = await shop.push("in_thread", "ann")
-        await asyncio.wait_for(looking.wait(), 20)
+        await asyncio.wait_for(called.wait(), 20)
         await job.cancel("not any more")
-        await eventually(lambda: worker.in_flight == 0 and worker.running == 0, "the worker to let go")
+        await eventually(lambda: worker.in_flight == 0 and worker.running == 0, "the claim to be released")
     assert await job.state() is State.CANCELLED
     assert shop.runs == []

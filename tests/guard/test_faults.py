@@ -1,4 +1,4 @@
-"""Whatever dies between a vote and the job: the answer counts once, and nothing is left half done."""
+"""Faults between a vote and its job: the decision is applied once, and every decision is delivered."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from holdfast.operations.operations import Operations
 from holdfast.upkeep.dispatch import ApprovalDelivery
 from tests.conftest import MakePostgres, MakeServer
 from tests.guard.conftest import MakeApp
-from tests.guard.support import ANN, BOB, events, question, vote
+from tests.guard.support import ANN, BOB, event_types, vote, wait_approval
 from tests.worker.support import eventually, working
 
 APPROVED = ApprovalStatus.APPROVED
@@ -56,11 +56,11 @@ async def main() -> None:
     app = Holdfast(url, ledger=ledger or None, namespace=namespace)
     await app.open()
 
-    async def die(*args: object, **kwargs: object) -> None:
-        # The vote is committed, the job is not told.
+    async def kill_self(*args: object, **kwargs: object) -> None:
+        # The vote is committed, the decision is not delivered.
         os.kill(os.getpid(), signal.SIGKILL)
 
-    app.engine.move = die
+    app.engine.move = kill_self
     ann = Principal(name="ann", role=Role.APPROVER, tenants=frozenset({ALL_TENANTS}))
     await Operations.for_app(app).approvals.vote(ann, approval_id, approve=True, reason="")
 
@@ -69,82 +69,91 @@ asyncio.run(main())
 """
 
 
-async def test_a_voter_that_is_killed_before_the_job_is_told(app: Holdfast, tmp_path: Path) -> None:
+async def test_upkeep_delivers_the_decision_of_a_voter_that_was_killed(app: Holdfast, tmp_path: Path) -> None:
     bank = Bank(app)
     script = tmp_path / "voter.py"
     script.write_text(VOTER)
     async with working(app):
         job = await bank.pay.submit(5)
-        row = await question(app, job)
+        row = await wait_approval(app, job)
         settings = app.settings
-        words = [sys.executable, str(script), settings.url, settings.ledger or "", settings.namespace, row.approval_id]
-        done = await asyncio.to_thread(subprocess.run, words, timeout=60, check=False)
+        command = [
+            sys.executable,
+            str(script),
+            settings.url,
+            settings.ledger or "",
+            settings.namespace,
+            row.approval_id,
+        ]
+        done = await asyncio.to_thread(subprocess.run, command, timeout=60, check=False)
         assert done.returncode == -9
-        # Upkeep, in the worker, carries on.
+        # Upkeep in the worker delivers the decision.
         assert await job.result(60) == "paid 5"
-        decided = await question(app, job, APPROVED)
+        decided = await wait_approval(app, job, APPROVED)
         assert [each.voter for each in decided.votes] == ["ann"]
-        await _nothing_left(app)
+        await _wait_all_delivered(app)
     assert bank.paid == [5]
 
 
-async def test_an_engine_that_is_away_is_told_later(app: Holdfast, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_decision_is_delivered_when_the_engine_is_reachable_again(
+    app: Holdfast, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bank = Bank(app)
     async with working(app):
         job = await bank.pay.submit(5)
-        row = await question(app, job)
-        move, tries = app.engine.move, list[str]()
+        row = await wait_approval(app, job)
+        move, calls = app.engine.move, list[str]()
 
-        async def away(queue: str, job_id: str, *rest: Any, **named: Any) -> State:
-            tries.append(job_id)
-            if len(tries) == 1:
+        async def unreachable(queue: str, job_id: str, *rest: Any, **named: Any) -> State:
+            calls.append(job_id)
+            if len(calls) == 1:
                 raise EngineUnavailable("made to fail by the test")
             return await move(queue, job_id, *rest, **named)
 
-        monkeypatch.setattr(app.engine, "move", away)
+        monkeypatch.setattr(app.engine, "move", unreachable)
         assert (await vote(app, ANN, row.approval_id)).status is APPROVED
         assert await job.result(60) == "paid 5"
-        await _nothing_left(app)
+        await _wait_all_delivered(app)
     assert bank.paid == [5]
 
 
-async def test_a_reply_that_is_lost_changes_nothing(app: Holdfast, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_lost_reply_does_not_repeat_the_move(app: Holdfast, monkeypatch: pytest.MonkeyPatch) -> None:
     bank = Bank(app)
     async with working(app):
         job = await bank.pay.submit(5)
-        row = await question(app, job)
-        move, tries = app.engine.move, list[str]()
+        row = await wait_approval(app, job)
+        move, calls = app.engine.move, list[str]()
 
         async def lossy(queue: str, job_id: str, *rest: Any, **named: Any) -> State:
-            tries.append(job_id)
+            calls.append(job_id)
             moved = await move(queue, job_id, *rest, **named)
-            if len(tries) == 1:
+            if len(calls) == 1:
                 raise EngineUnavailable("the reply was lost")
             return moved
 
         monkeypatch.setattr(app.engine, "move", lossy)
         await vote(app, ANN, row.approval_id)
         assert await job.result(60) == "paid 5"
-        await _nothing_left(app)
-        told = await events(app, job)
-    assert told == ["approval.requested", "approval.approved", "task.claimed", "task.succeeded"]
+        await _wait_all_delivered(app)
+        types = await event_types(app, job)
+    assert types == ["approval.requested", "approval.approved", "task.claimed", "task.succeeded"]
 
 
-async def test_an_answer_that_is_told_twice_answers_no_other_question(app: Holdfast) -> None:
-    """The job has gone on meanwhile, and waits for another answer."""
+async def test_a_decision_delivered_twice_does_not_decide_another_request(app: Holdfast) -> None:
+    """The job has continued and waits for another decision."""
     ran: list[str] = []
 
     @app.task
-    async def ask(ctx: Context) -> None:
+    async def needs_approval(ctx: Context) -> None:
         await ctx.approval("first")
         await ctx.approval("second")
-        ran.append("went on")
+        ran.append("continued")
 
     async with working(app):
-        job = await ask.submit()
-        first = await question(app, job)
+        job = await needs_approval.submit()
+        first = await wait_approval(app, job)
         decided = await vote(app, ANN, first.approval_id)
-        second = await eventually(lambda: _other(app, job, first.approval_id), "the second question")
+        second = await eventually(lambda: _wait_other(app, job, first.approval_id), "the second request")
         await Operations.for_app(app).approvals._deliver(decided)
         assert await job.state() is State.WAITING_APPROVAL
         assert ran == []
@@ -152,41 +161,41 @@ async def test_an_answer_that_is_told_twice_answers_no_other_question(app: Holdf
         await job.result(60)
 
 
-async def _other(app: Holdfast, job: Job[Any], first: str) -> str | None:
-    ask = (await job.info()).meta.approval_request
-    if ask is None or ask.approval_id == first:
+async def _wait_other(app: Holdfast, job: Job[Any], first: str) -> str | None:
+    request = (await job.info()).meta.approval_request
+    if request is None or request.approval_id == first:
         return None
-    return (await question(app, job)).approval_id
+    return (await wait_approval(app, job)).approval_id
 
 
-def test_a_yes_to_one_question_is_none_to_another() -> None:
-    """The last line of defence, in the engine's own step."""
+def test_an_approval_applies_only_to_its_own_request() -> None:
+    """The engine checks it again in its atomic step."""
     meta = Meta(approval_request=ApprovalRequest("two", "hash", name="second"))
     late = Approval("one", ("ann",), 1)
     assert with_approval(meta, late) == Meta()
     assert with_approval(meta, Approval("two", ("ann",), 1)).approvals == {"second": Approval("two", ("ann",), 1)}
 
 
-async def test_a_worker_that_dies_while_the_job_waits_changes_nothing(app: Holdfast) -> None:
+async def test_a_request_stays_open_without_a_worker(app: Holdfast) -> None:
     ran: list[str] = []
 
     @app.task
-    async def ask(ctx: Context) -> str:
+    async def needs_approval(ctx: Context) -> str:
         ran.append("began")
         return (await ctx.approval("sure?")).by[0]
 
     async with working(app) as worker:
-        job = await ask.submit()
-        row = await question(app, job)
-        await eventually(lambda: worker.in_flight == 0, "the worker to let go")
-    # Nobody is there: the question stands, and so does the answer.
+        job = await needs_approval.submit()
+        row = await wait_approval(app, job)
+        await eventually(lambda: worker.in_flight == 0, "the claim to be released")
+    # No worker runs: the request stays open and can be decided.
     assert (await vote(app, ANN, row.approval_id)).status is APPROVED
     async with working(app):
         assert await job.result(60) == "ann"
     assert ran == ["began", "began"]
 
 
-async def test_a_ledger_that_is_down_takes_no_vote(
+async def test_a_ledger_that_is_down_refuses_votes(
     make_postgres: MakePostgres, redis_url: str, namespace: str, make_app: MakeApp
 ) -> None:
     server = make_postgres()
@@ -194,7 +203,7 @@ async def test_a_ledger_that_is_down_takes_no_vote(
     bank = Bank(app)
     async with working(app):
         job = await bank.pay.submit(5)
-        row = await question(app, job)
+        row = await wait_approval(app, job)
         server.kill()
         for approve in (True, False):
             with pytest.raises(LedgerUnavailable):
@@ -202,55 +211,55 @@ async def test_a_ledger_that_is_down_takes_no_vote(
         assert await job.state() is State.WAITING_APPROVAL
         server.start()
 
-        async def works() -> bool:
+        async def voted() -> bool:
             try:
                 return (await vote(app, ANN, row.approval_id)).status is APPROVED
             except LedgerUnavailable:
                 return False
 
-        await eventually(works, "the ledger to take the vote")
+        await eventually(voted, "the ledger to accept the vote")
         assert await job.result(60) == "paid 5"
     assert bank.paid == [5]
 
 
-async def test_an_engine_that_forgets_the_answer_is_told_again(
+async def test_a_decision_is_delivered_again_after_a_wipe(
     make_redis: MakeServer, postgres_url: str, namespace: str, make_app: MakeApp
 ) -> None:
-    """Wiped after it was told and before the ledger had seen it: the job is restored as waiting, and goes on."""
+    """Redis is wiped after delivery and before projection: the job is restored as waiting, then continues."""
     server = make_redis()
     app = make_app(url=server.url, ledger=postgres_url, namespace=namespace, reconcile_interval_s=0.5)
-    quiet = make_app(url=server.url, ledger=postgres_url, namespace=namespace)
+    other_app = make_app(url=server.url, ledger=postgres_url, namespace=namespace)
     bank = Bank(app)
     async with working(app):
         job = await bank.pay.submit(5)
-        row = await question(app, job)
-    # No projector runs now.
-    await quiet.open()
-    assert (await vote(quiet, ANN, row.approval_id)).status is APPROVED
-    assert (await quiet.engine.get(job.queue, [job.id]))[0].state is State.QUEUED  # type: ignore[union-attr]
+        row = await wait_approval(app, job)
+    # No projector runs from here on.
+    await other_app.open()
+    assert (await vote(other_app, ANN, row.approval_id)).status is APPROVED
+    assert (await other_app.engine.get(job.queue, [job.id]))[0].state is State.QUEUED  # type: ignore[union-attr]
     async with Redis.from_url(server.url) as redis:
         await redis.flushall()
     await app.close()
     async with working(app):
-        await eventually(lambda: bank.paid == [5], "the job to be restored and to go on")
-        await _nothing_left(app)
+        await eventually(lambda: bank.paid == [5], "the job to be restored and to continue")
+        await _wait_all_delivered(app)
 
 
-async def test_an_older_copy_of_the_engine_is_told_again(
+async def test_a_decision_is_delivered_again_to_a_stale_replica(
     make_redis: MakeServer, postgres_url: str, namespace: str, make_app: MakeApp
 ) -> None:
-    """The ledger has seen the job go on; then a replica takes over that has it waiting still."""
+    """The ledger has the job's next move; then a replica takes over on which the job still waits."""
     server = make_redis()
     app = make_app(url=server.url, ledger=postgres_url, namespace=namespace, reconcile_interval_s=0.5)
     bank = Bank(app)
     async with working(app), Redis.from_url(server.url) as redis:
         job = await bank.pay.submit(5)
-        row = await question(app, job)
-        # Not yet: what has ended in the ledger would not show whether it is told.
+        row = await wait_approval(app, job)
+        # Paused, because delivery to a job that has ended could not be observed.
         await app.engine.set_control(job.queue, QueueControl(paused=True))
         copy = {key: await redis.dump(key) or b"" for key in await redis.keys()}
         assert (await vote(app, ANN, row.approval_id)).status is APPROVED
-        await _nothing_left(app)
+        await _wait_all_delivered(app)
         async with redis.pipeline(transaction=True) as step:
             step.flushall()
             for key, value in copy.items():
@@ -258,34 +267,34 @@ async def test_an_older_copy_of_the_engine_is_told_again(
             await step.execute()
         assert await job.state() is State.WAITING_APPROVAL
         await app.engine.set_control(job.queue, QueueControl())
-        await eventually(lambda: bank.paid == [5], "the job to go on")
-        await _nothing_left(app)
+        await eventually(lambda: bank.paid == [5], "the job to continue")
+        await _wait_all_delivered(app)
 
 
-async def test_upkeep_stays_quiet_while_the_ledger_is_away(
+async def test_upkeep_logs_an_unreachable_ledger_once(
     app: Holdfast, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     await app.open()
     backend = backend_of(app)
     assert backend.ledger is not None
 
-    async def away(*_: Any) -> None:
+    async def unreachable(*_: Any) -> None:
         raise LedgerUnavailable("made to fail by the test")
 
-    registrar = ApprovalDelivery(app.engine, backend.ledger)
-    assert await registrar.run_once() >= 1.0
-    monkeypatch.setattr(backend.ledger.operators, "expire_approvals", away)
+    delivery = ApprovalDelivery(app.engine, backend.ledger)
+    assert await delivery.run_once() >= 1.0
+    monkeypatch.setattr(backend.ledger.operators, "expire_approvals", unreachable)
     for _ in range(3):
-        assert await registrar.run_once() >= 1.0
+        assert await delivery.run_once() >= 1.0
     assert caplog.text.count("approvals are delayed") == 1
 
 
-async def _nothing_left(app: Holdfast) -> None:
+async def _wait_all_delivered(app: Holdfast) -> None:
     backend = backend_of(app)
     assert backend.ledger is not None
-    people = backend.ledger.operators
+    operators = backend.ledger.operators
 
-    async def none() -> bool:
-        return not await people.undelivered_approvals(10)
+    async def all_delivered() -> bool:
+        return not await operators.undelivered_approvals(10)
 
-    await eventually(none, "all answers to be marked as told")
+    await eventually(all_delivered, "all decisions to be marked as delivered")

@@ -1,4 +1,4 @@
-"""Guards by themselves: what they are asked, how their answers add up, and that a broken one lets nothing pass."""
+"""Guards in isolation: what they get, how decisions combine, and that a failing guard allows nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from holdfast.guard.registry import GuardRegistry
 
 
 def request(**changes: Any) -> GuardRequest:
-    given: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "task": "pay",
         "tenant_id": "acme",
         "queue": "default",
@@ -28,7 +28,7 @@ def request(**changes: Any) -> GuardRequest:
         "submitted_by": "",
         "idempotency_key": "",
     }
-    return GuardRequest(**{**given, **changes})
+    return GuardRequest(**{**fields, **changes})
 
 
 @pytest.fixture
@@ -36,28 +36,28 @@ def guards() -> GuardRegistry:
     return GuardRegistry(lambda: 5.0)
 
 
-# How answers add up ---------------------------------------------------------------------------------
+# How decisions combine ------------------------------------------------------------------------------
 
 
-def test_nothing_said_is_allowed() -> None:
+def test_no_decision_is_allowed() -> None:
     assert combine([]) is None
     assert combine([("a", Allow()), ("b", Allow())]) is None
 
 
-def test_no_beats_ask_beats_yes() -> None:
-    yes: tuple[str, Decision] = ("yes", Allow())
-    ask: tuple[str, Decision] = ("ask", RequireApproval("hm"))
-    no: tuple[str, Decision] = ("no", Deny("never"))
-    for order in ([yes, ask, no], [no, ask, yes], [ask, no, yes]):
-        assert combine(order) == Denial(("never",), ("no",))
-    assert combine([ask, yes]) == combine([yes, ask]) == ApprovalTerms(("hm",), ("ask",), 1, 0)
+def test_deny_beats_approval_beats_allow() -> None:
+    allow: tuple[str, Decision] = ("allow", Allow())
+    approve: tuple[str, Decision] = ("approve", RequireApproval("hm"))
+    deny: tuple[str, Decision] = ("deny", Deny("never"))
+    for order in ([allow, approve, deny], [deny, approve, allow], [approve, deny, allow]):
+        assert combine(order) == Denial(("never",), ("deny",))
+    assert combine([approve, allow]) == combine([allow, approve]) == ApprovalTerms(("hm",), ("approve",), 1, 0)
 
 
 def test_all_reasons_and_policies_are_kept_in_order() -> None:
     assert combine([("a", Deny("one")), ("b", Deny("two"))]) == Denial(("one", "two"), ("a", "b"))
 
 
-def test_the_largest_quorum_and_the_shortest_deadline_count() -> None:
+def test_the_largest_quorum_and_the_shortest_deadline_apply() -> None:
     decisions: list[tuple[str, Decision]] = [
         ("a", RequireApproval("x", quorum=2)),
         ("b", RequireApproval("y", deadline=timedelta(hours=1))),
@@ -67,7 +67,7 @@ def test_the_largest_quorum_and_the_shortest_deadline_count() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("make", "message"),
     [
         (lambda: RequireApproval("x", quorum=0), "quorum"),
         (lambda: RequireApproval("x", quorum=101), "quorum"),
@@ -81,30 +81,30 @@ def test_the_largest_quorum_and_the_shortest_deadline_count() -> None:
         (lambda: Deny(1), "reason"),  # type: ignore[arg-type]
     ],
 )
-def test_a_decision_that_cannot_be_is_refused(wrong: Any, message: str) -> None:
+def test_an_invalid_decision_is_refused(make: Any, message: str) -> None:
     with pytest.raises(InvalidOption, match=message):
-        wrong()
+        make()
 
 
 # Registering ----------------------------------------------------------------------------------------
 
 
-async def test_every_guard_is_asked(guards: GuardRegistry) -> None:
-    seen: list[tuple[str, GuardRequest]] = []
+async def test_every_guard_is_called(guards: GuardRegistry) -> None:
+    calls: list[tuple[str, GuardRequest]] = []
 
     @guards
     def plain(request: GuardRequest) -> Decision | None:
-        seen.append(("plain", request))
+        calls.append(("plain", request))
         return Deny("no")
 
     @guards(name="a policy with a name")
     async def other(request: GuardRequest) -> Decision | None:
-        seen.append(("other", request))
+        calls.append(("other", request))
         return None
 
-    asked = request()
-    assert await guards.judge(asked) == Denial(("no",), ("plain",))
-    assert seen == [("plain", asked), ("other", asked)]
+    guarded = request()
+    assert await guards.judge(guarded) == Denial(("no",), ("plain",))
+    assert calls == [("plain", guarded), ("other", guarded)]
 
 
 async def test_a_callable_object_can_be_a_guard(guards: GuardRegistry) -> None:
@@ -116,7 +116,7 @@ async def test_a_callable_object_can_be_a_guard(guards: GuardRegistry) -> None:
     assert await guards.judge(request()) == Denial(("pay",), ("policy",))
 
 
-def test_names_are_needed_and_used_once(guards: GuardRegistry) -> None:
+def test_names_are_required_and_unique(guards: GuardRegistry) -> None:
     guards.rule("large", then=Deny("no"))
     with pytest.raises(InvalidOption, match="already"):
         guards.rule("large", then=Deny("no"))
@@ -139,18 +139,18 @@ def test_names_are_needed_and_used_once(guards: GuardRegistry) -> None:
         ("p?y", "ac*", True),
     ],
 )
-async def test_rules_by_task_and_tenant(guards: GuardRegistry, task: str, tenant: str, matches: bool) -> None:
+async def test_rules_match_task_and_tenant(guards: GuardRegistry, task: str, tenant: str, matches: bool) -> None:
     guards.rule("rule", task=task, tenant=tenant, then=Deny("no"))
     assert (await guards.judge(request()) is not None) is matches
 
 
-async def test_rules_by_argument(guards: GuardRegistry) -> None:
+async def test_rules_match_arguments(guards: GuardRegistry) -> None:
     guards.rule("large", task="pay", when=lambda args: args["amount"] > 1000, then=RequireApproval("much", quorum=2))
     assert await guards.judge(request()) is None
     assert await guards.judge(request(arguments={"amount": 1001})) == ApprovalTerms(("much",), ("large",), 2, 0)
 
 
-def test_rules_that_cannot_be_are_refused(guards: GuardRegistry) -> None:
+def test_invalid_rules_are_refused(guards: GuardRegistry) -> None:
     async def later(args: dict[str, Any]) -> bool:
         return bool(args)
 
@@ -161,10 +161,10 @@ def test_rules_that_cannot_be_are_refused(guards: GuardRegistry) -> None:
     assert not guards
 
 
-# A broken guard lets nothing pass --------------------------------------------------------------------
+# A failing guard allows nothing ----------------------------------------------------------------------
 
 
-async def test_a_guard_that_raises_lets_nothing_pass(guards: GuardRegistry) -> None:
+async def test_a_guard_that_raises_allows_nothing(guards: GuardRegistry) -> None:
     @guards
     def broken(request: GuardRequest) -> Decision | None:
         raise KeyError("limit")
@@ -174,29 +174,29 @@ async def test_a_guard_that_raises_lets_nothing_pass(guards: GuardRegistry) -> N
     assert isinstance(caught.value.__cause__, KeyError)
 
 
-async def test_a_rule_about_an_argument_that_is_not_there_lets_nothing_pass(guards: GuardRegistry) -> None:
+async def test_a_rule_about_a_missing_argument_allows_nothing(guards: GuardRegistry) -> None:
     guards.rule("large", when=lambda args: args["amount"] > 1000, then=Deny("no"))
     with pytest.raises(GuardFailed, match="amount"):
         await guards.judge(request(arguments={}))
 
 
-async def test_a_guard_may_say_itself_what_is_wrong(guards: GuardRegistry) -> None:
+async def test_a_holdfast_error_from_a_guard_passes_unchanged(guards: GuardRegistry) -> None:
     @guards
-    async def asks_elsewhere(request: GuardRequest) -> Decision | None:
-        raise Unavailable("the policy server is away")
+    async def remote(request: GuardRequest) -> Decision | None:
+        raise Unavailable("the policy server is unreachable")
 
     with pytest.raises(Unavailable, match="policy server"):
         await guards.judge(request())
 
 
-@pytest.mark.parametrize("answer", [True, False, "allow", Deny, ()])
-async def test_nonsense_lets_nothing_pass(guards: GuardRegistry, answer: Any) -> None:
-    guards(name="odd")(lambda request: answer)
+@pytest.mark.parametrize("decision", [True, False, "allow", Deny, ()])
+async def test_an_unknown_return_value_allows_nothing(guards: GuardRegistry, decision: Any) -> None:
+    guards(name="odd")(lambda request: decision)
     with pytest.raises(GuardFailed, match="not an Allow, RequireApproval, Deny or None"):
         await guards.judge(request())
 
 
-async def test_a_guard_that_never_answers_lets_nothing_pass() -> None:
+async def test_a_guard_that_times_out_allows_nothing() -> None:
     guards = GuardRegistry(lambda: 0.05)
 
     @guards
@@ -208,7 +208,7 @@ async def test_a_guard_that_never_answers_lets_nothing_pass() -> None:
         await guards.judge(request())
 
 
-async def test_a_plain_guard_that_hangs_does_not_hold_the_loop() -> None:
+async def test_a_synchronous_guard_that_hangs_does_not_block_the_loop() -> None:
     guards, gate = GuardRegistry(lambda: 0.05), threading.Event()
 
     @guards
@@ -225,9 +225,9 @@ async def test_a_plain_guard_that_hangs_does_not_hold_the_loop() -> None:
         gate.set()
 
 
-async def test_a_timeout_of_the_guards_own_is_told_as_what_it_is(guards: GuardRegistry) -> None:
+async def test_a_timeout_raised_by_a_guard_is_not_a_guard_timeout(guards: GuardRegistry) -> None:
     @guards
-    async def impatient(request: GuardRequest) -> Decision | None:
+    async def times_out(request: GuardRequest) -> Decision | None:
         raise TimeoutError("my own")
 
     with pytest.raises(GuardFailed, match="TimeoutError: my own"):
@@ -235,7 +235,7 @@ async def test_a_timeout_of_the_guards_own_is_told_as_what_it_is(guards: GuardRe
 
 
 @pytest.mark.parametrize("error", [StopIteration("x"), SystemExit(3), KeyboardInterrupt()])
-async def test_whatever_a_thread_raises_is_a_failure(guards: GuardRegistry, error: BaseException) -> None:
+async def test_every_exception_in_a_guards_thread_is_a_failure(guards: GuardRegistry, error: BaseException) -> None:
     def odd(request: GuardRequest) -> Decision | None:
         raise error
 
@@ -244,10 +244,10 @@ async def test_whatever_a_thread_raises_is_a_failure(guards: GuardRegistry, erro
         await guards.judge(request())
 
 
-# What an approval is bound to -------------------------------------------------------------------------
+# What an approval covers ------------------------------------------------------------------------------
 
 
-def test_the_hash_is_of_exactly_this_job() -> None:
+def test_the_hash_covers_task_tenant_payload_and_request() -> None:
     first = payload_hash("pay", "acme", b"{}")
     assert first == payload_hash("pay", "acme", b"{}")
     others = [
@@ -262,6 +262,6 @@ def test_the_hash_is_of_exactly_this_job() -> None:
     assert len({first, *others}) == 8
 
 
-def test_the_order_of_details_does_not_matter() -> None:
+def test_the_order_of_details_does_not_change_the_hash() -> None:
     one = request_hash("pay", "acme", b"{}", "send", {"a": 1, "b": [1.5, None]})
     assert one == request_hash("pay", "acme", b"{}", "send", {"b": [1.5, None], "a": 1})

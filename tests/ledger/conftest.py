@@ -1,4 +1,4 @@
-"""A ledger on each kind of store: PostgreSQL, a SQLite file of its own, the embedded engine's file."""
+"""A ledger on each kind of store: PostgreSQL, its own SQLite file, the embedded engine's file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ AnyLedger = PostgresLedger | SqliteLedger | EmbeddedLedger
 
 @pytest.fixture(params=["postgres", "sqlite", "embedded"])
 async def any_ledger(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[AnyLedger]:
-    """Empty, with all its tables."""
+    """An empty ledger with all its tables."""
     ledger: AnyLedger
     match request.param:
         case "postgres":

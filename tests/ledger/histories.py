@@ -1,4 +1,4 @@
-"""Ledgers with made-up stories, for tests of those who read them: rows are written as a projector would."""
+"""Generated job histories, written to a ledger as a projector would, for tests of queries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from holdfast.schema.columns import metadata
 START = datetime(2026, 11, 15, 14, 0, tzinfo=UTC)
 S = State
 
-#: A step is a state, or a state with what is special about its event; a name alone is an event beside the moves.
+#: A state, a state with fields of its event, or the type of an event that is not a move.
 Step = State | tuple[State, dict[str, Any]] | str
 
 
@@ -28,11 +28,11 @@ def async_url(url: str) -> str:
 
 
 @asynccontextmanager
-async def opened(url: str) -> AsyncIterator[AsyncEngine]:
-    """The ledger's engine; a SQLite file gets its tables."""
+async def open_engine(url: str) -> AsyncIterator[AsyncEngine]:
+    """Open the ledger's SQL engine; create the tables in a SQLite file."""
     engine = create_async_engine(async_url(url))
     if engine.dialect.name == "sqlite":
-        event.listen(engine.sync_engine, "connect", _quiet)
+        event.listen(engine.sync_engine, "connect", _disable_sync)
         async with engine.begin() as connection:
             await connection.run_sync(metadata.create_all)
     try:
@@ -41,11 +41,11 @@ async def opened(url: str) -> AsyncIterator[AsyncEngine]:
         await engine.dispose()
 
 
-def _quiet(connection: Any, _: Any) -> None:
+def _disable_sync(connection: Any, _: Any) -> None:
     connection.execute("PRAGMA synchronous=OFF")
 
 
-class Told:
+class History:
     """One job: its row, its events, its dead letter."""
 
     def __init__(
@@ -64,18 +64,18 @@ class Told:
         self._attempt = self._retries = 0
         self._created_at = self._moved_at = at
         for step in steps:
-            self._tell(step)
+            self._add(step)
         self.row = self._row() | row
-        self.letter: dict[str, Any] | None = self._letter() if self.row["dlq_id"] is not None else None
+        self.dead_letter: dict[str, Any] | None = self._dead_letter() if self.row["dlq_id"] is not None else None
 
-    def _tell(self, step: Step) -> None:
+    def _add(self, step: Step) -> None:
         number = len(self.events)
         common = {**self._names, "seq": number + 1, "at": self._created_at + timedelta(seconds=number)}
         if isinstance(step, str) and not isinstance(step, State):
             move = {"type": step, "from_state": None, "to_state": None}
             self.events.append({**common, **move, "attempt": self._attempt, "retry_count": self._retries, **_EMPTY})
             return
-        state, special = step if isinstance(step, tuple) else (step, {})
+        state, fields = step if isinstance(step, tuple) else (step, {})
         self._attempt += state is S.RUNNING
         self._retries += state is S.RETRYING
         event = {
@@ -86,7 +86,7 @@ class Told:
             "to_state": state,
             "attempt": self._attempt,
             "retry_count": self._retries,
-            **special,
+            **fields,
         }
         if isinstance(event["data"], dict):
             event["data"] = msgspec.json.encode(event["data"]).decode()
@@ -122,7 +122,7 @@ class Told:
             "finished_at": self._moved_at if self._state in FINAL else None,
         }
 
-    def _letter(self) -> dict[str, Any]:
+    def _dead_letter(self) -> dict[str, Any]:
         return {
             **self._names,
             "dlq_id": f"dlq-{self.key.job_id}",
@@ -140,11 +140,11 @@ class Told:
 _EMPTY: dict[str, Any] = {"worker": None, "message": None, "data": None}
 
 
-async def write(engine: AsyncEngine, *told: Told) -> None:
-    """Put them into the ledger."""
-    letters = [one.letter for one in told if one.letter is not None]
+async def write(engine: AsyncEngine, *histories: History) -> None:
+    """Insert the histories into the ledger."""
+    dead_letters = [history.dead_letter for history in histories if history.dead_letter is not None]
     async with engine.begin() as connection:
-        await connection.execute(insert(jobs), [one.row for one in told])
-        await connection.execute(insert(job_events), [event for one in told for event in one.events])
-        if letters:
-            await connection.execute(insert(dlq_items), letters)
+        await connection.execute(insert(jobs), [history.row for history in histories])
+        await connection.execute(insert(job_events), [event for history in histories for event in history.events])
+        if dead_letters:
+            await connection.execute(insert(dlq_items), dead_letters)

@@ -1,4 +1,4 @@
-"""Rows that people have to do with, put into a ledger of any kind by acts of our own."""
+"""Approval requests, dead letters and audit entries, inserted into a ledger on any store."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ NOW = datetime.now(UTC).replace(microsecond=0)
 
 
 def minutes(number: float) -> datetime:
-    """So many before now; later than now if negative."""
+    """`number` minutes before now; after now if negative."""
     return NOW - timedelta(minutes=number)
 
 
-def _doing(*statements: Executable) -> SqlTransaction[list[Any]]:
+def _transaction(*statements: Executable) -> SqlTransaction[list[Any]]:
     rows: list[Any] = []
     for statement in statements:
         rows = yield statement
@@ -30,20 +30,20 @@ def _doing(*statements: Executable) -> SqlTransaction[list[Any]]:
 
 
 async def run(ledger: AnyLedger, *statements: Executable) -> list[Any]:
-    """In one transaction; the rows of the last."""
-    people = ledger.operators
-    assert isinstance(people, SqlOperatorStore)
-    return await people._run(_doing(*statements))
+    """Run statements in one transaction; the rows of the last one."""
+    operators = ledger.operators
+    assert isinstance(operators, SqlOperatorStore)
+    return await operators._run(_transaction(*statements))
 
 
-async def rows(ledger: AnyLedger, table: Table, **wanted: Any) -> list[dict[str, Any]]:
-    found = await run(ledger, select(table).where(*(table.c[name] == value for name, value in wanted.items())))
+async def rows(ledger: AnyLedger, table: Table, **conditions: Any) -> list[dict[str, Any]]:
+    found = await run(ledger, select(table).where(*(table.c[name] == value for name, value in conditions.items())))
     return [dict(row) for row in found]
 
 
-async def ask(ledger: AnyLedger, approval_id: str = "a", **row: Any) -> None:
-    """A question to people, as a projector writes it."""
-    usual = {
+async def add_approval(ledger: AnyLedger, approval_id: str = "a", **row: Any) -> None:
+    """Insert an approval request as a projector does."""
+    defaults = {
         "tenant_id": "default",
         "approval_id": approval_id,
         "job_id": f"job-{approval_id}",
@@ -55,12 +55,14 @@ async def ask(ledger: AnyLedger, approval_id: str = "a", **row: Any) -> None:
         "requested_by": "",
         "requested_at": minutes(10),
     }
-    await run(ledger, insert(schema.approvals).values(usual | row))
+    await run(ledger, insert(schema.approvals).values(defaults | row))
 
 
-async def bury(ledger: AnyLedger, dlq_id: str = "d", *, job: dict[str, Any] | None = None, **row: Any) -> None:
-    """A dead letter; with `job`, its job, too."""
-    usual = {
+async def add_dead_letter(
+    ledger: AnyLedger, dlq_id: str = "d", *, job: dict[str, Any] | None = None, **row: Any
+) -> None:
+    """Insert a dead letter and, if `job` is given, its job."""
+    defaults = {
         "tenant_id": "default",
         "dlq_id": dlq_id,
         "job_id": f"job-{dlq_id}",
@@ -75,34 +77,35 @@ async def bury(ledger: AnyLedger, dlq_id: str = "d", *, job: dict[str, Any] | No
         "failed_at": minutes(10),
         "fingerprint": "f",
     }
-    letter = usual | row
-    await run(ledger, insert(schema.dlq_items).values(letter))
+    dead_letter = defaults | row
+    await run(ledger, insert(schema.dlq_items).values(dead_letter))
     if job is not None:
-        await run(ledger, _failed(ledger, letter, job))
+        await run(ledger, _failed_job(ledger, dead_letter, job))
 
 
-async def events(ledger: AnyLedger, *lines: dict[str, Any]) -> None:
-    """Lines of the operators' log."""
-    usual = {"tenant_id": "default", "type": "operator.cancel", "actor": "ann", "target": "job", "target_id": "j"}
-    await run(ledger, *(insert(schema.operator_events).values(usual | line) for line in lines))
+async def add_audit_entries(ledger: AnyLedger, *entries: dict[str, Any]) -> None:
+    """Insert audit entries."""
+    defaults = {"tenant_id": "default", "type": "operator.cancel", "actor": "ann", "target": "job", "target_id": "j"}
+    await run(ledger, *(insert(schema.operator_events).values(defaults | entry) for entry in entries))
 
 
-async def log(ledger: AnyLedger) -> list[tuple[str, str, str, str]]:
-    """Who did what to which, in order."""
+async def list_audit_log(ledger: AnyLedger) -> list[tuple[str, str, str, str]]:
+    """Type, actor, target and reason of every audit entry, in order."""
     found = await rows(ledger, schema.operator_events)
     found.sort(key=lambda row: (row["at"], row["id"]))
     return [(row["type"], row["actor"], row["target_id"], row["reason"]) for row in found]
 
 
-def _failed(ledger: AnyLedger, letter: dict[str, Any], job: dict[str, Any]) -> Executable:
+def _failed_job(ledger: AnyLedger, dead_letter: dict[str, Any], job: dict[str, Any]) -> Executable:
     row = {
         **{
-            name: letter[name] for name in ("tenant_id", "job_id", "queue", "job_type", "trace_id", "payload", "dlq_id")
+            name: dead_letter[name]
+            for name in ("tenant_id", "job_id", "queue", "job_type", "trace_id", "payload", "dlq_id")
         },
         "state": "failed",
         "priority": 1,
         "last_seq": 4,
-        "idempotency_key": letter["job_id"],
+        "idempotency_key": dead_letter["job_id"],
         "created_at": minutes(20),
         "updated_at": minutes(10),
         "finished_at": minutes(10),
@@ -110,7 +113,7 @@ def _failed(ledger: AnyLedger, letter: dict[str, Any], job: dict[str, Any]) -> E
     }
     table = schema.jobs
     if isinstance(ledger, EmbeddedLedger):
-        # The engine's own table holds its jobs to the state table.
+        # The engine's table has a constraint on legal moves.
         from sqlalchemy import Column, MetaData, Text
 
         columns: Sequence[Column[Any]] = [Column(name, table.c[name].type) for name in row]

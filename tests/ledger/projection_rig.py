@@ -1,4 +1,4 @@
-"""Feeds that are made by hand, and a look at what a ledger has made of them."""
+"""Feeds built by hand, and checks of what a ledger has recorded of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _S = State
 
 
 def open_ledger(url: str, **options: Any) -> Ledger:
-    """A ledger with a store of its own, without a guard."""
+    """A ledger with its own store and without an owner check."""
     if url.startswith("sqlite:///"):
         return SqliteLedger(
             SqliteLedgerStore(DatabaseFile(url.removeprefix("sqlite:///")), prepare_ledger), SystemClock()
@@ -36,7 +36,7 @@ def open_ledger(url: str, **options: Any) -> Ledger:
 
 
 class Feed:
-    """Entries of a feed, and events of jobs, at made-up times."""
+    """Builds feed entries and job events with increasing times."""
 
     def __init__(self, name: str = "a") -> None:
         self._name = name
@@ -75,9 +75,9 @@ class Feed:
     def event(
         self, job_id: str, was: State | None, to: State | None, attempt: int = 0, retries: int = 0, **more: Any
     ) -> Event:
-        kind = more.pop("type", None) or event_for(was, to)  # type: ignore[arg-type]
+        event_type = more.pop("type", None) or event_for(was, to)  # type: ignore[arg-type]
         return Event(
-            type=kind,
+            type=event_type,
             job_id=job_id,
             at_ms=next(self._at),
             from_state=was,
@@ -92,8 +92,8 @@ class Feed:
         return FeedEntry(f"{number:08d}-0", f"{self._name}{number}", list(events))
 
 
-class Scribe:
-    """A projector without an engine: writes what it is given, one entry or several at a time."""
+class FeedWriter:
+    """Projects given entries without an engine."""
 
     def __init__(self, ledger: Ledger, queue: str = QUEUE) -> None:
         assert ledger.projection is not None
@@ -109,7 +109,7 @@ class Scribe:
 
 
 async def rows(ledger: Ledger, statement: str, **values: Any) -> list[dict[str, Any]]:
-    """Straight from the tables."""
+    """Rows of a SQL query."""
     engine = ledger.store.read_engine  # type: ignore[attr-defined]
     async with engine.connect() as connection:
         found = await connection.execute(text(statement), values)
@@ -121,20 +121,20 @@ async def job(ledger: Ledger, job_id: str) -> dict[str, Any]:
     return row
 
 
-async def story(ledger: Ledger, job_id: str) -> list[str]:
-    """The names of a job's events, numbered without a gap and legal by the table."""
+async def event_types(ledger: Ledger, job_id: str) -> list[str]:
+    """The types of a job's events; checks that they are numbered without gaps and legal."""
     found = await rows(ledger, "SELECT * FROM job_events WHERE job_id = :job_id ORDER BY seq", job_id=job_id)
     check_rows(found)
     return [row["type"] for row in found]
 
 
 def check_rows(found: Sequence[dict[str, Any]]) -> dict[tuple[str, str, str], JobHistory]:
-    """Every job's rows hold against the state table, seq by seq."""
-    stories: dict[tuple[str, str, str], JobHistory] = {}
+    """Check every job's events against the state table."""
+    histories: dict[tuple[str, str, str], JobHistory] = {}
     faults: list[str] = []
     for row in found:
         key = (row["tenant_id"], row["queue"], row["job_id"])
-        told = stories.setdefault(key, JobHistory(row["job_id"]))
+        history = histories.setdefault(key, JobHistory(row["job_id"]))
         event = Event(
             type=row["type"],
             job_id=row["job_id"],
@@ -144,20 +144,20 @@ def check_rows(found: Sequence[dict[str, Any]]) -> dict[tuple[str, str, str], Jo
             attempt=row["attempt"],
             retry_count=row["retry_count"],
         )
-        faults += told.add(event, row["seq"])
+        faults += history.add(event, row["seq"])
     assert not faults, faults[:5]
-    return stories
+    return histories
 
 
 async def check_ledger(ledger: Ledger) -> dict[str, State | None]:
-    """Every story is whole and legal and agrees with the job's row; the state of each job."""
+    """Check that every history is complete, legal and consistent with the job's row; the state of each job."""
     found = await rows(ledger, "SELECT * FROM job_events ORDER BY tenant_id, job_id, queue, seq")
-    stories = check_rows(found)
+    histories = check_rows(found)
     jobs = await rows(ledger, "SELECT * FROM jobs")
-    assert {(row["tenant_id"], row["queue"], row["job_id"]) for row in jobs} == stories.keys()
+    assert {(row["tenant_id"], row["queue"], row["job_id"]) for row in jobs} == histories.keys()
     for row in jobs:
-        told = stories[row["tenant_id"], row["queue"], row["job_id"]]
-        assert (row["state"], row["last_seq"]) == (told.state, told.events), row
+        history = histories[row["tenant_id"], row["queue"], row["job_id"]]
+        assert (row["state"], row["last_seq"]) == (history.state, history.events), row
     return {row["job_id"]: State(row["state"]) for row in jobs}
 
 

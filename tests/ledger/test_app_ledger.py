@@ -1,4 +1,4 @@
-"""`app.ledger`, and what an app does about a ledger that is down, missing or wrong."""
+"""`app.ledger`, and how an app handles a ledger that is unreachable, missing or invalid."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def working(app: Holdfast) -> AsyncIterator[None]:
         await running
 
 
-async def test_the_ledger_has_what_has_happened(redis_url: str, ledger_url: str, namespace: str) -> None:
+async def test_the_ledger_has_every_job(redis_url: str, ledger_url: str, namespace: str) -> None:
     app = make_app(redis_url, ledger_url, namespace)
     async with app, working(app):
         jobs = [await app.tasks["add"].submit(1, number) for number in range(20)]
@@ -56,7 +56,7 @@ async def test_the_ledger_has_what_has_happened(redis_url: str, ledger_url: str,
         assert {row.state for row in page.jobs} == {State.SUCCEEDED}
 
 
-async def test_embedded_the_ledger_is_never_behind(tmp_path_url: str) -> None:
+async def test_the_embedded_ledger_never_lags(tmp_path_url: str) -> None:
     app = make_app(tmp_path_url, None, "")
     async with app, working(app):
         job = await app.tasks["add"].submit(1, 2)
@@ -66,7 +66,7 @@ async def test_embedded_the_ledger_is_never_behind(tmp_path_url: str) -> None:
         assert detail.state is State.SUCCEEDED
 
 
-async def test_without_a_ledger_the_door_says_so(redis_url: str, namespace: str) -> None:
+async def test_without_a_ledger_its_methods_raise(redis_url: str, namespace: str) -> None:
     app = make_app(redis_url, None, namespace)
     async with app:
         with pytest.raises(InvalidOption, match=r"no ledger.*HOLDFAST_LEDGER"):
@@ -75,7 +75,7 @@ async def test_without_a_ledger_the_door_says_so(redis_url: str, namespace: str)
             _ = app.ledger.queries
 
 
-async def test_a_ledger_that_is_down_stops_neither_opening_nor_submitting(
+async def test_an_unreachable_ledger_stops_neither_opening_nor_submitting(
     redis_url: str, namespace: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     app = make_app(redis_url, f"postgresql://u:secret@127.0.0.1:{free_port()}/db", namespace)
@@ -90,7 +90,7 @@ async def test_a_ledger_that_is_down_stops_neither_opening_nor_submitting(
 
 
 @pytest.mark.faults
-async def test_a_ledger_that_comes_back_catches_up(redis_url: str, namespace: str, make_postgres: MakePostgres) -> None:
+async def test_a_recovered_ledger_catches_up(redis_url: str, namespace: str, make_postgres: MakePostgres) -> None:
     server = make_postgres()
     server.stop()
     app = make_app(redis_url, server.url, namespace)
@@ -103,7 +103,7 @@ async def test_a_ledger_that_comes_back_catches_up(redis_url: str, namespace: st
         assert (await app.ledger.queries.job(job.id)).state is State.SUCCEEDED
 
 
-async def test_a_feed_that_ends_in_an_entry_without_events_is_caught_up_with(
+async def test_the_ledger_catches_up_with_a_feed_that_ends_without_events(
     redis_url: str, ledger_url: str, namespace: str
 ) -> None:
     app = make_app(redis_url, ledger_url, namespace)
@@ -115,7 +115,7 @@ async def test_a_feed_that_ends_in_an_entry_without_events_is_caught_up_with(
         await app.ledger.wait_caught_up(timeout=5)
 
 
-async def test_nobody_projects(redis_url: str, ledger_url: str, namespace: str) -> None:
+async def test_without_a_projector_waiting_times_out(redis_url: str, ledger_url: str, namespace: str) -> None:
     app = make_app(redis_url, ledger_url, namespace)
     async with app:
         await app.tasks["add"].submit(1, 2)
@@ -132,7 +132,7 @@ async def test_a_ledger_without_tables_is_refused(redis_url: str, empty_postgres
     await app.close()
 
 
-async def test_another_namespaces_ledger_is_refused(redis_url: str, ledger_url: str, namespace: str) -> None:
+async def test_the_ledger_of_another_namespace_is_refused(redis_url: str, ledger_url: str, namespace: str) -> None:
     async with make_app(redis_url, ledger_url, namespace):
         pass
     app = make_app(redis_url, ledger_url, f"{namespace}-other")
@@ -141,7 +141,7 @@ async def test_another_namespaces_ledger_is_refused(redis_url: str, ledger_url: 
     await app.close()
 
 
-async def test_an_engine_s_file_is_no_ledger(redis_url: str, tmp_path_url: str, namespace: str) -> None:
+async def test_an_engines_file_is_refused_as_a_ledger(redis_url: str, tmp_path_url: str, namespace: str) -> None:
     async with make_app(tmp_path_url, None, ""):
         pass
     app = make_app(redis_url, tmp_path_url, namespace)
@@ -167,25 +167,25 @@ async def test_a_silent_ledger_hardly_delays_submission(
         return a + b
 
     server.pause()
-    took = []
+    durations = []
     try:
         for queue in ("one", "two", "three"):
             began = time.monotonic()
             await add.options(queue=queue).submit(1, 2)
-            took.append(time.monotonic() - began)
+            durations.append(time.monotonic() - began)
         began = time.monotonic()
         await app.close()
-        took.append(time.monotonic() - began)
+        durations.append(time.monotonic() - began)
     finally:
         server.resume()
-    assert took[0] < 5
-    assert max(took[1:3]) < 1
-    assert took[3] < 3
+    assert durations[0] < 5
+    assert max(durations[1:3]) < 1
+    assert durations[3] < 3
     assert len(asyncio.all_tasks()) == 1
 
 
 @pytest.mark.faults
-async def test_a_ledger_that_turns_out_wrong_later_is_loud(
+async def test_a_ledger_that_turns_out_unusable_is_logged(
     redis_url: str, namespace: str, make_postgres: MakePostgres, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = make_postgres(fsync=False, migrated=False)
@@ -196,14 +196,12 @@ async def test_a_ledger_that_turns_out_wrong_later_is_loud(
     finally:
         server.resume()
     await eventually(lambda: "ledger unusable" in caplog.text)
-    # And intake goes on, for new queues as well.
+    # Intake continues, also for new queues.
     await app.tasks["add"].options(queue="new").submit(1, 2)
     await app.close()
 
 
-async def test_closing_in_the_middle_of_a_durable_wait_leaves_nothing(
-    redis_url: str, ledger_url: str, namespace: str
-) -> None:
+async def test_closing_during_a_durable_wait_leaves_no_task(redis_url: str, ledger_url: str, namespace: str) -> None:
     app = make_app(redis_url, ledger_url, namespace)
     waiting = asyncio.create_task(app.tasks["add"].options(durable=True).submit(1, 2))
     await asyncio.sleep(0.5)

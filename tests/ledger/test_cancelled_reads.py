@@ -1,4 +1,4 @@
-"""Whoever reads from a ledger's file can be cancelled at any moment, and leaves nothing behind that never ends."""
+"""Reads of a ledger's file can be cancelled at any time and leave no task that never ends."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from holdfast.ledger.sqlite.store import SqliteLedgerStore, connect, prepare_led
 from holdfast.sqlite.connection import DatabaseFile
 
 
-class Hold:
-    """A function of SQL that takes as long as it is let."""
+class Blocker:
+    """A SQL function that blocks until it is released."""
 
     def __init__(self) -> None:
-        self._begun, self._may_end = threading.Event(), threading.Event()
+        self._begun, self._released = threading.Event(), threading.Event()
 
     def __call__(self) -> int:
         self._begun.set()
-        self._may_end.wait(30)
+        self._released.wait(30)
         return 1
 
-    async def begun(self) -> None:
+    async def wait_begun(self) -> None:
         assert await asyncio.to_thread(self._begun.wait, 30)
 
-    def end(self) -> None:
-        self._may_end.set()
+    def release(self) -> None:
+        self._released.set()
 
 
 @pytest.fixture
@@ -41,40 +41,42 @@ async def store(tmp_path: Path) -> AsyncIterator[SqliteLedgerStore]:
     await store.close()
 
 
-async def ask(store: SqliteLedgerStore) -> Any:
+async def query(store: SqliteLedgerStore) -> Any:
     async with store.read_engine.connect() as connection:
         return await connection.scalar(text("SELECT hold()"))
 
 
-@pytest.mark.parametrize("turns", range(10))
-async def test_a_process_can_end_in_the_middle_of_a_long_query(store: SqliteLedgerStore, turns: int) -> None:
-    hold = Hold()
-    event.listen(store.read_engine.sync_engine, "connect", lambda opened, _: opened.create_function("hold", 0, hold))
-    asking = asyncio.create_task(ask(store))
-    await hold.begun()
-    asking.cancel()
-    for _ in range(turns):
+@pytest.mark.parametrize("passes", range(10))
+async def test_a_process_can_end_during_a_long_query(store: SqliteLedgerStore, passes: int) -> None:
+    blocker = Blocker()
+    event.listen(
+        store.read_engine.sync_engine, "connect", lambda connection, _: connection.create_function("hold", 0, blocker)
+    )
+    querying = asyncio.create_task(query(store))
+    await blocker.wait_begun()
+    querying.cancel()
+    for _ in range(passes):
         await asyncio.sleep(0)
     # As `asyncio.run` does.
-    left = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in left:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
         task.cancel()
-    hold.end()
+    blocker.release()
     async with asyncio.timeout(10):
-        ended = await asyncio.gather(*left, return_exceptions=True)
-    assert any(isinstance(end, asyncio.CancelledError) for end in ended)
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert any(isinstance(result, asyncio.CancelledError) for result in results)
 
 
-async def test_a_connection_may_be_stopped_while_it_is_closed(tmp_path: Path) -> None:
-    hold = Hold()
+async def test_a_connection_can_be_stopped_while_it_is_closed(tmp_path: Path) -> None:
+    blocker = Blocker()
     connection = await connect(str(tmp_path / "some.db"))
-    await connection.create_function("hold", 0, hold)
-    asking = asyncio.create_task(connection.execute_fetchall("SELECT hold()"))
-    await hold.begun()
+    await connection.create_function("hold", 0, blocker)
+    querying = asyncio.create_task(connection.execute_fetchall("SELECT hold()"))
+    await blocker.wait_begun()
     closing = asyncio.create_task(connection.close())
     await asyncio.sleep(0)
     connection.stop()
-    hold.end()
+    blocker.release()
     async with asyncio.timeout(10):
         await closing
-        assert list(await asking) == [(1,)]
+        assert list(await querying) == [(1,)]

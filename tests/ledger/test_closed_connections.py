@@ -1,5 +1,5 @@
-"""A server that says goodbye between two statements: the driver has read its words, but not yet the end of the
-connection. That is an outage like any other."""
+"""A server that closes a session between two statements: the driver has read the server's message, but not the end of
+the connection. It is reported as an outage."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ pytestmark = pytest.mark.postgres
 
 
 @asynccontextmanager
-async def without_endings(url: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
-    """The server's address by a way that passes on all it says, but not that it hung up; set once it has."""
-    target, ended = urlsplit(url), asyncio.Event()
+async def hide_close(url: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
+    """Proxy the server without passing on that it closed the connection; yields the address and an event for that."""
+    target, closed = urlsplit(url), asyncio.Event()
 
     async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(65_536):
@@ -29,39 +29,39 @@ async def without_endings(url: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         server_reader, server_writer = await asyncio.open_connection(target.hostname, target.port)
-        asking = asyncio.create_task(pump(reader, server_writer))
+        to_server = asyncio.create_task(pump(reader, server_writer))
         try:
             await pump(server_reader, writer)
-            ended.set()
-            await asking
+            closed.set()
+            await to_server
         except OSError:
             pass
         finally:
-            asking.cancel()
+            to_server.cancel()
             server_writer.transport.abort()
 
     async with serve_tcp(serve, "127.0.0.1") as port:
-        yield url.replace(f":{target.port}/", f":{port}/"), ended
+        yield url.replace(f":{target.port}/", f":{port}/"), closed
 
 
 @pytest.mark.parametrize("when", ["in a transaction", "at rest"])
-async def test_a_farewell_is_an_outage_and_over_at_once(postgres_url: str, when: str) -> None:
+async def test_a_terminated_session_is_an_outage_and_the_next_call_works(postgres_url: str, when: str) -> None:
     other = await asyncpg.connect(postgres_url)
-    async with without_endings(postgres_url) as (url, ended):
+    async with hide_close(postgres_url) as (url, closed):
         store = PostgresStore(url, StoreOptions(pool_size=1))
 
-        async def part(connection: Connection) -> None:
+        async def terminate_session(connection: Connection) -> None:
             pid = await connection.fetchval("SELECT pg_backend_pid()")
             await other.execute("SELECT pg_terminate_backend($1)", pid)
-            await ended.wait()
-            # Passed on, and read by the driver.
+            await closed.wait()
+            # Time for the driver to read the message.
             await asyncio.sleep(0.05)
             if when == "in a transaction":
                 await connection.fetch("SELECT $1::int", 1)
 
         try:
             with pytest.raises(LedgerUnavailable, match=r"the connection broke|shut down"):
-                await store.transact(part)
+                await store.transact(terminate_session)
             assert (await store.fetch("SELECT 1 AS x"))[0]["x"] == 1
         finally:
             await store.close()

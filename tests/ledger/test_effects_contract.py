@@ -1,4 +1,4 @@
-"""What every store of effects and steps guarantees: PostgreSQL, a SQLite ledger, the embedded engine's file, memory."""
+"""The contract of effect stores: PostgreSQL, a SQLite ledger, the embedded engine's file, memory."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ async def effects(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterat
     await store.close()
 
 
-def wish(key: str = "k", **given: Any) -> Reservation:
-    fields: dict[str, Any] = {
+def reservation(key: str = "k", **fields: Any) -> Reservation:
+    defaults: dict[str, Any] = {
         "tenant_id": "t",
         "key": key,
         "function": "publish",
@@ -52,20 +52,27 @@ def wish(key: str = "k", **given: Any) -> Reservation:
         "attempt": 1,
         "worker": "w",
     }
-    return Reservation(**fields | given)
+    return Reservation(**defaults | fields)
 
 
-def end(wish: Reservation, state: EffectState | None, **given: Any) -> EffectOutcome:
+def outcome(reservation: Reservation, state: EffectState | None, **fields: Any) -> EffectOutcome:
     value = b"1" if state is DONE else None
     return EffectOutcome(
-        **{"tenant_id": wish.tenant_id, "key": wish.key, "token": wish.token, "state": state, "value": value} | given
+        **{
+            "tenant_id": reservation.tenant_id,
+            "key": reservation.key,
+            "token": reservation.token,
+            "state": state,
+            "value": value,
+        }
+        | fields
     )
 
 
-async def test_the_first_to_reserve_has_the_key(effects: EffectStore) -> None:
-    first, second = wish(job_id="one"), wish(job_id="two", attempt=3, worker="x")
-    (held,) = await effects.reserve([first])
-    assert (held.state, held.token, held.value, held.reason) == (RESERVED, first.token, None, "")
+async def test_the_first_reservation_holds_the_key(effects: EffectStore) -> None:
+    first, second = reservation(job_id="one"), reservation(job_id="two", attempt=3, worker="x")
+    (row,) = await effects.reserve([first])
+    assert (row.state, row.token, row.value, row.reason) == (RESERVED, first.token, None, "")
     (found,) = await effects.reserve([second])
     assert (found.state, found.token, found.job_id, found.attempt, found.worker) == (
         RESERVED,
@@ -78,107 +85,121 @@ async def test_the_first_to_reserve_has_the_key(effects: EffectStore) -> None:
     assert await effects.get([("t", "k"), ("other", "k"), ("t", "none")]) == [found, None, None]
 
 
-async def test_a_wish_that_is_sent_twice_is_one_reservation(effects: EffectStore) -> None:
-    mine = wish()
+async def test_a_repeated_reservation_is_the_same_one(effects: EffectStore) -> None:
+    mine = reservation()
     assert await effects.reserve([mine]) == await effects.reserve([mine])
 
 
 async def test_a_key_belongs_to_a_tenant(effects: EffectStore) -> None:
-    mine, theirs = wish(tenant_id="a"), wish(tenant_id="b")
-    assert [held.token for held in await effects.reserve([mine, theirs])] == [mine.token, theirs.token]
+    mine, theirs = reservation(tenant_id="a"), reservation(tenant_id="b")
+    assert [row.token for row in await effects.reserve([mine, theirs])] == [mine.token, theirs.token]
 
 
 async def test_a_key_twice_in_one_batch_has_one_winner(effects: EffectStore) -> None:
-    wishes = [wish(), wish("other"), wish(), wish()]
-    answers = await effects.reserve(wishes)
-    assert [held.token for held in answers] == [wishes[0].token, wishes[1].token, wishes[0].token, wishes[0].token]
+    reservations = [reservation(), reservation("other"), reservation(), reservation()]
+    rows = await effects.reserve(reservations)
+    assert [row.token for row in rows] == [
+        reservations[0].token,
+        reservations[1].token,
+        reservations[0].token,
+        reservations[0].token,
+    ]
 
 
-async def test_a_thousand_wishes_for_one_key_at_once_have_one_winner(effects: EffectStore) -> None:
-    batches = [[wish(f"k{key}") for key in range(10)][:: 1 if batch % 2 else -1] for batch in range(100)]
-    answers = await asyncio.gather(*map(effects.reserve, batches))
+async def test_a_thousand_concurrent_reservations_have_one_winner_per_key(effects: EffectStore) -> None:
+    batches = [[reservation(f"k{key}") for key in range(10)][:: 1 if batch % 2 else -1] for batch in range(100)]
+    rows = await asyncio.gather(*map(effects.reserve, batches))
     holders: dict[str, set[str]] = {}
-    for wishes, answer in zip(batches, answers, strict=True):
-        for asked, held in zip(wishes, answer, strict=True):
-            holders.setdefault(asked.key, set()).add(held.token)
+    for reservations, batch_rows in zip(batches, rows, strict=True):
+        for requested, row in zip(reservations, batch_rows, strict=True):
+            holders.setdefault(requested.key, set()).add(row.token)
     assert len(holders) == 10
     assert all(len(tokens) == 1 for tokens in holders.values()), holders
 
 
-async def test_done_is_told_to_whoever_comes_later_and_does_not_change(effects: EffectStore) -> None:
-    mine = wish()
+async def test_a_done_effect_returns_its_value_and_does_not_change(effects: EffectStore) -> None:
+    mine = reservation()
     await effects.reserve([mine])
     value = '{"größe": 1, "n": 12345678901234567890, "empty": []}'.encode()
-    assert await effects.conclude([end(mine, DONE, value=value)]) == [True]
-    (held,) = await effects.reserve([wish()])
-    assert (held.state, held.value, held.token) == (DONE, value, mine.token)
-    # A second copy, or an end that is told late by the same holder, changes nothing.
-    assert await effects.conclude([end(mine, DONE), end(mine, DOUBT), end(mine, None)]) == [True, True, True]
-    assert await effects.get([("t", "k")]) == [held]
+    assert await effects.conclude([outcome(mine, DONE, value=value)]) == [True]
+    (row,) = await effects.reserve([reservation()])
+    assert (row.state, row.value, row.token) == (DONE, value, mine.token)
+    # A repeated or late outcome from the same holder changes nothing.
+    assert await effects.conclude([outcome(mine, DONE), outcome(mine, DOUBT), outcome(mine, None)]) == [
+        True,
+        True,
+        True,
+    ]
+    assert await effects.get([("t", "k")]) == [row]
 
 
 async def test_in_doubt_keeps_the_key_and_its_holder_may_resolve_it(effects: EffectStore) -> None:
-    mine = wish()
+    mine = reservation()
     await effects.reserve([mine])
-    assert await effects.conclude([end(mine, DOUBT, reason="nul \0 and \ud800 half")]) == [True]
-    (held,) = await effects.reserve([wish()])
-    assert (held.state, held.token) == (DOUBT, mine.token)
-    assert held.reason.startswith("nul ")
-    assert await effects.conclude([end(mine, DONE)]) == [True]
-    (held,) = await effects.reserve([wish()])
-    assert (held.state, held.value, held.reason) == (DONE, b"1", "")
+    assert await effects.conclude([outcome(mine, DOUBT, reason="nul \0 and \ud800 half")]) == [True]
+    (row,) = await effects.reserve([reservation()])
+    assert (row.state, row.token) == (DOUBT, mine.token)
+    assert row.reason.startswith("nul ")
+    assert await effects.conclude([outcome(mine, DONE)]) == [True]
+    (row,) = await effects.reserve([reservation()])
+    assert (row.state, row.value, row.reason) == (DONE, b"1", "")
 
 
-async def test_not_done_frees_the_key(effects: EffectStore) -> None:
-    mine, next_one = wish(), wish()
+async def test_not_done_releases_the_key(effects: EffectStore) -> None:
+    mine, later = reservation(), reservation()
     await effects.reserve([mine])
-    assert await effects.conclude([end(mine, None)]) == [True]
+    assert await effects.conclude([outcome(mine, None)]) == [True]
     assert await effects.get([("t", "k")]) == [None]
-    # The reply was lost: told again.
-    assert await effects.conclude([end(mine, None)]) == [True]
-    (held,) = await effects.reserve([next_one])
-    assert held.token == next_one.token
-    assert await effects.conclude([end(mine, None)]) == [False]
-    assert (await effects.get([("t", "k")]))[0] == held
+    # The reply was lost; the call is repeated.
+    assert await effects.conclude([outcome(mine, None)]) == [True]
+    (row,) = await effects.reserve([later])
+    assert row.token == later.token
+    assert await effects.conclude([outcome(mine, None)]) == [False]
+    assert (await effects.get([("t", "k")]))[0] == row
 
 
 @pytest.mark.parametrize("state", [RESERVED, DOUBT])
-async def test_a_reservation_is_taken_over_by_its_token_and_its_first_holder_learns_it(
+async def test_a_reservation_is_replaced_by_its_token_and_its_first_holder_is_refused(
     effects: EffectStore, state: EffectState
 ) -> None:
-    lost, other = wish(job_id="lost"), wish(job_id="other", replaces_token="another token")
-    heir, late = wish(job_id="heir", replaces_token=lost.token), wish(job_id="late", replaces_token=lost.token)
+    lost, other = reservation(job_id="lost"), reservation(job_id="other", replaces_token="another token")
+    successor, late = (
+        reservation(job_id="heir", replaces_token=lost.token),
+        reservation(job_id="late", replaces_token=lost.token),
+    )
     await effects.reserve([lost])
     if state is DOUBT:
-        await effects.conclude([end(lost, DOUBT, reason="why")])
+        await effects.conclude([outcome(lost, DOUBT, reason="why")])
     assert (await effects.reserve([other]))[0].token == lost.token
-    # A wish without a word about it does not take over because another one in its batch does.
-    answers = await effects.reserve([wish(), heir, late])
-    assert [held.token for held in answers] == [lost.token, heir.token, heir.token]
-    assert (answers[1].state, answers[1].job_id, answers[1].reason) == (RESERVED, "heir", "")
-    assert await effects.conclude([end(lost, DONE, value=b"2")]) == [False]
-    assert await effects.conclude([end(heir, DONE, value=b"3")]) == [True]
-    (held,) = await effects.reserve([wish(replaces_token=heir.token)])
-    assert (held.state, held.value) == (DONE, b"3")
+    # A reservation without a token to replace does not replace because another one in its batch does.
+    rows = await effects.reserve([reservation(), successor, late])
+    assert [row.token for row in rows] == [lost.token, successor.token, successor.token]
+    assert (rows[1].state, rows[1].job_id, rows[1].reason) == (RESERVED, "heir", "")
+    assert await effects.conclude([outcome(lost, DONE, value=b"2")]) == [False]
+    assert await effects.conclude([outcome(successor, DONE, value=b"3")]) == [True]
+    (row,) = await effects.reserve([reservation(replaces_token=successor.token)])
+    assert (row.state, row.value) == (DONE, b"3")
 
 
-async def test_an_end_without_a_reservation_is_not_held(effects: EffectStore) -> None:
-    assert await effects.conclude([end(wish(), DONE), end(wish(), DOUBT)]) == [False, False]
+async def test_an_outcome_without_a_reservation_is_refused(effects: EffectStore) -> None:
+    assert await effects.conclude([outcome(reservation(), DONE), outcome(reservation(), DOUBT)]) == [False, False]
     assert await effects.get([("t", "k")]) == [None]
 
 
-async def test_a_done_key_is_free_after_its_time_and_no_other_is(effects: EffectStore) -> None:
-    short, long, doubt = wish("short"), wish("long"), wish("doubt")
+async def test_only_a_done_key_is_released_after_its_ttl(effects: EffectStore) -> None:
+    short, long, doubt = reservation("short"), reservation("long"), reservation("doubt")
     await effects.reserve([short, long, doubt])
-    await effects.conclude([end(short, DONE, ttl_ms=1), end(long, DONE, ttl_ms=60_000), end(doubt, DOUBT, ttl_ms=1)])
+    await effects.conclude(
+        [outcome(short, DONE, ttl_ms=1), outcome(long, DONE, ttl_ms=60_000), outcome(doubt, DOUBT, ttl_ms=1)]
+    )
     await asyncio.sleep(0.01)
-    wishes = [wish("short"), wish("long"), wish("doubt")]
-    answers = await effects.reserve(wishes)
-    assert [held.token for held in answers] == [wishes[0].token, long.token, doubt.token]
-    assert (answers[0].state, answers[0].value) == (RESERVED, None)
+    reservations = [reservation("short"), reservation("long"), reservation("doubt")]
+    rows = await effects.reserve(reservations)
+    assert [row.token for row in rows] == [reservations[0].token, long.token, doubt.token]
+    assert (rows[0].state, rows[0].value) == (RESERVED, None)
 
 
-async def test_steps_come_back_by_position_and_the_first_to_record_wins(effects: EffectStore) -> None:
+async def test_steps_are_returned_by_position_and_the_first_record_wins(effects: EffectStore) -> None:
     job, other = JobKey("t", "q", "j"), JobKey("t", "q2", "j")
 
     def step(position: int, name: str, result: bytes, key: JobKey = job, attempt: int = 1) -> Step:
@@ -194,24 +215,24 @@ async def test_steps_come_back_by_position_and_the_first_to_record_wins(effects:
     assert found == [[step(1, "one", b"[]"), first, late[1], twice[0]], [], [late[2]], found[0]]
 
 
-async def test_a_foreign_job_s_odd_id_does_no_harm(effects: EffectStore) -> None:
+async def test_an_unstorable_job_id_of_a_foreign_message_is_accepted(effects: EffectStore) -> None:
     odd = JobKey("t", "q", "nul\0half\ud800")
     step = Step(key=odd, position=1, name="s", result=b"1", attempt=1)
     (recorded,) = await effects.record_steps([step])
     assert [[recorded]] == await effects.steps([odd])
-    (held,) = await effects.reserve([wish(job_id=odd.job_id, worker="w\0")])
-    assert held.state is RESERVED
+    (row,) = await effects.reserve([reservation(job_id=odd.job_id, worker="w\0")])
+    assert row.state is RESERVED
 
 
-async def test_batches_that_meet_in_any_order_do_not_lock_each_other_out(effects: EffectStore) -> None:
-    wishes = [wish(f"k{number}") for number in range(40)]
-    await effects.reserve(wishes)
-    forth = [end(one, DOUBT) for one in wishes]
-    heirs = [wish(one.key, replaces_token=one.token) for one in wishes]
-    calls = [effects.conclude(forth if number % 2 else forth[::-1]) for number in range(20)]
-    takes = [effects.reserve(heirs if number % 2 else heirs[::-1]) for number in range(20)]
+async def test_concurrent_batches_in_any_order_do_not_deadlock(effects: EffectStore) -> None:
+    reservations = [reservation(f"k{number}") for number in range(40)]
+    await effects.reserve(reservations)
+    outcomes = [outcome(each, DOUBT) for each in reservations]
+    successors = [reservation(each.key, replaces_token=each.token) for each in reservations]
+    calls = [effects.conclude(outcomes if number % 2 else outcomes[::-1]) for number in range(20)]
+    reserve_calls = [effects.reserve(successors if number % 2 else successors[::-1]) for number in range(20)]
     async with asyncio.timeout(20):
-        await asyncio.gather(*calls, *takes)
-    assert {held.token for held in await effects.get([("t", one.key) for one in wishes]) if held} == {
-        heir.token for heir in heirs
+        await asyncio.gather(*calls, *reserve_calls)
+    assert {row.token for row in await effects.get([("t", each.key) for each in reservations]) if row} == {
+        successor.token for successor in successors
     }

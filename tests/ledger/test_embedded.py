@@ -1,4 +1,4 @@
-"""The embedded ledger: its tables in the engine's file, and the writer that other SQL can use."""
+"""The embedded ledger: its tables in the engine's file, and the writer shared with other SQL."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from holdfast.testing.inline import ManualClock
 from tests.engine.sqlite.rig import FAILURE, QUEUE, envelope, open_engine, query_file, settle, start_one
 
 DAY_S = 86_400.0
-#: The engine's own feed has the same name as the projector's memory, which is not needed here.
+#: The engine's feed has the same name as the projector's table, which the embedded ledger does not need.
 TABLES = [table for table in metadata.sorted_tables if table.name != "feed_entries"]
 
 
@@ -44,7 +44,7 @@ def database(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
-def test_every_column_of_the_ledger_is_there(database: sqlite3.Connection, table: Any) -> None:
+def test_every_column_of_the_ledger_exists(database: sqlite3.Connection, table: Any) -> None:
     found = {row[1] for row in database.execute(f"PRAGMA table_xinfo({table.name})")}
     assert {column.name for column in table.columns} <= found
     database.execute(str(table.select())).fetchall()
@@ -57,17 +57,17 @@ def test_rare_states_are_found_by_their_index(database: sqlite3.Connection, stat
     plan = str(database.execute(f"EXPLAIN QUERY PLAN {query}", ("default", state.value, "succeeded")).fetchall())
     assert ("jobs_by_state" in plan) == (state in INDEXED_STATES)
     assert "jobs_by_time" in plan or state in INDEXED_STATES
-    # Jobs of one moment are sorted among themselves; never all of them.
+    # Only jobs with the same time are sorted, never all jobs.
     assert "TEMP B-TREE FOR ORDER BY" not in plan
 
 
-def test_a_jobs_story_is_found_by_its_id(database: sqlite3.Connection) -> None:
+def test_a_jobs_events_are_found_by_an_index(database: sqlite3.Connection) -> None:
     query = "SELECT * FROM job_events WHERE tenant_id = ? AND job_id = ? AND queue = ? ORDER BY seq"
     plan = [row[3] for row in database.execute(f"EXPLAIN QUERY PLAN {query}", ("default", "j", "q"))]
     assert not [step for step in plan if step.startswith("SCAN")], plan
 
 
-async def test_the_story_in_the_file_is_the_one_in_the_feed(path: Path) -> None:
+async def test_events_in_the_file_equal_events_in_the_feed(path: Path) -> None:
     clock = ManualClock()
     async with open_engine(path, clock) as engine:
         meta = Meta(context={"user": None, "n": 12345678901234567890}, max_retries=2)
@@ -78,7 +78,7 @@ async def test_the_story_in_the_file_is_the_one_in_the_feed(path: Path) -> None:
         (claim,) = await engine.claim("w1", [QUEUE], 1, 0)
         await settle(engine, claim, DeadLetter(FAILURE))
         await settle(engine, await start_one(engine, run_at_ms=clock.now_ms() - 1), Succeed(b'{"b":2.0}'))
-        fed = [event for entry in await engine.read_feed(QUEUE, "", 100) for event in entry.events]
+        feed_events = [event for entry in await engine.read_feed(QUEUE, "", 100) for event in entry.events]
     columns = "type, job_id, tenant_id, from_state, to_state, attempt, retry_count, worker, message, at"
     rows = query_file(path, f"SELECT {columns}, queue, data FROM job_events ORDER BY id")
     assert [(*row[:10], msgspec.json.decode(row[11]) if row[11] else None) for row in rows] == [
@@ -86,12 +86,12 @@ async def test_the_story_in_the_file_is_the_one_in_the_feed(path: Path) -> None:
             *(event.type, event.job_id, event.tenant_id, event.from_state, event.to_state, event.attempt),
             *(event.retry_count, event.worker, event.message, event.at_ms, event.data),
         )
-        for event in fed
+        for event in feed_events
     ]
     assert {row[10] for row in rows} == {QUEUE}
-    assert msgspec.json.decode(fed[0].data["meta"], type=Meta) == meta  # type: ignore[index]
-    assert fed[0].data is not None
-    assert fed[0].data["payload"] == '{"a":1.10}'
+    assert msgspec.json.decode(feed_events[0].data["meta"], type=Meta) == meta  # type: ignore[index]
+    assert feed_events[0].data is not None
+    assert feed_events[0].data["payload"] == '{"a":1.10}'
     seqs = query_file(
         path,
         "SELECT job_row, group_concat(seq) FROM (SELECT * FROM events ORDER BY job_row, seq) GROUP BY job_row",
@@ -99,7 +99,7 @@ async def test_the_story_in_the_file_is_the_one_in_the_feed(path: Path) -> None:
     assert seqs == [(1, "1,2,3,4,5,6,7,8"), (2, "1,2,3")]
 
 
-async def test_the_creation_is_told_as_it_was_submitted(path: Path) -> None:
+async def test_the_creation_event_keeps_the_submitted_envelope(path: Path) -> None:
     clock = ManualClock()
     async with open_engine(path, clock) as engine:
         job = envelope(delay_ms=1_000, meta=Meta(max_retries=5))
@@ -113,7 +113,7 @@ async def test_the_creation_is_told_as_it_was_submitted(path: Path) -> None:
         assert (await engine.read_feed(QUEUE, "", 1))[0].events[0].data == before
 
 
-async def test_heartbeats_leave_one_entry_and_only_for_those_who_hold(path: Path) -> None:
+async def test_heartbeats_leave_one_entry_for_valid_leases_only(path: Path) -> None:
     async with open_engine(path) as engine:
         await engine.submit([envelope() for _ in range(3)])
         one, two, three = await engine.claim("w1", [QUEUE], 3, 0)
@@ -123,10 +123,18 @@ async def test_heartbeats_leave_one_entry_and_only_for_those_who_hold(path: Path
         assert await engine.renew(leases, [one.lease, two.lease, three.lease]) == [three.lease]
         assert await engine.renew(leases[:2]) == []
         (entry,) = (await engine.read_feed(QUEUE, "", 100))[before:]
-        beats = [
-            (beat.type, beat.job_id, beat.from_state, beat.to_state, beat.attempt, beat.worker) for beat in entry.events
+        heartbeats = [
+            (
+                heartbeat.type,
+                heartbeat.job_id,
+                heartbeat.from_state,
+                heartbeat.to_state,
+                heartbeat.attempt,
+                heartbeat.worker,
+            )
+            for heartbeat in entry.events
         ]
-        assert beats == [(HEARTBEAT_EVENT, claim.job_id, None, None, 1, "w1") for claim in (one, two)]
+        assert heartbeats == [(HEARTBEAT_EVENT, claim.job_id, None, None, 1, "w1") for claim in (one, two)]
         assert await settle(engine, one, Succeed(b"1")) is SettleResult.APPLIED
 
 
@@ -138,7 +146,7 @@ def effect(key: str, job_id: str, state: str, expires_at: int | None) -> tuple[o
     return "default", key, state, value, 1, expires_at, "f", "x", "t", QUEUE, job_id, 1, "w1", 1
 
 
-async def test_many_finished_jobs_go_in_small_steps_with_all_that_is_theirs(path: Path) -> None:
+async def test_finished_jobs_are_pruned_with_their_events_and_steps(path: Path) -> None:
     clock = ManualClock()
     async with open_engine(path, clock, finished_ttl_ms=int(DAY_S * 1000)) as engine:
         jobs = [envelope() for _ in range(450)]
@@ -165,17 +173,17 @@ async def test_many_finished_jobs_go_in_small_steps_with_all_that_is_theirs(path
     assert query_file(path, "SELECT count(*) FROM events WHERE job_row NOT IN (SELECT id FROM jobs)") == [(0,)]
 
 
-async def test_what_a_person_has_to_see_stays(path: Path) -> None:
+async def test_open_dead_letters_and_effects_in_doubt_are_not_pruned(path: Path) -> None:
     clock = ManualClock()
     async with open_engine(path, clock, finished_ttl_ms=1_000) as engine:
-        given_up = await start_one(engine)
-        await settle(engine, given_up, DeadLetter(FAILURE))
-        doubtful, plain = await start_one(engine), await start_one(engine)
-        for claim in (doubtful, plain):
+        dead_lettered = await start_one(engine)
+        await settle(engine, dead_lettered, DeadLetter(FAILURE))
+        in_doubt, plain = await start_one(engine), await start_one(engine)
+        for claim in (in_doubt, plain):
             await settle(engine, claim, Succeed(b"1"))
         past, future = clock.now_ms(), clock.now_ms() + 10**9
         effects = [
-            effect("doubt", doubtful.job_id, "in_doubt", past),
+            effect("doubt", in_doubt.job_id, "in_doubt", past),
             effect("reserved", "another", "reserved", past),
             effect("old", plain.job_id, "done", past),
             effect("young", plain.job_id, "done", future),
@@ -192,18 +200,21 @@ async def test_what_a_person_has_to_see_stays(path: Path) -> None:
         await engine.write(add)
         clock.advance(2.0)
         await engine.prune([QUEUE])
-        assert {row[0] for row in query_file(path, "SELECT job_id FROM jobs")} == {given_up.job_id, doubtful.job_id}
+        assert {row[0] for row in query_file(path, "SELECT job_id FROM jobs")} == {
+            dead_lettered.job_id,
+            in_doubt.job_id,
+        }
         kept = {row[0] for row in query_file(path, "SELECT key FROM idempotency_keys")}
         assert kept == {"doubt", "reserved", "young", "for ever"}
         await engine.write(
             lambda transaction: transaction.execute("UPDATE dlq_items SET status = 'discarded'").rowcount
         )
         await engine.prune([QUEUE])
-        assert query_file(path, "SELECT job_id FROM jobs") == [(doubtful.job_id,)]
+        assert query_file(path, "SELECT job_id FROM jobs") == [(in_doubt.job_id,)]
         assert query_file(path, "SELECT count(*) FROM dlq_items") == [(0,)]
 
 
-async def test_sent_events_and_what_became_of_messages_go_by_age(path: Path) -> None:
+async def test_sent_events_and_executions_are_pruned_by_age(path: Path) -> None:
     clock = ManualClock()
     event = (
         "INSERT INTO outbox_events (tenant_id, id, destination, topic, lane, payload, status, next_retry_at, sent_at, "
@@ -233,21 +244,21 @@ async def test_sent_events_and_what_became_of_messages_go_by_age(path: Path) -> 
 # Other SQL on the same writer -----------------------------------------------------------------------
 
 
-async def test_other_sql_shares_the_transaction_and_is_taken_back_alone(path: Path) -> None:
+async def test_other_sql_shares_the_transaction_and_rolls_back_alone(path: Path) -> None:
     async with open_engine(path) as engine:
 
-        def use(transaction: Transaction, queue: str, error: Exception | None = None) -> int:
+        def insert(transaction: Transaction, queue: str, error: Exception | None = None) -> int:
             count = transaction.execute("INSERT INTO queues (queue, has_jobs) VALUES (?, 1)", (queue,)).rowcount
             if error is not None:
                 raise error
             return count
 
-        works = [
-            lambda transaction: use(transaction, "one"),
-            lambda transaction: use(transaction, "two", ValueError("mine")),
-            lambda transaction: use(transaction, "three"),
+        writes = [
+            lambda transaction: insert(transaction, "one"),
+            lambda transaction: insert(transaction, "two", ValueError("mine")),
+            lambda transaction: insert(transaction, "three"),
         ]
-        first, second, third = await asyncio.gather(*map(engine.write, works), return_exceptions=True)
+        first, second, third = await asyncio.gather(*map(engine.write, writes), return_exceptions=True)
         assert (first, third) == (1, 1)
         assert isinstance(second, ValueError)
         assert await engine.queues() == ["one", "three"]
@@ -262,19 +273,21 @@ def note(transaction: Transaction, text: str | None) -> int:
     return transaction.execute("INSERT INTO notes VALUES (?)", (text,)).rowcount
 
 
-async def test_another_kind_of_file_has_its_own_schema_and_its_own_errors(tmp_path: Path, path: Path) -> None:
-    own = tmp_path / "ledger.db"
-    writer = await asyncio.to_thread(writers.acquire_writer, own, prepare=prepare_notes, unavailable=LedgerUnavailable)
+async def test_a_file_of_another_kind_has_its_own_schema_and_errors(tmp_path: Path, path: Path) -> None:
+    other_path = tmp_path / "ledger.db"
+    writer = await asyncio.to_thread(
+        writers.acquire_writer, other_path, prepare=prepare_notes, unavailable=LedgerUnavailable
+    )
     try:
         assert await writer.perform(note, "one", unavailable=LedgerUnavailable) == 1
         with pytest.raises(LedgerUnavailable, match="invariant"):
             await writer.perform(note, "one", unavailable=LedgerUnavailable)
         with pytest.raises(EngineUnavailable):
             await writer.perform(note, None)
-        assert query_file(own, "SELECT * FROM notes") == [("one",)]
+        assert query_file(other_path, "SELECT * FROM notes") == [("one",)]
         with pytest.raises(InvalidOption, match="another kind"):
-            writers.acquire_writer(own, prepare=prepare_schema)
-        own.rename(tmp_path / "aside.db")
+            writers.acquire_writer(other_path, prepare=prepare_schema)
+        other_path.rename(tmp_path / "aside.db")
         with pytest.raises(LedgerUnavailable, match=r"ledger\.db"):
             await writer.perform(note, "two", unavailable=LedgerUnavailable)
     finally:
@@ -294,7 +307,7 @@ async def test_a_migration_waits_for_the_writer(path: Path) -> None:
                 order.append("migrated")
 
         def slow(transaction: Transaction) -> None:
-            # In the transaction: whoever wants to be alone has to wait until it is over.
+            # Within the transaction: an exclusive lock has to wait until it ends.
             thread = loop.run_in_executor(None, migrate)
             threads.append(thread)
             order.append("written")
@@ -308,7 +321,7 @@ async def test_a_migration_waits_for_the_writer(path: Path) -> None:
 # Waiting for the feed -------------------------------------------------------------------------------
 
 
-async def test_whoever_waits_for_the_feed_is_woken_by_an_entry(path: Path) -> None:
+async def test_a_waiter_for_the_feed_is_woken_by_an_entry(path: Path) -> None:
     async with open_engine(path) as engine, open_engine(path) as other:
         assert await engine.wait_feed({QUEUE: "", "mails": ""}, 0) == []
         waiting = asyncio.create_task(engine.wait_feed({QUEUE: "", "mails": ""}, 10_000))
@@ -322,7 +335,7 @@ async def test_whoever_waits_for_the_feed_is_woken_by_an_entry(path: Path) -> No
         assert [each.position for each in await engine.read_feed(QUEUE, entry.position, 1)] == [entry.position]
 
 
-async def test_an_entry_says_when_somebody_waits_for_it(path: Path) -> None:
+async def test_an_entry_with_a_durable_job_is_urgent(path: Path) -> None:
     async with open_engine(path) as engine:
         await engine.submit([envelope()])
         await engine.submit([envelope(), envelope(durable=True)])

@@ -1,4 +1,4 @@
-"""Migrations: the same tables as a fresh ledger, all or nothing, and harmless when two run at once."""
+"""Migrations: the same tables as a fresh ledger, atomic, and safe to run concurrently."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from holdfast.schema.columns import HEAD, TABLE, metadata
 from holdfast.sqlite.connection import DatabaseFile
 from holdfast.verification.chaos.servers import free_port
 
-#: Everything that makes two PostgreSQL schemas different, as rows of text.
+#: Queries for everything in which two PostgreSQL schemas can differ.
 _CATALOGUE = {
     "columns": """
         SELECT table_name, ordinal_position, column_name, data_type, is_nullable, column_default, collation_name
@@ -76,7 +76,9 @@ async def empty(empty_postgres_url: str) -> AsyncIterator[PostgresStore]:
 
 
 @pytest.mark.postgres
-async def test_migrated_is_fresh_on_postgres(empty: PostgresStore, empty_postgres_url: str) -> None:
+async def test_migrations_create_the_schema_of_a_fresh_ledger_on_postgres(
+    empty: PostgresStore, empty_postgres_url: str
+) -> None:
     await migrate.up(empty)
     migrated = await _catalogue(empty_postgres_url)
     await migrate.down(empty)
@@ -90,7 +92,7 @@ async def test_migrated_is_fresh_on_postgres(empty: PostgresStore, empty_postgre
         assert [row for row in migrated[part] if TABLE not in row[0]] == rows, part
 
 
-async def test_migrated_is_fresh_in_a_file(tmp_path: Path) -> None:
+async def test_migrations_create_the_schema_of_a_fresh_ledger_in_a_file(tmp_path: Path) -> None:
     await migrate.up(tmp_path / "migrated.db")
     store = SqliteLedgerStore(DatabaseFile(str(tmp_path / "fresh.db")), prepare_ledger)
     await store.open()
@@ -100,30 +102,30 @@ async def test_migrated_is_fresh_in_a_file(tmp_path: Path) -> None:
     assert migrated == fresh
 
 
-async def test_a_migrated_file_opens(tmp_path: Path) -> None:
+async def test_a_migrated_file_can_be_opened(tmp_path: Path) -> None:
     await migrate.up(tmp_path / "ledger.db")
     store = SqliteLedgerStore(DatabaseFile(str(tmp_path / "ledger.db")), prepare_ledger)
     await store.open()
     await store.close()
 
 
-def test_the_code_knows_the_newest_migration() -> None:
+def test_head_is_the_newest_migration() -> None:
     assert ScriptDirectory(str(revisions._SCRIPTS)).get_current_head() == HEAD
 
 
-def test_the_wheel_would_carry_the_migrations() -> None:
+def test_the_migrations_are_in_the_package() -> None:
     assert {path.name for path in revisions._SCRIPTS.iterdir()} >= {"env.py", "script.py.mako", "versions"}
 
 
 @pytest.mark.postgres
 async def test_every_business_index_leads_with_the_tenant(postgres_url: str) -> None:
-    ours = {"feed_positions", "feed_entries", "ledger_owner", "tokens", TABLE}
-    ours |= {"outbox_lanes", "trigger_presences", "trigger_pauses"}
-    # A relay serves all tenants at once.
+    without_tenant = {"feed_positions", "feed_entries", "ledger_owner", "tokens", TABLE}
+    without_tenant |= {"outbox_lanes", "trigger_presences", "trigger_pauses"}
+    # A relay serves all tenants.
     relays = {f"outbox_events_{name}" for name in ("pk", "waiting", "by_key", "retrying", "in_the_way", "by_sent")}
     catalogue = await _catalogue(postgres_url)
     for table, name, definition in catalogue["indexes"]:
-        if table not in ours and name not in relays:
+        if table not in without_tenant and name not in relays:
             assert "btree (tenant_id, " in definition, name
 
 
@@ -151,7 +153,7 @@ async def test_up_twice_changes_nothing(ledger_store: migrate.Target) -> None:
     assert (again.before, again.after) == (HEAD, HEAD)
 
 
-async def test_two_at_once_are_harmless(ledger_store: migrate.Target) -> None:
+async def test_concurrent_migrations_are_safe(ledger_store: migrate.Target) -> None:
     others = [ledger_store.clone() if isinstance(ledger_store, PostgresStore) else ledger_store for _ in range(4)]
     changes = await asyncio.gather(*(migrate.up(other) for other in others))
     assert sorted(change.before or "" for change in changes) == ["", HEAD, HEAD, HEAD]
@@ -160,9 +162,9 @@ async def test_two_at_once_are_harmless(ledger_store: migrate.Target) -> None:
             await other.close()
 
 
-async def test_status_looks_and_changes_nothing(ledger_store: migrate.Target) -> None:
+async def test_status_changes_nothing(ledger_store: migrate.Target) -> None:
     before = await migrate.status(ledger_store)
-    assert (before.version, [one.version for one in before.pending]) == (None, VERSIONS)
+    assert (before.version, [migration.version for migration in before.pending]) == (None, VERSIONS)
     if isinstance(ledger_store, Path):
         assert ledger_store.name not in os.listdir(ledger_store.parent)
     await migrate.up(ledger_store)
@@ -182,9 +184,9 @@ async def test_renamed_columns_keep_their_values_up_and_down(ledger_store: migra
     assert [await _rows(ledger_store, f"SELECT {old} FROM {table}") for table, old, _ in _RENAMED] == before
 
 
-async def test_a_newer_ledger_is_left_alone(ledger_store: migrate.Target) -> None:
+async def test_a_newer_ledger_is_not_migrated(ledger_store: migrate.Target) -> None:
     await migrate.up(ledger_store)
-    await _say_version(ledger_store, "0999")
+    await _set_version(ledger_store, "0999")
     assert (await migrate.status(ledger_store)).newer
     for change in (migrate.up, migrate.down):
         with pytest.raises(SchemaMismatch, match="upgrade holdfast"):
@@ -192,15 +194,13 @@ async def test_a_newer_ledger_is_left_alone(ledger_store: migrate.Target) -> Non
     assert (await migrate.status(ledger_store)).version == "0999"
 
 
-async def test_a_migration_that_fails_leaves_nothing(
-    ledger_store: migrate.Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_failed_migration_leaves_nothing(ledger_store: migrate.Target, monkeypatch: pytest.MonkeyPatch) -> None:
     from alembic import op
 
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("in the middle")
 
-    # The last table's index: everything else is there by then.
+    # An index of the last table: everything else exists by then.
     real = op.create_index
     monkeypatch.setattr(
         op, "create_index", lambda name, *a, **k: fail() if "anomalies" in name else real(name, *a, **k)
@@ -222,7 +222,7 @@ async def test_a_ledger_shares_a_database_with_an_application(empty: PostgresSto
 
 
 @pytest.mark.postgres
-async def test_a_ledger_in_a_schema_of_its_own(empty: PostgresStore, empty_postgres_url: str) -> None:
+async def test_a_ledger_in_its_own_schema(empty: PostgresStore, empty_postgres_url: str) -> None:
     await empty.execute("CREATE SCHEMA apart")
     store = migrate.migration_store(f"{empty_postgres_url}?options=-csearch_path%3Dapart")
     assert (await migrate.up(store)).after == HEAD
@@ -231,7 +231,7 @@ async def test_a_ledger_in_a_schema_of_its_own(empty: PostgresStore, empty_postg
     await store.close()
 
 
-# Files of others -----------------------------------------------------------------------------------
+# Foreign files -------------------------------------------------------------------------------------
 
 
 async def test_a_file_of_another_program_is_refused(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ async def test_a_file_of_another_program_is_refused(tmp_path: Path) -> None:
             await change(path)
 
 
-async def test_a_database_that_is_down_says_so() -> None:
+async def test_an_unreachable_database_raises_unavailable() -> None:
     store = migrate.migration_store(f"postgresql://u:secret@127.0.0.1:{free_port()}/db")
     for change in (migrate.up, migrate.down, migrate.status):
         with pytest.raises(LedgerUnavailable, match="nothing listens"):
@@ -254,7 +254,7 @@ async def test_a_database_that_is_down_says_so() -> None:
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
 def ledger_store(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    """A place for a ledger, without one."""
+    """An address without a ledger."""
     return tmp_path / "ledger.db" if request.param == "sqlite" else request.getfixturevalue("empty")
 
 
@@ -268,7 +268,7 @@ async def _rows(store: migrate.Target, statement: str) -> list[tuple[Any, ...]]:
         return rows
 
 
-async def _say_version(store: migrate.Target, version: str) -> None:
+async def _set_version(store: migrate.Target, version: str) -> None:
     if isinstance(store, PostgresStore):
         await store.execute(f"UPDATE {TABLE} SET version_num = $1", version)
         return
@@ -288,13 +288,13 @@ async def _catalogue(url: str) -> dict[str, list[tuple[Any, ...]]]:
 
 
 def _schema(path: Path) -> list[tuple[str, ...]]:
-    """Tables as SQLite took them, and what it makes of them; spaces do not count."""
+    """Definitions and columns of all tables, with normalised whitespace."""
     connection = sqlite3.connect(path)
     try:
-        # SQLite's own table of positions stays for ever.
+        # SQLite does not drop its internal table.
         made = "SELECT type, name, sql FROM sqlite_schema WHERE name <> 'sqlite_sequence' ORDER BY type, name"
         rows = connection.execute(made).fetchall()
-        found: list[tuple[str, ...]] = [(kind, name, _squeezed(sql)) for kind, name, sql in rows]
+        found: list[tuple[str, ...]] = [(kind, name, _normalise(sql)) for kind, name, sql in rows]
         for kind, name, _ in rows:
             if kind == "table":
                 found += [("column", name, str(row)) for row in connection.execute(f"PRAGMA table_xinfo({name})")]
@@ -303,8 +303,8 @@ def _schema(path: Path) -> list[tuple[str, ...]]:
         connection.close()
 
 
-def _squeezed(sql: str | None) -> str:
-    """A table's parts in one order: a constraint may be written first or last."""
+def _normalise(sql: str | None) -> str:
+    """Normalise whitespace and the order of a table's constraints."""
     words = " ".join((sql or "").split())
     if not words.startswith("CREATE TABLE"):
         return words

@@ -1,4 +1,4 @@
-"""Ids by their beginnings: which match, in which order, and by which index of SQLite."""
+"""Id prefixes: matches, their order, and the SQLite index that is used."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ from holdfast.ledger.queries.prefixes import KINDS, matching_ids
 from holdfast.ledger.sqlite.embedded import EmbeddedLedger
 from holdfast.ledger.sqlite.ledger import SqliteLedger
 from tests.ledger.conftest import AnyLedger
-from tests.ledger.histories import S, Told, opened, write
+from tests.ledger.histories import History, S, open_engine, write
 
 ID: Final = "01a1e55a882077db"
 
 
 @pytest.fixture
 async def ledger(ledger_url: str) -> AsyncIterator[AsyncEngine]:
-    async with opened(ledger_url) as engine:
+    async with open_engine(ledger_url) as engine:
         yield engine
 
 
-def told(job_id: str, **more: Any) -> Told:
-    return Told(S.QUEUED, job_id=job_id, **more)
+def history(job_id: str, **more: Any) -> History:
+    return History(S.QUEUED, job_id=job_id, **more)
 
 
-async def test_what_begins_so_matches_and_nothing_else(ledger: AsyncEngine) -> None:
+async def test_only_ids_with_the_prefix_match(ledger: AsyncEngine) -> None:
     await write(
         ledger,
-        told(ID),
-        told(ID + "0", queue="other"),
-        told(ID + "\U0001f600"),
-        told(ID, queue="other"),
-        told(ID[:-1] + "c"),
-        told(ID.upper()),
-        told("x" + ID),
-        told(ID + "1", tenant_id="acme"),
+        history(ID),
+        history(ID + "0", queue="other"),
+        history(ID + "\U0001f600"),
+        history(ID, queue="other"),
+        history(ID[:-1] + "c"),
+        history(ID.upper()),
+        history("x" + ID),
+        history(ID + "1", tenant_id="acme"),
     )
     queries = Queries(ledger)
 
     async def ids(prefix: str, tenants: list[str] | None = None, queue: str | None = None, limit: int = 9) -> list[str]:
-        return [one.id for one in await queries.by_prefix("job", prefix, tenants, queue, limit)]
+        return [match.id for match in await queries.by_prefix("job", prefix, tenants, queue, limit)]
 
     assert await ids(ID) == [ID, ID + "0", ID + "1", ID + "\U0001f600"]
     assert await ids(ID, limit=2) == [ID, ID + "0"]
     assert await ids(ID, ["default"]) == [ID, ID + "0", ID + "\U0001f600"]
     assert await ids(ID, ["acme"]) == [ID + "1"]
-    assert await ids(ID, ["nobody"]) == []
+    assert await ids(ID, ["unknown"]) == []
     assert await ids(ID, []) == []
     assert await ids(ID, None, "other") == [ID, ID + "0"]
     assert await ids(ID + "0") == [ID + "0"]
@@ -63,7 +63,7 @@ PLANS: Final[dict[type, dict[str, str]]] = {
         "approval": "sqlite_autoindex_approvals_1 (tenant_id=? AND approval_id>? AND approval_id<?)",
         "dead letter": "sqlite_autoindex_dlq_items_1 (tenant_id=? AND dlq_id>? AND dlq_id<?)",
     },
-    # One engine's ids are unique whoever's they are.
+    # Job ids of one engine are unique across tenants.
     EmbeddedLedger: {
         "job": "jobs_by_job_id (job_id>? AND job_id<?)",
         "approval": "sqlite_autoindex_approvals_1 (tenant_id=? AND approval_id>? AND approval_id<?)",
@@ -73,7 +73,7 @@ PLANS: Final[dict[type, dict[str, str]]] = {
 
 
 @pytest.mark.parametrize("any_ledger", ["sqlite", "embedded"], indirect=True)
-async def test_sqlite_reads_a_range_of_the_key(any_ledger: AnyLedger) -> None:
+async def test_sqlite_reads_a_range_of_the_index(any_ledger: AnyLedger) -> None:
     engine = any_ledger.queries.engine
     for noun, index in PLANS[type(any_ledger)].items():
         statement = matching_ids(KINDS[noun], "default", ID, None, engine.dialect).limit(11)

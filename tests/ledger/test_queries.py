@@ -1,4 +1,4 @@
-"""Lists, pages, one job's story and counts, on both stores."""
+"""Lists, pages, one job's history and counts, on both stores."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from holdfast.ledger.queries.job_list import JobFilter, from_cursor
 from holdfast.ledger.queries.jobs import Queries
 from holdfast.ledger.queries.records import JobRow
 from holdfast.schema import idempotency_keys, job_steps
-from tests.ledger.histories import START, S, Told, async_url, opened, write
+from tests.ledger.histories import START, History, S, async_url, open_engine, write
 
 
 @pytest.fixture
 async def ledger(ledger_url: str) -> AsyncIterator[AsyncEngine]:
-    async with opened(ledger_url) as engine:
+    async with open_engine(ledger_url) as engine:
         yield engine
 
 
@@ -32,15 +32,15 @@ def minutes(number: float) -> datetime:
     return START + timedelta(minutes=number)
 
 
-#: Every kind of filter has something to find and something to leave out.
+#: Every filter matches some of these jobs and excludes others.
 JOBS = (
-    Told(S.QUEUED, job_id="j1", at=minutes(1), job_type="mail", trace_id="t-1"),
-    Told(S.QUEUED, S.RUNNING, job_id="j2", at=minutes(2), job_type="mail", worker="w", idempotency_key="order-2"),
-    Told(S.QUEUED, S.RUNNING, S.SUCCEEDED, job_id="j3", at=minutes(3), queue="letters", trace_id="t-1"),
-    Told(S.QUEUED, S.RUNNING, S.RETRYING, job_id="j4", at=minutes(4), last_error="ValueError: 100% Wrong_answer"),
-    Told(S.QUEUED, S.RUNNING, S.RETRYING, job_id="j5", at=minutes(5), last_error="KeyError: 'wrong answer'"),
-    Told(S.QUEUED, S.CANCELLED, job_id="j6", at=minutes(6), tenant_id="acme", job_type="mail"),
-    Told(S.QUEUED, S.RUNNING, S.SUCCEEDED, job_id="j1", at=minutes(7), tenant_id="acme", queue="letters"),
+    History(S.QUEUED, job_id="j1", at=minutes(1), job_type="mail", trace_id="t-1"),
+    History(S.QUEUED, S.RUNNING, job_id="j2", at=minutes(2), job_type="mail", worker="w", idempotency_key="order-2"),
+    History(S.QUEUED, S.RUNNING, S.SUCCEEDED, job_id="j3", at=minutes(3), queue="reports", trace_id="t-1"),
+    History(S.QUEUED, S.RUNNING, S.RETRYING, job_id="j4", at=minutes(4), last_error="ValueError: 100% Wrong_answer"),
+    History(S.QUEUED, S.RUNNING, S.RETRYING, job_id="j5", at=minutes(5), last_error="KeyError: 'wrong answer'"),
+    History(S.QUEUED, S.CANCELLED, job_id="j6", at=minutes(6), tenant_id="acme", job_type="mail"),
+    History(S.QUEUED, S.RUNNING, S.SUCCEEDED, job_id="j1", at=minutes(7), tenant_id="acme", queue="reports"),
 )
 
 FILTERS: dict[str, tuple[JobFilter, list[str]]] = {
@@ -51,25 +51,25 @@ FILTERS: dict[str, tuple[JobFilter, list[str]]] = {
     "successes and others": (JobFilter(states=frozenset({S.SUCCEEDED, S.QUEUED})), ["acme/j1", "j3", "j1"]),
     "type": (JobFilter(job_type="mail"), ["acme/j6", "j2", "j1"]),
     "tenant": (JobFilter(tenant_id="acme"), ["acme/j1", "acme/j6"]),
-    "no such tenant": (JobFilter(tenant_id="nobody"), []),
-    "queue": (JobFilter(queues=frozenset({"letters"})), ["acme/j1", "j3"]),
-    "queues": (JobFilter(queues=frozenset({"letters", "default"}), tenant_id="acme"), ["acme/j1", "acme/j6"]),
+    "unknown tenant": (JobFilter(tenant_id="unknown"), []),
+    "queue": (JobFilter(queues=frozenset({"reports"})), ["acme/j1", "j3"]),
+    "queues": (JobFilter(queues=frozenset({"reports", "default"}), tenant_id="acme"), ["acme/j1", "acme/j6"]),
     "since": (JobFilter(since=minutes(5)), ["acme/j1", "acme/j6", "j5"]),
     "until": (JobFilter(until=minutes(3)), ["j2", "j1"]),
     "between": (JobFilter(since=minutes(3), until=minutes(5)), ["j4", "j3"]),
     "text in the error": (JobFilter(error="wrong"), ["j5", "j4"]),
-    "percent is no wildcard": (JobFilter(error="100%"), ["j4"]),
-    "underscore is no wildcard": (JobFilter(error="wrong_ANSWER"), ["j4"]),
-    "text that is nowhere": (JobFilter(error="no such text"), []),
+    "percent is not a wildcard": (JobFilter(error="100%"), ["j4"]),
+    "underscore is not a wildcard": (JobFilter(error="wrong_ANSWER"), ["j4"]),
+    "text without a match": (JobFilter(error="no such text"), []),
     "text and state": (JobFilter(error="keyerror", states=frozenset({S.RETRYING, S.FAILED})), ["j5"]),
     "trace": (JobFilter(trace_id="t-1"), ["j3", "j1"]),
     "trace and state": (JobFilter(trace_id="t-1", states=frozenset({S.QUEUED})), ["j1"]),
     "no trace": (JobFilter(trace_id="", job_type="mail"), ["acme/j6", "j2"]),
     "key": (JobFilter(idempotency_key="order-2"), ["j2"]),
-    "a job's id is its key": (JobFilter(idempotency_key="j1"), ["acme/j1", "j1"]),
-    "an id with a key of its own": (JobFilter(idempotency_key="j2"), []),
-    "type and queue": (JobFilter(job_type="mail", queues=frozenset({"letters"})), []),
-    "what cannot be stored": (JobFilter(trace_id="a\0b", job_type="\ud800", error="\0"), []),
+    "key defaults to the job id": (JobFilter(idempotency_key="j1"), ["acme/j1", "j1"]),
+    "job id with another key": (JobFilter(idempotency_key="j2"), []),
+    "type and queue": (JobFilter(job_type="mail", queues=frozenset({"reports"})), []),
+    "unstorable text": (JobFilter(trace_id="a\0b", job_type="\ud800", error="\0"), []),
 }
 
 
@@ -77,13 +77,13 @@ def names(jobs: list[JobRow]) -> list[str]:
     return [job.job_id if job.tenant_id == "default" else f"{job.tenant_id}/{job.job_id}" for job in jobs]
 
 
-@pytest.mark.parametrize(("wanted", "expected"), FILTERS.values(), ids=FILTERS.keys())
-async def test_filters(ledger: AsyncEngine, wanted: JobFilter, expected: list[str]) -> None:
+@pytest.mark.parametrize(("filters", "expected"), FILTERS.values(), ids=FILTERS.keys())
+async def test_jobs_are_listed_by_filter(ledger: AsyncEngine, filters: JobFilter, expected: list[str]) -> None:
     await write(ledger, *JOBS)
-    page = await Queries(ledger).jobs(wanted)
+    page = await Queries(ledger).jobs(filters)
     assert names(page.jobs) == expected
     assert page.cursor is None
-    assert names(await _all_pages(Queries(ledger), wanted, 1)) == expected
+    assert names(await _all_pages(Queries(ledger), filters, 1)) == expected
 
 
 async def test_an_empty_ledger_has_no_jobs(ledger: AsyncEngine) -> None:
@@ -107,11 +107,11 @@ async def test_a_row_is_typed(ledger: AsyncEngine) -> None:
 # Pages -----------------------------------------------------------------------------------------------
 
 
-async def _all_pages(queries: Queries, wanted: JobFilter, limit: int) -> list[JobRow]:
+async def _all_pages(queries: Queries, filters: JobFilter, limit: int) -> list[JobRow]:
     found: list[JobRow] = []
     cursor: str | None = None
     while True:
-        page = await queries.jobs(wanted, limit, cursor)
+        page = await queries.jobs(filters, limit, cursor)
         assert len(page.jobs) <= limit
         found += page.jobs
         if page.cursor is None:
@@ -120,41 +120,39 @@ async def _all_pages(queries: Queries, wanted: JobFilter, limit: int) -> list[Jo
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-async def test_pages_are_the_list_cut_into_pieces(
-    ledger: AsyncEngine, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
-    # Small enough that searches stop in the middle, and at different places.
+async def test_pages_add_up_to_the_whole_list(ledger: AsyncEngine, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    # Small enough for searches to stop in the middle, at different positions.
     monkeypatch.setattr(job_list, "SCANNED", 20)
     monkeypatch.setattr(job_list, "SCANNED_EACH", 5)
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     print("seed", seed)
-    told = [_random_job(dice, number) for number in range(60)]
-    await write(ledger, *told)
+    histories = [_random_job(rng, number) for number in range(60)]
+    await write(ledger, *histories)
     queries = Queries(ledger)
     for _ in range(15):
-        wanted = _random_filter(dice)
-        expected = sorted((one for one in told if _matches(one.row, wanted)), key=_order, reverse=True)
-        found = await _all_pages(queries, wanted, dice.choice([2, 5, 10, 200]))
-        assert [job.key for job in found] == [one.key for one in expected], wanted
+        filters = _random_filter(rng)
+        expected = sorted((each for each in histories if _matches(each.row, filters)), key=_order, reverse=True)
+        found = await _all_pages(queries, filters, rng.choice([2, 5, 10, 200]))
+        assert [job.key for job in found] == [each.key for each in expected], filters
 
 
-def _random_job(dice: random.Random, number: int) -> Told:
-    steps = dice.choice([[S.QUEUED], [S.QUEUED, S.RUNNING, S.SUCCEEDED], [S.QUEUED, S.CANCELLED]])
-    return Told(
+def _random_job(rng: random.Random, number: int) -> History:
+    steps = rng.choice([[S.QUEUED], [S.QUEUED, S.RUNNING, S.SUCCEEDED], [S.QUEUED, S.CANCELLED]])
+    return History(
         *steps,
-        # Many at the same moment, with ids that collations order differently.
-        job_id=f"{dice.choice(['a', 'B', '_', 'ä', '-'])}{number}",
-        at=minutes(dice.randrange(4)),
-        tenant_id=dice.choice(["default", "acme", "Zoo"]),
-        queue=dice.choice(["default", "Mail"]),
-        job_type=dice.choice(["x", "y"]),
-        last_error=dice.choice([None, "boom"]),
+        # Many at the same instant, with ids that collations order differently.
+        job_id=f"{rng.choice(['a', 'B', '_', 'ä', '-'])}{number}",
+        at=minutes(rng.randrange(4)),
+        tenant_id=rng.choice(["default", "acme", "Zoo"]),
+        queue=rng.choice(["default", "Mail"]),
+        job_type=rng.choice(["x", "y"]),
+        last_error=rng.choice([None, "boom"]),
     )
 
 
-def _random_filter(dice: random.Random) -> JobFilter:
-    given: dict[str, Any] = {
-        "states": frozenset(dice.sample([S.QUEUED, S.SUCCEEDED, S.CANCELLED], dice.randint(1, 2))),
+def _random_filter(rng: random.Random) -> JobFilter:
+    choices: dict[str, Any] = {
+        "states": frozenset(rng.sample([S.QUEUED, S.SUCCEEDED, S.CANCELLED], rng.randint(1, 2))),
         "job_type": "x",
         "tenant_id": "acme",
         "queues": frozenset({"Mail"}),
@@ -162,30 +160,30 @@ def _random_filter(dice: random.Random) -> JobFilter:
         "since": minutes(1),
         "until": minutes(3),
     }
-    return JobFilter(**{name: given[name] for name in dice.sample(sorted(given), dice.randint(0, 3))})
+    return JobFilter(**{name: choices[name] for name in rng.sample(sorted(choices), rng.randint(0, 3))})
 
 
-def _matches(row: dict[str, Any], wanted: JobFilter) -> bool:
+def _matches(row: dict[str, Any], filters: JobFilter) -> bool:
     return (
-        (not wanted.states or row["state"] in wanted.states)
-        and wanted.job_type in (None, row["job_type"])
-        and wanted.tenant_id in (None, row["tenant_id"])
-        and (not wanted.queues or row["queue"] in wanted.queues)
-        and (wanted.error is None or row["last_error"] is not None)
-        and (wanted.since is None or row["created_at"] >= wanted.since)
-        and (wanted.until is None or row["created_at"] < wanted.until)
+        (not filters.states or row["state"] in filters.states)
+        and filters.job_type in (None, row["job_type"])
+        and filters.tenant_id in (None, row["tenant_id"])
+        and (not filters.queues or row["queue"] in filters.queues)
+        and (filters.error is None or row["last_error"] is not None)
+        and (filters.since is None or row["created_at"] >= filters.since)
+        and (filters.until is None or row["created_at"] < filters.until)
     )
 
 
-def _order(told: Told) -> tuple[datetime, str, str, str]:
-    return told.row["created_at"], told.key.job_id, told.key.queue, told.key.tenant_id
+def _order(history: History) -> tuple[datetime, str, str, str]:
+    return history.row["created_at"], history.key.job_id, history.key.queue, history.key.tenant_id
 
 
-async def test_pages_stand_still_while_jobs_come_in(ledger: AsyncEngine) -> None:
-    await write(ledger, *(Told(S.QUEUED, job_id=f"old-{number}", at=minutes(number)) for number in range(6)))
+async def test_pages_are_stable_while_jobs_are_added(ledger: AsyncEngine) -> None:
+    await write(ledger, *(History(S.QUEUED, job_id=f"old-{number}", at=minutes(number)) for number in range(6)))
     queries = Queries(ledger)
     first = await queries.jobs(limit=3)
-    await write(ledger, *(Told(S.QUEUED, job_id=f"new-{number}", at=minutes(100 + number)) for number in range(6)))
+    await write(ledger, *(History(S.QUEUED, job_id=f"new-{number}", at=minutes(100 + number)) for number in range(6)))
     second = await queries.jobs(limit=3, cursor=first.cursor)
     assert names(first.jobs + second.jobs) == [f"old-{number}" for number in (5, 4, 3, 2, 1, 0)]
     assert second.cursor is None
@@ -194,15 +192,15 @@ async def test_pages_stand_still_while_jobs_come_in(ledger: AsyncEngine) -> None
 @pytest.mark.parametrize(
     "cursor", ["garbage", "!!!", "12", "1-61-62", "1-6-62-63", "-1-61-62-63", "ä", "x" * 5000, "1-61-62-63\n"]
 )
-async def test_garbage_is_no_cursor(ledger: AsyncEngine, cursor: str) -> None:
+async def test_an_invalid_cursor_is_refused(ledger: AsyncEngine, cursor: str) -> None:
     with pytest.raises(UsageError, match="is not a cursor"):
         await Queries(ledger).jobs(cursor=cursor)
-    # A number that is no instant.
+    # A number that is not an instant.
     with pytest.raises(UsageError):
         from_cursor("99999999999999999999-61-62-63")
 
 
-async def test_wrong_questions_are_refused(ledger: AsyncEngine) -> None:
+async def test_invalid_limits_and_times_are_refused(ledger: AsyncEngine) -> None:
     for limit in (0, -1, paging.MAX_LIMIT + 1):
         with pytest.raises(InvalidOption, match="limit"):
             await Queries(ledger).jobs(limit=limit)
@@ -213,8 +211,8 @@ async def test_wrong_questions_are_refused(ledger: AsyncEngine) -> None:
 # One job ---------------------------------------------------------------------------------------------
 
 
-async def test_one_job_and_its_story(ledger: AsyncEngine) -> None:
-    told = Told(
+async def test_one_job_and_its_events(ledger: AsyncEngine) -> None:
+    history = History(
         S.QUEUED,
         (S.RUNNING, {"worker": "w-1"}),
         "task.heartbeat",
@@ -224,7 +222,7 @@ async def test_one_job_and_its_story(ledger: AsyncEngine) -> None:
         payload='{"amount": 12345678901234567890.10}',
         context='{"user":"u1"}',
     )
-    await write(ledger, told, *JOBS)
+    await write(ledger, history, *JOBS)
     queries = Queries(ledger)
     job = await queries.job("j")
     assert job.state is S.FAILED
@@ -232,20 +230,20 @@ async def test_one_job_and_its_story(ledger: AsyncEngine) -> None:
     assert job.context is not None
     assert job.context.value == {"user": "u1"}
     assert job.result is None
-    story = await queries.events(job.key)
-    assert [event.seq for event in story] == [1, 2, 3, 4, 5, 6]
-    assert [event.type for event in story][1:4] == ["task.claimed", "task.heartbeat", "task.dlq_pending"]
-    assert story[0].from_state is None
-    assert story[3].to_state is S.DLQ_PENDING
-    assert story[3].event().data == {"failure": {"code": "TASK_ERROR"}}
-    assert story[1].event().worker == "w-1"
-    assert story[1].at == START + timedelta(seconds=1)
-    letter = await queries.dead_letter_of(job.key)
-    assert letter is not None
-    assert (letter.dlq_id, letter.error, letter.status) == ("dlq-j", "ValueError: boom", "open")
+    events = await queries.events(job.key)
+    assert [event.seq for event in events] == [1, 2, 3, 4, 5, 6]
+    assert [event.type for event in events][1:4] == ["task.claimed", "task.heartbeat", "task.dlq_pending"]
+    assert events[0].from_state is None
+    assert events[3].to_state is S.DLQ_PENDING
+    assert events[3].event().data == {"failure": {"code": "TASK_ERROR"}}
+    assert events[1].event().worker == "w-1"
+    assert events[1].at == START + timedelta(seconds=1)
+    dead_letter = await queries.dead_letter_of(job.key)
+    assert dead_letter is not None
+    assert (dead_letter.dlq_id, dead_letter.error, dead_letter.status) == ("dlq-j", "ValueError: boom", "open")
 
 
-async def test_a_job_without_the_rest_of_it(ledger: AsyncEngine) -> None:
+async def test_a_job_without_dead_letter_steps_or_effects(ledger: AsyncEngine) -> None:
     await write(ledger, *JOBS)
     queries = Queries(ledger)
     key = (await queries.job("j2")).key
@@ -274,13 +272,13 @@ async def test_steps_and_effects_of_a_job(ledger: AsyncEngine) -> None:
     assert (found.key, found.state, found.reason, found.value) == ("pay:1", "in_doubt", "lost", None)
 
 
-async def test_an_id_that_is_shared_means_the_newest_unless_told(ledger: AsyncEngine) -> None:
+async def test_a_shared_id_means_the_newest_job_by_default(ledger: AsyncEngine) -> None:
     await write(ledger, *JOBS)
     queries = Queries(ledger)
     assert (await queries.job("j1")).tenant_id == "acme"
     assert (await queries.job("j1", tenant_id="default")).tenant_id == "default"
     assert (await queries.job("j1", queue="default")).tenant_id == "default"
-    for wrong in ({"tenant_id": "x"}, {"queue": "x"}, {"tenant_id": "default", "queue": "letters"}):
+    for wrong in ({"tenant_id": "x"}, {"queue": "x"}, {"tenant_id": "default", "queue": "reports"}):
         with pytest.raises(UnknownJob):
             await queries.job("j1", **wrong)
     with pytest.raises(UnknownJob):
@@ -293,27 +291,27 @@ async def test_an_id_that_is_shared_means_the_newest_unless_told(ledger: AsyncEn
 async def test_counts_by_state(ledger: AsyncEngine) -> None:
     await write(ledger, *JOBS)
     queries = Queries(ledger)
-    everything = await queries.counts()
-    assert everything.estimated == frozenset()
-    assert {state: count for state, count in everything.states.items() if count} == {
+    counts = await queries.counts()
+    assert counts.estimated == frozenset()
+    assert {state: count for state, count in counts.states.items() if count} == {
         S.QUEUED: 1,
         S.RUNNING: 1,
         S.RETRYING: 2,
         S.SUCCEEDED: 2,
         S.CANCELLED: 1,
     }
-    assert set(everything.states) == set(State)
+    assert set(counts.states) == set(State)
     acme = await queries.counts("acme", exact=True)
     assert (acme.states[S.SUCCEEDED], acme.states[S.CANCELLED], acme.states[S.QUEUED]) == (1, 1, 0)
-    assert (await queries.counts(queue="letters")).states[S.SUCCEEDED] == 2
+    assert (await queries.counts(queue="reports")).states[S.SUCCEEDED] == 2
     assert (await queries.counts("o'brien", "100%:x")).states[S.SUCCEEDED] == 0
 
 
-async def test_many_successes_are_estimated_and_say_so(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_successes_are_estimated_and_marked_so(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holdfast.ledger.queries.jobs.COUNTED", 50)
-    async with opened(postgres_url) as engine:
-        await write(engine, *(Told(S.QUEUED, S.RUNNING, S.SUCCEEDED, job_id=f"s{n}") for n in range(200)))
-        await write(engine, *(Told(S.QUEUED, job_id=f"q{n}") for n in range(20)))
+    async with open_engine(postgres_url) as engine:
+        await write(engine, *(History(S.QUEUED, S.RUNNING, S.SUCCEEDED, job_id=f"s{n}") for n in range(200)))
+        await write(engine, *(History(S.QUEUED, job_id=f"q{n}") for n in range(20)))
         async with engine.begin() as connection:
             await connection.exec_driver_sql("ANALYZE jobs")
         counts = await Queries(engine).counts()
@@ -333,8 +331,8 @@ async def test_the_newest_jobs(ledger: AsyncEngine) -> None:
 # Faults ----------------------------------------------------------------------------------------------
 
 
-async def test_a_store_that_is_not_there_is_unavailable() -> None:
-    engine = create_async_engine(async_url("postgresql://nobody@127.0.0.1:1/none"))
+async def test_an_unreachable_store_raises_unavailable() -> None:
+    engine = create_async_engine(async_url("postgresql://user@127.0.0.1:1/none"))
     with pytest.raises(LedgerUnavailable, match="check that it is up"):
         await Queries(engine).jobs()
     await engine.dispose()

@@ -1,4 +1,4 @@
-"""Hot queries use an index on PostgreSQL: the plans of the very statements that the code runs, told by auto_explain."""
+"""Hot queries use an index on PostgreSQL: auto_explain logs the plans of the statements that the code runs."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from holdfast.ledger.queries.job_list import JobFilter
 from holdfast.ledger.queries.operator_filters import ApprovalFilter, AuditFilter, DeadLetterFilter
 from holdfast.ledger.queries.prefixes import KINDS
 from holdfast.verification.chaos.servers import PostgresServer
-from tests.ledger.projection_rig import Feed, Scribe
+from tests.ledger.projection_rig import Feed, FeedWriter
 
 pytestmark = pytest.mark.postgres
 
 JOBS: Final = 40_000
-#: Small tables may be read whole; these are the ones that grow.
+#: Tables that grow; small ones may be scanned.
 GROWING: Final = (
     *("jobs", "job_events", "dlq_items", "idempotency_keys", "job_steps", "feed_entries", "anomalies"),
     *("approvals", "approval_votes", "operator_events", "outbox_events", "queue_executions"),
@@ -95,7 +95,7 @@ INSERT INTO queue_executions (tenant_id, id, message_id, queue_name, status, sta
 SELECT tenant_id, job_id, 'm-' || job_id, 'orders', 'success', created_at FROM jobs;
 ANALYZE;
 """
-_TELL: Final = """
+_LOG_PLANS: Final = """
 LOAD 'auto_explain';
 SET auto_explain.log_min_duration = 0;
 SET auto_explain.log_analyze = off;
@@ -104,49 +104,49 @@ SET client_min_messages = log;
 
 
 class Plans(PostgresStore):
-    """A store whose connections tell the plan of everything that they run."""
+    """A store that collects the plan of every statement."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
-        self.told: list[str] = []
+        self.collected: list[str] = []
 
     async def connect(self, *arguments: Any, **options: Any) -> asyncpg.Connection:
         connection = await super().connect(*arguments, **options)
         try:
-            await connection.execute(_TELL)
+            await connection.execute(_LOG_PLANS)
         except BaseException:
-            # Cancelled, say, because the store is closed.
+            # For example cancelled because the store is closed.
             connection.terminate()
             raise
         return connection
 
     async def _connect_reader(self) -> asyncpg.Connection:
         connection = await super()._connect_reader()
-        connection.add_log_listener(self._hear)
+        connection.add_log_listener(self._on_log)
         return connection
 
     async def _acquire(self) -> Connection:
         connection = await super()._acquire()
-        connection.add_log_listener(self._hear)
+        connection.add_log_listener(self._on_log)
         return connection
 
     async def _release(self, connection: Connection) -> None:
-        # The pool wants its connections back without listeners.
-        connection.remove_log_listener(self._hear)
+        # The pool warns of connections that still have listeners.
+        connection.remove_log_listener(self._on_log)
         await super()._release(connection)
 
-    def _hear(self, _: Any, message: Any) -> None:
-        self.told.append(message.message)
+    def _on_log(self, _: Any, message: Any) -> None:
+        self.collected.append(message.message)
 
-    def whole(self) -> list[str]:
-        """Plans that read a growing table from end to end."""
+    def find_scans(self) -> list[str]:
+        """Plans with a sequential scan of a growing table."""
         scan = re.compile(rf"Seq Scan on ({'|'.join(GROWING)})\b")
-        return [plan for plan in self.told if scan.search(plan)]
+        return [plan for plan in self.collected if scan.search(plan)]
 
 
 @pytest.fixture(scope="module")
 def filled(postgres_server: PostgresServer, make_postgres_database: Callable[[], str]) -> str:
-    """One ledger for all plans: large enough that reading a table whole does not pay."""
+    """One ledger for all plans, large enough that a sequential scan is never cheaper."""
     url = make_postgres_database()
     postgres_server.execute(_FILL, url.rpartition("/")[2])
     return url
@@ -165,126 +165,130 @@ NOW: Final = datetime.now(UTC)
 PRIMARY_KEYS: Final = {"job": "jobs_pk", "approval": "approvals_pk", "dead letter": "dlq_items_pk"}
 
 READS: Final[dict[str, Callable[[PostgresLedger], Awaitable[Any]]]] = {
-    "the first page": lambda at: at.queries.jobs(JobFilter(), 50),
-    "the first page of a tenant": lambda at: at.queries.jobs(JobFilter(tenant_id="acme"), 50),
-    "by type": lambda at: at.queries.jobs(JobFilter(tenant_id="default", job_type="type-7"), 50),
-    "by state": lambda at: at.queries.jobs(
+    "the first page": lambda ledger: ledger.queries.jobs(JobFilter(), 50),
+    "the first page of a tenant": lambda ledger: ledger.queries.jobs(JobFilter(tenant_id="acme"), 50),
+    "by type": lambda ledger: ledger.queries.jobs(JobFilter(tenant_id="default", job_type="type-7"), 50),
+    "by state": lambda ledger: ledger.queries.jobs(
         JobFilter(tenant_id="default", states=frozenset({State.SUSPENDED, State.FAILED})), 50
     ),
-    "by trace": lambda at: at.queries.jobs(JobFilter(tenant_id="default", trace_id="trace-101"), 50),
-    "by key": lambda at: at.queries.jobs(JobFilter(tenant_id="default", idempotency_key="key-110"), 50),
-    "by time": lambda at: at.queries.jobs(
+    "by trace": lambda ledger: ledger.queries.jobs(JobFilter(tenant_id="default", trace_id="trace-101"), 50),
+    "by key": lambda ledger: ledger.queries.jobs(JobFilter(tenant_id="default", idempotency_key="key-110"), 50),
+    "by time": lambda ledger: ledger.queries.jobs(
         JobFilter(tenant_id="default", since=NOW - timedelta(days=9), until=NOW - timedelta(days=8)), 50
     ),
-    "by error": lambda at: at.queries.jobs(JobFilter(tenant_id="default", error="broken"), 50),
-    "one job": lambda at: at.queries.job("job-777"),
-    "jobs by the beginning of an id": lambda at: at.queries.by_prefix("job", "job-777", None, None, 11),
-    "approvals by the beginning of an id": lambda at: at.queries.by_prefix("approval", "a-job-12", ["acme"], None, 11),
-    "dead letters by the beginning of an id": lambda at: at.queries.by_prefix("dead letter", "d-job-1", None, "q", 11),
-    "one job's story": lambda at: at.queries.events(KEY),
-    "one job's dead letter": lambda at: at.queries.dead_letter_of(KEY),
-    "one job's steps": lambda at: at.queries.steps(KEY),
-    "one job's effects": lambda at: at.queries.effects(KEY),
-    "open jobs": lambda at: _first(at.recovery.open_jobs("default", 100)),
-    "which are still open": lambda at: at.recovery.still_open([KEY, JobKey("acme", "default", "job-50")]),
-    "stories to restore": lambda at: at.recovery.histories([KEY]),
-    "submission keys": lambda at: _first(at.recovery.submission_keys("default", 3_600_000, 100)),
-    "dead letters to tell of": lambda at: at.projection.unacked_dead_letters("default", 100),
-    "dead letters that are told of": lambda at: at.projection.ack_dead_letters([RecordedDeadLetter(KEY, "d-job-777")]),
-    "the position": lambda at: at.projection.position("default"),
-    "taking a feed": lambda at: at.projection.acquire("default", "me", 1_000),
-    "releasing a feed": lambda at: at.projection.release("default", "me"),
-    "entries after a fork": lambda at: at.projection.already_written("default", [FeedEntry("00000007-0", "n", [])]),
-    "whether jobs are there": lambda at: at.projection.wait_recorded([KEY], 1_000),
-    "a key's row": lambda at: at.effects.get([("default", "effect-job-777")]),
-    "steps of a job": lambda at: at.effects.steps([KEY]),
-    "approvals": lambda at: at.queries.approvals(ApprovalFilter()),
-    "open approvals of a tenant": lambda at: at.queries.approvals(
+    "by error": lambda ledger: ledger.queries.jobs(JobFilter(tenant_id="default", error="broken"), 50),
+    "one job": lambda ledger: ledger.queries.job("job-777"),
+    "jobs by id prefix": lambda ledger: ledger.queries.by_prefix("job", "job-777", None, None, 11),
+    "approvals by id prefix": lambda ledger: ledger.queries.by_prefix("approval", "a-job-12", ["acme"], None, 11),
+    "dead letters by id prefix": lambda ledger: ledger.queries.by_prefix("dead letter", "d-job-1", None, "q", 11),
+    "one job's events": lambda ledger: ledger.queries.events(KEY),
+    "one job's dead letter": lambda ledger: ledger.queries.dead_letter_of(KEY),
+    "one job's steps": lambda ledger: ledger.queries.steps(KEY),
+    "one job's effects": lambda ledger: ledger.queries.effects(KEY),
+    "open jobs": lambda ledger: _first(ledger.recovery.open_jobs("default", 100)),
+    "jobs that are still open": lambda ledger: ledger.recovery.still_open([KEY, JobKey("acme", "default", "job-50")]),
+    "histories to restore": lambda ledger: ledger.recovery.histories([KEY]),
+    "submission keys": lambda ledger: _first(ledger.recovery.submission_keys("default", 3_600_000, 100)),
+    "dead letters to confirm": lambda ledger: ledger.projection.unacked_dead_letters("default", 100),
+    "acknowledging dead letters": lambda ledger: ledger.projection.ack_dead_letters(
+        [RecordedDeadLetter(KEY, "d-job-777")]
+    ),
+    "the position": lambda ledger: ledger.projection.position("default"),
+    "acquiring a feed": lambda ledger: ledger.projection.acquire("default", "me", 1_000),
+    "releasing a feed": lambda ledger: ledger.projection.release("default", "me"),
+    "entries after a fork": lambda ledger: ledger.projection.already_written(
+        "default", [FeedEntry("00000007-0", "n", [])]
+    ),
+    "whether jobs are recorded": lambda ledger: ledger.projection.wait_recorded([KEY], 1_000),
+    "one effect": lambda ledger: ledger.effects.get([("default", "effect-job-777")]),
+    "steps of a job": lambda ledger: ledger.effects.steps([KEY]),
+    "approvals": lambda ledger: ledger.queries.approvals(ApprovalFilter()),
+    "open approvals of a tenant": lambda ledger: ledger.queries.approvals(
         ApprovalFilter(tenants=["default"], statuses=frozenset({ApprovalStatus.REQUESTED}))
     ),
-    "approvals of a job": lambda at: at.queries.approvals(ApprovalFilter(tenants=["default"], job_id="job-12")),
-    "one approval": lambda at: at.queries.approval(None, "a-job-12"),
-    "dead letters": lambda at: at.queries.dead_letters(DeadLetterFilter()),
-    "dead letters by kind": lambda at: at.queries.dead_letters(
+    "approvals of a job": lambda ledger: ledger.queries.approvals(ApprovalFilter(tenants=["default"], job_id="job-12")),
+    "one approval": lambda ledger: ledger.queries.approval(None, "a-job-12"),
+    "dead letters": lambda ledger: ledger.queries.dead_letters(DeadLetterFilter()),
+    "dead letters by fingerprint": lambda ledger: ledger.queries.dead_letters(
         DeadLetterFilter(tenants=["acme"], fingerprint="f-7", text="e")
     ),
-    "one dead letter": lambda at: at.queries.dead_letter(None, "d-job-1000"),
-    "the operators' log": lambda at: at.queries.audit_log(AuditFilter(actor="bob")),
-    "approvals to tell of": lambda at: at.operators.undelivered_approvals(10),
-    "approvals that nobody answered": lambda at: at.operators.expire_approvals(10),
-    "replays to hand in": lambda at: at.operators.unsubmitted_replays(10),
-    "lanes of the outbox": lambda at: at.outbox.acquire_lanes("me", ["kafka"], 64, 60_000),
-    "due events": lambda at: _due(at),
-    "the next retry": lambda at: at.outbox.next_due_ms(["kafka"], dead_blocks=True),
-    "destinations that wait": lambda at: at.outbox.destinations(),
-    "what waits": lambda at: at.outbox.backlog(),
-    "events of the outbox": lambda at: at.outbox.find(None, limit=50),
-    "dead events of a tenant": lambda at: at.outbox.find(["acme"], status=OutboxStatus.DEAD),
-    "one event": lambda at: at.outbox.get("default", "job-17"),
-    "reviving": lambda at: at.outbox.retry_events(None, ["job-9001"], "ann", ""),
-    "sent events to drop": lambda at: at.outbox.prune(40 * 86_400_000, 10),
-    "what became of messages": lambda at: at.triggers.executions(["default"], limit=10),
-    "what became of a queue's": lambda at: at.triggers.executions(["default"], queue_name="orders", limit=10),
-    "what became of one message": lambda at: at.triggers.executions(["acme", "default"], message_id="m-job-17"),
+    "one dead letter": lambda ledger: ledger.queries.dead_letter(None, "d-job-1000"),
+    "the audit log": lambda ledger: ledger.queries.audit_log(AuditFilter(actor="bob")),
+    "undelivered approvals": lambda ledger: ledger.operators.undelivered_approvals(10),
+    "overdue approvals": lambda ledger: ledger.operators.expire_approvals(10),
+    "unsubmitted replays": lambda ledger: ledger.operators.unsubmitted_replays(10),
+    "lanes of the outbox": lambda ledger: ledger.outbox.acquire_lanes("me", ["kafka"], 64, 60_000),
+    "due events": lambda ledger: _publish_due(ledger),
+    "the next retry": lambda ledger: ledger.outbox.next_due_ms(["kafka"], dead_blocks=True),
+    "destinations with a backlog": lambda ledger: ledger.outbox.destinations(),
+    "the backlog of the outbox": lambda ledger: ledger.outbox.backlog(),
+    "events of the outbox": lambda ledger: ledger.outbox.find(None, limit=50),
+    "dead outbox events of a tenant": lambda ledger: ledger.outbox.find(["acme"], status=OutboxStatus.DEAD),
+    "one event": lambda ledger: ledger.outbox.get("default", "job-17"),
+    "retrying events": lambda ledger: ledger.outbox.retry_events(None, ["job-9001"], "ann", ""),
+    "pruning sent events": lambda ledger: ledger.outbox.prune(40 * 86_400_000, 10),
+    "executions": lambda ledger: ledger.triggers.executions(["default"], limit=10),
+    "executions of a queue": lambda ledger: ledger.triggers.executions(["default"], queue_name="orders", limit=10),
+    "executions of one message": lambda ledger: ledger.triggers.executions(["acme", "default"], message_id="m-job-17"),
 }
 
 
-async def _due(ledger: PostgresLedger) -> None:
+async def _publish_due(ledger: PostgresLedger) -> None:
     outbox = ledger.outbox
     lanes = await outbox.acquire_lanes("me", ["kafka"], 64, 60_000)
     events = await outbox.due_events("me", lanes, ["kafka"], 100, dead_blocks=True)
     assert events
-    marks = [
+    results = [
         PublishResult(tenant_id=event.tenant_id, id=event.id, status=OutboxStatus.SENT, attempt_count=1)
         for event in events[:3]
     ]
-    assert await outbox.record_results("me", lanes, marks)
+    assert await outbox.record_results("me", lanes, results)
 
 
-async def test_people_read_no_table_whole(ledger: PostgresLedger) -> None:
-    people = ledger.operators
-    row = await people.vote(None, "a-job-102", actor="bob", approve=True, reason="")
-    await people.mark_delivered([row])
-    await people.withdraw_approval("default", "a-job-202", "void")
-    replay = await people.reserve_replay(None, "d-job-1000", actor="ann", reason="", payload=None)
-    await people.mark_submitted([replay])
-    await people.request_discard(None, "d-job-30", actor="ann", reason="")
-    await people.confirm_discard(None, "d-job-30", actor="bob")
-    feed, scribe = Feed("a"), Scribe(ledger, "asking")
+async def test_operator_writes_scan_no_table(ledger: PostgresLedger) -> None:
+    operators = ledger.operators
+    row = await operators.vote(None, "a-job-102", actor="bob", approve=True, reason="")
+    await operators.mark_delivered([row])
+    await operators.withdraw_approval("default", "a-job-202", "void")
+    replay = await operators.reserve_replay(None, "d-job-1000", actor="ann", reason="", payload=None)
+    await operators.mark_submitted([replay])
+    await operators.request_discard(None, "d-job-30", actor="ann", reason="")
+    await operators.confirm_discard(None, "d-job-30", actor="bob")
+    feed, writer = Feed("a"), FeedWriter(ledger, "approvals")
     meta = msgspec.json.encode(Meta(approval_request=ApprovalRequest("a-new", "h"))).decode()
-    await scribe.write(feed.entry(feed.created("asks", hold=True, meta=meta)))
-    await scribe.write(feed.entry(feed.event("asks", State.WAITING_APPROVAL, State.CANCELLED, data={"actor": "ann"})))
+    await writer.write(feed.entry(feed.created("held", hold=True, meta=meta)))
+    await writer.write(feed.entry(feed.event("held", State.WAITING_APPROVAL, State.CANCELLED, data={"actor": "ann"})))
     plans = ledger.store
     assert isinstance(plans, Plans)
-    assert any("Update on approvals" in plan for plan in plans.told)
-    assert any("Update on dlq_items" in plan for plan in plans.told)
-    assert plans.whole() == [], "\n".join(plans.whole())
+    assert any("Update on approvals" in plan for plan in plans.collected)
+    assert any("Update on dlq_items" in plan for plan in plans.collected)
+    assert plans.find_scans() == [], "\n".join(plans.find_scans())
 
 
 @pytest.mark.parametrize("name", READS)
-async def test_looking_reads_no_table_whole(ledger: PostgresLedger, name: str) -> None:
+async def test_queries_scan_no_table(ledger: PostgresLedger, name: str) -> None:
     await READS[name](ledger)
     plans = ledger.store
     assert isinstance(plans, Plans)
-    assert any("Scan" in plan or "Update on" in plan for plan in plans.told), plans.told
-    assert plans.whole() == [], "\n".join(plans.whole())
+    assert any("Scan" in plan or "Update on" in plan for plan in plans.collected), plans.collected
+    assert plans.find_scans() == [], "\n".join(plans.find_scans())
 
 
-async def test_projecting_reads_no_table_whole(ledger: PostgresLedger) -> None:
-    feed, scribe = Feed("p"), Scribe(ledger, "plans")
+async def test_projection_scans_no_table(ledger: PostgresLedger) -> None:
+    feed, writer = Feed("p"), FeedWriter(ledger, "plans")
     names = [f"new-{number}" for number in range(300)]
-    await scribe.write(*(feed.entry(feed.created(name)) for name in names))
-    await scribe.write(*(feed.entry(feed.claimed(name)) for name in names))
-    await scribe.write(*(feed.entry(feed.succeeded(name)) for name in names))
+    await writer.write(*(feed.entry(feed.created(name)) for name in names))
+    await writer.write(*(feed.entry(feed.claimed(name)) for name in names))
+    await writer.write(*(feed.entry(feed.succeeded(name)) for name in names))
     plans = ledger.store
     assert isinstance(plans, Plans)
-    assert any("Update on jobs" in plan for plan in plans.told)
-    assert any("Update on feed_positions" in plan for plan in plans.told)
-    assert plans.whole() == [], "\n".join(plans.whole())
+    assert any("Update on jobs" in plan for plan in plans.collected)
+    assert any("Update on feed_positions" in plan for plan in plans.collected)
+    assert plans.find_scans() == [], "\n".join(plans.find_scans())
 
 
-async def test_effects_read_no_table_whole(ledger: PostgresLedger) -> None:
-    wish = Reservation(
+async def test_effects_scan_no_table(ledger: PostgresLedger) -> None:
+    reservation = Reservation(
         tenant_id="default",
         key="one more",
         function="f",
@@ -295,27 +299,27 @@ async def test_effects_read_no_table_whole(ledger: PostgresLedger) -> None:
         attempt=1,
         worker="w",
     )
-    await ledger.effects.reserve([wish])
+    await ledger.effects.reserve([reservation])
     await ledger.effects.conclude(
         [EffectOutcome(tenant_id="default", key="one more", token="t", state=EffectState.DONE, value=b"1")]
     )
     await ledger.effects.record_steps([Step(key=KEY, position=2, name="s", result=b"1", attempt=1)])
     plans = ledger.store
     assert isinstance(plans, Plans)
-    assert any("idempotency_keys" in plan for plan in plans.told)
-    assert plans.whole() == [], "\n".join(plans.whole())
+    assert any("idempotency_keys" in plan for plan in plans.collected)
+    assert plans.find_scans() == [], "\n".join(plans.find_scans())
 
 
-async def test_pruning_reads_no_table_whole(ledger: PostgresLedger) -> None:
+async def test_pruning_scans_no_table(ledger: PostgresLedger) -> None:
     assert await ledger.prune(30 * 86_400_000, 1_000) > 500
     plans = ledger.store
     assert isinstance(plans, Plans)
-    assert any("Delete on job_events" in plan for plan in plans.told)
-    assert plans.whole() == [], "\n".join(plans.whole())
+    assert any("Delete on job_events" in plan for plan in plans.collected)
+    assert plans.find_scans() == [], "\n".join(plans.find_scans())
 
 
-async def test_a_batch_of_retention_looks_at_few_jobs(ledger: PostgresLedger) -> None:
-    """However many are old: it would take longer with each day of a backlog else, and never be done with it."""
+async def test_a_prune_batch_reads_a_bounded_number_of_jobs(ledger: PostgresLedger) -> None:
+    """The cost does not depend on the number of expired jobs; otherwise a backlog would slow down each batch."""
     beginning, keep, batch = datetime(1970, 1, 1, tzinfo=UTC), timedelta(days=30), 100
     statement = PRUNE_JOBS.format(jobs=batch, events=3 * batch)
 
@@ -329,11 +333,11 @@ async def test_a_batch_of_retention_looks_at_few_jobs(ledger: PostgresLedger) ->
 
 
 @pytest.mark.parametrize(("noun", "index"), PRIMARY_KEYS.items())
-async def test_a_prefix_is_a_range_of_the_primary_key(ledger: PostgresLedger, noun: str, index: str) -> None:
+async def test_a_prefix_search_reads_a_range_of_the_primary_key(ledger: PostgresLedger, noun: str, index: str) -> None:
     await ledger.queries.by_prefix(noun, f"{noun[0]}-job-7", ["default"], None, 11)
     plans = ledger.store
     assert isinstance(plans, Plans)
-    (plan,) = [plan for plan in plans.told if "DISTINCT" in plan]
+    (plan,) = [plan for plan in plans.collected if "DISTINCT" in plan]
     assert re.search(rf"Index (Only )?Scan using {index}", plan), plan
     column = KINDS[noun].id
     assert re.search(rf"Index Cond: .*tenant_id = .* AND \({column} >= .* AND \({column} < ", plan), plan
@@ -346,11 +350,11 @@ def _nodes(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from _nodes(part)
 
 
-async def test_a_table_that_is_read_whole_is_noticed(ledger: PostgresLedger) -> None:
+async def test_a_sequential_scan_is_detected(ledger: PostgresLedger) -> None:
     await ledger.store.fetch("SELECT count(*) FROM jobs WHERE payload = 'x'")
     plans = ledger.store
     assert isinstance(plans, Plans)
-    assert plans.whole()
+    assert plans.find_scans()
 
 
 async def _first(pages: AsyncIterator[list[Any]]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""What the reconciler asks the ledger: right pages, found by the indexes."""
+"""Queries of the reconciler: correct pages, read by an index."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def fill(store: AsyncEngine, rows: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 3, 7, 500])
-async def test_open_jobs_come_in_pages_each_once(store: AsyncEngine, limit: int) -> None:
+async def test_open_jobs_are_listed_in_pages_each_once(store: AsyncEngine, limit: int) -> None:
     rows = [
         row(f"{tenant}-{queue}-{state}-{number}", state, tenant_id=tenant, queue=queue, created_at=NOW - number * DAY)
         for tenant in ("acme", "default", "zeta")
@@ -65,9 +65,9 @@ async def test_open_jobs_come_in_pages_each_once(store: AsyncEngine, limit: int)
         for state in State
         for number in range(3)
     ]
-    # Many of the same moment, and a tenant that has only ended jobs.
+    # Many with the same time, and a tenant with ended jobs only.
     rows += [row(f"same-{number:02}") for number in range(10)]
-    rows += [row("over", State.FAILED, tenant_id="nobody")]
+    rows += [row("over", State.FAILED, tenant_id="ended")]
     await fill(store, rows)
     pages = [page async for page in SqlRecovery(store).open_jobs("default", limit)]
     found = [job.key for page in pages for job in page]
@@ -80,7 +80,7 @@ async def test_open_jobs_come_in_pages_each_once(store: AsyncEngine, limit: int)
     assert all(len(page) == limit for page in pages[:-1])
 
 
-async def test_keys_in_their_window_and_keys_of_open_jobs(store: AsyncEngine) -> None:
+async def test_submission_keys_are_those_in_their_window_and_of_open_jobs(store: AsyncEngine) -> None:
     old = NOW - 3 * DAY
     await fill(
         store,
@@ -96,25 +96,25 @@ async def test_keys_in_their_window_and_keys_of_open_jobs(store: AsyncEngine) ->
         ],
     )
     day_ms = 86_400_000
-    known = [key async for page in SqlRecovery(store).submission_keys("default", day_ms, 1) for key in page]
-    assert {(key.tenant_id, key.key, key.job_id) for key in known} == {
+    keys = [key async for page in SqlRecovery(store).submission_keys("default", day_ms, 1) for key in page]
+    assert {(key.tenant_id, key.key, key.job_id) for key in keys} == {
         ("default", "k-fresh", "fresh"),
         ("acme", "k-fresh", "theirs"),
         ("default", "k-open", "old-open"),
         ("default", "k-short", "short"),
         ("default", "k-short-open", "short-open"),
     }
-    ends = {key.job_id: key.expires_at_ms for key in known}
+    expiries = {key.job_id: key.expires_at_ms for key in keys}
     now_ms = round(NOW.timestamp() * 1000)
-    assert ends["fresh"] == now_ms + day_ms
-    # Never over while its job is open: the engine shortens it when the job ends.
-    assert ends["old-open"] >= now_ms + day_ms
-    # A window of its own counts once the job has ended.
-    assert ends["short"] == now_ms + 5000
-    assert ends["short-open"] >= now_ms + day_ms
+    assert expiries["fresh"] == now_ms + day_ms
+    # The key of an open job does not expire: the engine sets its end when the job ends.
+    assert expiries["old-open"] >= now_ms + day_ms
+    # A job's own window applies once the job has ended.
+    assert expiries["short"] == now_ms + 5000
+    assert expiries["short-open"] >= now_ms + day_ms
 
 
-async def test_queues_are_those_whose_feed_was_read(store: AsyncEngine) -> None:
+async def test_queues_are_those_with_a_feed_position(store: AsyncEngine) -> None:
     async with store.begin() as connection:
         await connection.execute(
             insert(feed_positions), [{"feed": feed, "position": "", "nonce": "", "updated_at": NOW} for feed in "ba"]
@@ -122,12 +122,12 @@ async def test_queues_are_those_whose_feed_was_read(store: AsyncEngine) -> None:
     assert await SqlRecovery(store).queues() == ["a", "b"]
 
 
-async def test_open_jobs_are_found_among_many_ended_ones_by_an_index(store: AsyncEngine) -> None:
+async def test_open_jobs_are_read_by_an_index(store: AsyncEngine) -> None:
     ended = [row(f"done-{number:05}", State.SUCCEEDED, created_at=NOW - number * DAY / 100) for number in range(5_000)]
     await fill(store, [*ended, *(row(f"open-{state}", state) for state in OPEN)])
-    mark = (1, NOW - 10 * DAY, "x")
+    cursor = (1, NOW - 10 * DAY, "x")
     plans = {
-        "jobs_by_state": _open_page("default", "default", mark, None, 500),
+        "jobs_by_state": _open_page("default", "default", cursor, None, 500),
         "jobs_by_time": _recent_page("default", "default", (NOW - DAY / 2, ""), 500),
     }
     for index, query in plans.items():

@@ -1,4 +1,4 @@
-"""The stores under the ledgers: connections, errors in our words, news, and who may use a ledger."""
+"""The stores of the ledgers: connections, translated errors, notifications, and ownership by namespace."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from holdfast.ledger.checks import engine_name
 from holdfast.ledger.postgres.ledger import PostgresLedger, owner_check
 from holdfast.ledger.postgres.notifications import NOTIFY, payload
 from holdfast.ledger.postgres.store import Connection, PostgresAddress, PostgresStore, StoreOptions
-from holdfast.ledger.sqlite import ledger as sqlite_guard
+from holdfast.ledger.sqlite import ledger as sqlite_ledger
 from holdfast.ledger.sqlite.store import SqliteLedgerStore, prepare_ledger
 from holdfast.schema import ledger_owner
 from holdfast.sqlite.connection import DatabaseFile
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.postgres
 # Addresses -----------------------------------------------------------------------------------------
 
 
-def test_an_address_is_shown_without_its_password() -> None:
+def test_an_address_is_printed_without_its_password() -> None:
     address = PostgresAddress.parse("postgres://holdfast:p%40ss:w%2Frd@db.example:5433/led%20ger?sslmode=require")
     assert address.name == "postgresql://holdfast@db.example:5433/led ger"
     assert "p%40ss" in address.dsn
@@ -43,7 +43,7 @@ def test_an_address_is_shown_without_its_password() -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "says"),
+    ("url", "message"),
     [
         ("postgresql://user:secret@host", "names no database"),
         ("postgresql://user:secret@host/db?sslmood=require", "unknown option sslmood"),
@@ -52,14 +52,14 @@ def test_an_address_is_shown_without_its_password() -> None:
         ("mysql://user:secret@host/db", "must begin with postgresql"),
     ],
 )
-def test_a_bad_address_is_refused_without_its_password(url: str, says: str) -> None:
-    with pytest.raises(InvalidOption, match=says) as refused:
+def test_a_bad_address_is_refused_without_its_password(url: str, message: str) -> None:
+    with pytest.raises(InvalidOption, match=message) as refused:
         PostgresStore(url)
     assert "sec" not in str(refused.value)
 
 
-async def test_a_path_may_hold_anything(tmp_path: Path) -> None:
-    store = _file(tmp_path / "a #?% b.db")
+async def test_a_path_may_contain_special_characters(tmp_path: Path) -> None:
+    store = _file_store(tmp_path / "a #?% b.db")
     await store.open()
     async with store.read_engine.connect() as connection:
         assert (await connection.execute(select(ledger_owner.c.namespace))).scalar_one() == "ours"
@@ -70,16 +70,16 @@ async def test_a_path_may_hold_anything(tmp_path: Path) -> None:
 
 
 async def test_cleaned_text_can_be_stored(postgres_url: str) -> None:
-    nasty = "a\0b\ud800c 😀 é"
+    unstorable = "a\0b\ud800c 😀 é"
     store = PostgresStore(postgres_url)
-    ((stored,),) = await store.fetch("SELECT $1::text", clean(nasty))
+    ((stored,),) = await store.fetch("SELECT $1::text", clean(unstorable))
     assert stored == "a\ufffdb\ufffdc 😀 é"
     ((stored,),) = await store.fetch("SELECT $1::text", decode_text(b"\xff\0x"))
     assert stored == "\ufffd\ufffdx"
     await store.close()
 
 
-def test_clean_text_is_left_alone() -> None:
+def test_clean_text_is_not_changed() -> None:
     assert clean(None) is None
     assert clean("plain") == "plain"
     assert clean("😀 é") == "😀 é"
@@ -88,7 +88,7 @@ def test_clean_text_is_left_alone() -> None:
 # Errors --------------------------------------------------------------------------------------------
 
 
-async def test_nothing_listens() -> None:
+async def test_a_refused_connection_raises_unavailable() -> None:
     store = PostgresStore(f"postgresql://u:secret@127.0.0.1:{free_port()}/db", QUICK)
     for attempt in (store.execute("SELECT 1"), store.transact(_one), _read(store)):
         with pytest.raises(LedgerUnavailable, match="nothing listens there") as refused:
@@ -103,25 +103,25 @@ async def test_wrong_database_and_wrong_user(postgres_url: str) -> None:
     with pytest.raises(LedgerUnavailable, match="the database does not exist; create it"):
         await store.execute("SELECT 1")
     await store.close()
-    store = PostgresStore(postgres_url.replace("postgres@", "nobody:secret@"), QUICK)
+    store = PostgresStore(postgres_url.replace("postgres@", "unknown:secret@"), QUICK)
     with pytest.raises(LedgerUnavailable, match="it rejects this user") as refused:
         await store.execute("SELECT 1")
     assert "secret" not in str(refused.value)
     await store.close()
 
 
-async def test_our_own_mistakes_are_not_outages(postgres_url: str) -> None:
+async def test_programming_errors_are_not_outages(postgres_url: str) -> None:
     store = PostgresStore(postgres_url, QUICK)
     with pytest.raises(asyncpg.CheckViolationError):
         await store.execute("INSERT INTO ledger_owner (id, namespace, since) VALUES (2, '', now())")
     with pytest.raises(asyncpg.PostgresSyntaxError):
         await store.transact(lambda connection: connection.execute("SELEKT"))
-    # The connection is fit for use, and nothing is left of the transaction.
+    # The connection is usable and the transaction was rolled back.
     assert await store.transact(_one) == 1
     await store.close()
 
 
-async def test_a_read_only_ledger_says_so(postgres_url: str) -> None:
+async def test_a_read_only_ledger_raises_unavailable(postgres_url: str) -> None:
     store = PostgresStore(f"{postgres_url}?options=-cdefault_transaction_read_only%3Don", QUICK)
     with pytest.raises(LedgerUnavailable, match=r"read-only .* point HOLDFAST_LEDGER at the primary"):
         await store.execute("INSERT INTO ledger_owner (id, namespace, since) VALUES (1, '', now())")
@@ -131,37 +131,37 @@ async def test_a_read_only_ledger_says_so(postgres_url: str) -> None:
 @pytest.mark.faults
 async def test_out_of_connections(make_postgres: MakePostgres) -> None:
     server = make_postgres(fsync=False, max_connections="4", superuser_reserved_connections="0", max_wal_senders="0")
-    taken = [await asyncpg.connect(server.url) for _ in range(4)]
+    connections = [await asyncpg.connect(server.url) for _ in range(4)]
     store = PostgresStore(server.url, QUICK)
     with pytest.raises(LedgerUnavailable, match="out of connections; raise its max_connections"):
         await store.execute("SELECT 1")
     with pytest.raises(LedgerUnavailable, match="out of connections"):
         await _read(store)
-    for connection in taken:
+    for connection in connections:
         await connection.close()
     assert await store.transact(_one) == 1
     await store.close()
 
 
-async def test_a_pool_that_is_busy_for_too_long_says_so(postgres_url: str) -> None:
+async def test_an_exhausted_pool_raises_unavailable(postgres_url: str) -> None:
     store = PostgresStore(postgres_url, StoreOptions(pool_size=1, connect_timeout_s=0.2, reply_timeout_s=0.3))
-    hold = asyncio.Event()
+    release = asyncio.Event()
 
-    async def sit(_: Connection) -> None:
-        await hold.wait()
+    async def block(_: Connection) -> None:
+        await release.wait()
 
-    sitting = asyncio.create_task(store.transact(sit))
+    blocking = asyncio.create_task(store.transact(block))
     await asyncio.sleep(0)
     with pytest.raises(LedgerUnavailable, match="all 1 connections have been busy"):
         await store.transact(_one)
-    hold.set()
-    await sitting
+    release.set()
+    await blocking
     assert await store.transact(_one) == 1
     await store.close()
 
 
 @pytest.mark.faults
-async def test_a_silent_server_is_down_and_comes_back(make_postgres: MakePostgres) -> None:
+async def test_a_paused_server_raises_unavailable_and_recovers(make_postgres: MakePostgres) -> None:
     server = make_postgres(fsync=False)
     store = PostgresStore(server.url, QUICK)
     assert await store.transact(_one) == 1
@@ -184,7 +184,7 @@ async def test_after_a_restart_the_first_transaction_works(make_postgres: MakePo
     await asyncio.gather(*(store.transact(_slow) for _ in range(2)))
     await _read(store)
     for _ in range(3):
-        # In a thread that blocks this loop: the pool has no chance to see its connections close.
+        # Blocks the loop, so that the pool does not see its connections close.
         server.kill()
         server.start()
         assert await store.transact(_one) == 1
@@ -231,7 +231,7 @@ async def test_a_cancelled_transaction_leaves_nothing(postgres_url: str) -> None
     await store.close()
 
 
-async def test_closing_twice_and_using_again(postgres_url: str) -> None:
+async def test_a_closed_store_can_be_opened_again(postgres_url: str) -> None:
     store = PostgresStore(postgres_url, QUICK)
     await store.close()
     await store.open()
@@ -253,7 +253,7 @@ async def test_a_closed_database_makes_no_new_connections(postgres_url: str) -> 
         await _read(store)
 
 
-async def test_a_closed_file_is_not_opened_by_those_who_still_write(tmp_path: Path) -> None:
+async def test_a_write_does_not_reopen_a_closed_file(tmp_path: Path) -> None:
     store = SqliteLedgerStore(DatabaseFile(str(tmp_path / "ledger.db")), prepare_ledger)
     await store.open()
     await store.close()
@@ -265,7 +265,7 @@ async def test_a_closed_file_is_not_opened_by_those_who_still_write(tmp_path: Pa
 
 
 @pytest.mark.faults
-async def test_closing_does_not_wait_for_a_silent_server(
+async def test_closing_does_not_wait_for_a_paused_server(
     make_postgres: MakePostgres, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = make_postgres(fsync=False)
@@ -278,31 +278,31 @@ async def test_closing_does_not_wait_for_a_silent_server(
     try:
         began = time.monotonic()
         await ledger.close()
-        took = time.monotonic() - began
+        duration_s = time.monotonic() - began
     finally:
         server.resume()
-    assert took < 20
+    assert duration_s < 20
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")] == []
 
 
-# News ----------------------------------------------------------------------------------------------
+# Notifications -------------------------------------------------------------------------------------
 
 
-async def test_news_of_a_commit_on_postgres(postgres_url: str) -> None:
+async def test_waiters_are_notified_of_a_commit_on_postgres(postgres_url: str) -> None:
     store, other = PostgresStore(postgres_url, QUICK), PostgresStore(postgres_url, QUICK)
     with store.commits.of("mail") as mail, store.commits.of("images") as images:
-        # Woken once when it begins to listen.
+        # Waiters are woken once when listening starts.
         assert await mail.wait(5)
         assert await images.wait(5)
         await other.fetch(NOTIFY, payload("mail", "1-0"))
         assert await mail.wait(5)
         assert not await images.wait(0.05)
-        for said in (payload("x" * 9_000, "1-0"), "5", "null", "no JSON"):
-            await other.fetch(NOTIFY, said)
-            assert await mail.wait(5), said
-            assert await images.wait(5), said
+        for notification in (payload("x" * 9_000, "1-0"), "5", "null", "no JSON"):
+            await other.fetch(NOTIFY, notification)
+            assert await mail.wait(5), notification
+            assert await images.wait(5), notification
         await other.fetch(NOTIFY, payload("x" * 9_000, "1-0"))
         assert await mail.wait(5)
         assert await images.wait(5)
@@ -311,22 +311,22 @@ async def test_news_of_a_commit_on_postgres(postgres_url: str) -> None:
 
 
 @pytest.mark.faults
-async def test_news_come_back_after_a_restart(make_postgres: MakePostgres) -> None:
+async def test_notifications_resume_after_a_restart(make_postgres: MakePostgres) -> None:
     server = make_postgres(fsync=False)
     store = PostgresStore(server.url, QUICK)
     with store.commits.of("mail") as mail:
         assert await mail.wait(5)
         await asyncio.to_thread(server.restart)
-        # Once because something may have been missed …
+        # Woken once because a notification may have been missed …
         assert await mail.wait(10)
         await store.fetch(NOTIFY, payload("mail", "2-0"))
-        # … and for real.
+        # … and once by the notification.
         assert await mail.wait(5)
     await store.close()
 
 
-async def test_news_of_a_commit_in_a_file(tmp_path: Path) -> None:
-    store = _file(tmp_path / "ledger.db")
+async def test_waiters_are_notified_of_a_commit_in_a_file(tmp_path: Path) -> None:
+    store = _file_store(tmp_path / "ledger.db")
     other = store.sibling()
     await store.open()
     with store.commits.of("mail") as mail, store.commits.of("images") as images:
@@ -337,15 +337,15 @@ async def test_news_of_a_commit_in_a_file(tmp_path: Path) -> None:
     await other.close()
 
 
-async def test_who_waits_before_the_file_is_open_is_told(tmp_path: Path) -> None:
-    store = _file(tmp_path / "ledger.db")
+async def test_a_waiter_registered_before_the_file_is_open_is_notified(tmp_path: Path) -> None:
+    store = _file_store(tmp_path / "ledger.db")
     with store.commits.of("mail") as mail:
         await store.write(lambda transaction: transaction.effects.recorded.add("mail"))
         assert await mail.wait(5)
     await store.close()
 
 
-# Whose ledger it is --------------------------------------------------------------------------------
+# Ownership -----------------------------------------------------------------------------------------
 
 
 async def test_a_database_belongs_to_one_namespace(postgres_url: str) -> None:
@@ -362,24 +362,24 @@ async def test_a_database_belongs_to_one_namespace(postgres_url: str) -> None:
 
 
 async def test_a_file_belongs_to_one_namespace(tmp_path: Path) -> None:
-    ours = _file(tmp_path / "ledger.db")
+    ours = _file_store(tmp_path / "ledger.db")
     await ours.open()
-    theirs = _file(tmp_path / "ledger.db", "theirs")
+    theirs = _file_store(tmp_path / "ledger.db", "theirs")
     with pytest.raises(InvalidOption, match="belongs to namespace ours, this is theirs"):
         await theirs.open()
     await ours.close()
     await theirs.close()
 
 
-async def test_another_engine_of_the_same_namespace_is_warned_of(
+async def test_another_engine_of_the_same_namespace_is_logged(
     ledger_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def opened_with(engine: str) -> str:
+    async def open_with(engine: str) -> str:
         caplog.clear()
         if ledger_url.startswith("sqlite"):
             path = DatabaseFile(ledger_url.removeprefix("sqlite:///"))
-            guard = sqlite_guard.owner_check("mine", SystemClock(), engine)
-            store: SqliteLedgerStore | PostgresStore = SqliteLedgerStore(path, prepare_ledger, guard)
+            owner = sqlite_ledger.owner_check("mine", SystemClock(), engine)
+            store: SqliteLedgerStore | PostgresStore = SqliteLedgerStore(path, prepare_ledger, owner)
         else:
             store = PostgresStore(ledger_url, QUICK, owner_check("mine", engine))
         await store.open()
@@ -389,14 +389,14 @@ async def test_another_engine_of_the_same_namespace_is_warned_of(
     caplog.set_level(logging.WARNING, "holdfast.ledger")
     one, two = engine_name("redis://u:secret@one"), engine_name("redis://two:7000/3")
     assert (one, two) == ("redis://one:6379/0", "redis://two:7000/3")
-    assert await opened_with(one) == ""
-    assert await opened_with(one) == ""
-    assert f"was last used with the engine {one}, this is {two}" in await opened_with(two)
-    # It may have moved: that is said once.
-    assert await opened_with(two) == ""
+    assert await open_with(one) == ""
+    assert await open_with(one) == ""
+    assert f"was last used with the engine {one}, this is {two}" in await open_with(two)
+    # The engine may have moved: the warning is logged once.
+    assert await open_with(two) == ""
 
 
-def test_the_hosts_of_an_engine_have_no_order() -> None:
+def test_the_order_of_an_engines_hosts_does_not_matter() -> None:
     sentinel = "redis+sentinel://u:secret@B:26379,a:26379/jobs/0"
     assert engine_name(sentinel) == "redis+sentinel://a:26379,b:26379/jobs/0"
     assert engine_name("redis+cluster://b:1,a:2") == engine_name("redis+cluster://:secret@a:2,b:1")
@@ -422,13 +422,13 @@ async def test_a_newer_database_is_a_schema_mismatch(postgres_url: str) -> None:
 
 async def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
-    path.write_text("this is no database, it is only text " * 100)
+    path.write_text("this is not a database, it is only text " * 100)
     with pytest.raises(LedgerUnavailable, match=r"no database|not a database|damaged"):
-        await _file(path).open()
+        await _file_store(path).open()
 
 
-async def test_a_query_does_not_make_a_file(tmp_path: Path) -> None:
-    store = _file(tmp_path / "ledger.db")
+async def test_a_query_does_not_create_a_file(tmp_path: Path) -> None:
+    store = _file_store(tmp_path / "ledger.db")
     with pytest.raises(LedgerUnavailable):
         async with store.read_engine.connect() as connection:
             await connection.execute(text("SELECT 1 FROM jobs"))
@@ -437,7 +437,7 @@ async def test_a_query_does_not_make_a_file(tmp_path: Path) -> None:
 
 
 async def test_a_query_cannot_write(tmp_path: Path) -> None:
-    store = _file(tmp_path / "ledger.db")
+    store = _file_store(tmp_path / "ledger.db")
     await store.open()
     with pytest.raises(LedgerUnavailable, match="readonly"):
         async with store.read_engine.begin() as connection:
@@ -463,7 +463,7 @@ async def _read(store: PostgresStore) -> None:
         await connection.execute(text("SELECT 1"))
 
 
-def _file(path: Path, namespace: str = "ours") -> SqliteLedgerStore:
+def _file_store(path: Path, namespace: str = "ours") -> SqliteLedgerStore:
     return SqliteLedgerStore(
-        DatabaseFile(str(path)), prepare_ledger, sqlite_guard.owner_check(namespace, SystemClock())
+        DatabaseFile(str(path)), prepare_ledger, sqlite_ledger.owner_check(namespace, SystemClock())
     )

@@ -1,4 +1,4 @@
-"""The ledger's checker: sound ledgers pass, and every kind of damage is found, on both stores."""
+"""`verify_ledger`: sound ledgers pass, and every kind of damage is found, on both stores."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from holdfast.ledger.queries.jobs import Queries
 from holdfast.ledger.verify import KEPT_FAULTS, LedgerReport, verify_ledger
 from holdfast.schema import approvals
-from tests.ledger.histories import START, S, Told, opened, write
+from tests.ledger.histories import START, History, S, open_engine, write
 
 FORKED: dict[str, Any] = {"type": "ledger.forked"}
 
-#: One of each: some open, some ended, one that was put back, one whose engine forgot something, one with heartbeats.
+#: Open and ended jobs, a restored one, one with a fork, one with heartbeats.
 SOUND = (
-    Told(S.QUEUED, job_id="queued"),
-    Told(S.QUEUED, S.RUNNING, S.SUCCEEDED, job_id="succeeded"),
-    Told(S.QUEUED, S.RUNNING, S.RETRYING, S.RUNNING, S.DLQ_PENDING, S.DLQ_RECORDED, S.FAILED, job_id="failed"),
-    Told(S.QUEUED, S.RUNNING, S.RETRYING, job_id="retrying"),
-    Told(S.QUEUED, S.CANCELLED, job_id="cancelled"),
-    Told(S.QUEUED, S.RUNNING, "task.heartbeat", "task.heartbeat", S.SUCCEEDED, "task.duplicate", job_id="long"),
-    Told(S.QUEUED, S.RUNNING, (S.QUEUED, {"type": "task.restored"}), S.RUNNING, S.SUCCEEDED, job_id="restored"),
-    Told(
+    History(S.QUEUED, job_id="queued"),
+    History(S.QUEUED, S.RUNNING, S.SUCCEEDED, job_id="succeeded"),
+    History(S.QUEUED, S.RUNNING, S.RETRYING, S.RUNNING, S.DLQ_PENDING, S.DLQ_RECORDED, S.FAILED, job_id="failed"),
+    History(S.QUEUED, S.RUNNING, S.RETRYING, job_id="retrying"),
+    History(S.QUEUED, S.CANCELLED, job_id="cancelled"),
+    History(S.QUEUED, S.RUNNING, "task.heartbeat", "task.heartbeat", S.SUCCEEDED, "task.duplicate", job_id="long"),
+    History(S.QUEUED, S.RUNNING, (S.QUEUED, {"type": "task.restored"}), S.RUNNING, S.SUCCEEDED, job_id="restored"),
+    History(
         *(S.QUEUED, S.RUNNING, S.RETRYING, (S.QUEUED, {**FORKED, "attempt": 0, "retry_count": 0})),
         *(S.RUNNING, S.SUCCEEDED),
         job_id="forked",
     ),
     # The same id in another queue, and in another tenant, is another job.
-    Told(S.QUEUED, S.RUNNING, job_id="succeeded", queue="mail"),
-    Told(S.QUEUED, job_id="succeeded", tenant_id="acme"),
-    Told(S.QUEUED, S.RUNNING, S.SUCCEEDED, job_id="ünïcode", tenant_id="Zürich", queue="Äpfel"),
+    History(S.QUEUED, S.RUNNING, job_id="succeeded", queue="mail"),
+    History(S.QUEUED, job_id="succeeded", tenant_id="acme"),
+    History(S.QUEUED, S.RUNNING, S.SUCCEEDED, job_id="ünïcode", tenant_id="Zürich", queue="Äpfel"),
 )
 
 
 @pytest.fixture
 async def ledger(ledger_url: str) -> AsyncIterator[AsyncEngine]:
-    async with opened(ledger_url) as engine:
+    async with open_engine(ledger_url) as engine:
         await write(engine, *SOUND)
         yield engine
 
@@ -49,14 +49,14 @@ async def test_a_sound_ledger_passes_and_is_counted(ledger: AsyncEngine) -> None
     report = await verify_ledger(Queries(ledger))
     report.assert_valid()
     assert (report.jobs, report.open_jobs) == (len(SOUND), 4)
-    assert report.events == sum(len(told.events) for told in SOUND)
+    assert report.events == sum(len(history.events) for history in SOUND)
     assert (report.forks, report.restores, report.dead_letters, report.anomalies) == (1, 1, 1, 0)
     with pytest.raises(AssertionError, match="4 of 11 jobs in the ledger have no final event"):
         report.assert_valid(ended=True)
 
 
 async def test_an_empty_ledger_is_sound(ledger_url: str) -> None:
-    async with opened(ledger_url) as engine:
+    async with open_engine(ledger_url) as engine:
         assert (await verify_ledger(Queries(engine))) == LedgerReport()
 
 
@@ -86,7 +86,7 @@ DAMAGE: dict[str, tuple[list[str], str]] = {
         [f"UPDATE job_events SET from_state = 'queued' WHERE {DONE} AND seq = 3"],
         "queued → succeeded is not in the table",
     ),
-    "an event under a wrong name": (
+    "an event with a wrong type": (
         [f"UPDATE job_events SET type = 'task.claimed' WHERE {DONE} AND seq = 3"],
         "running → succeeded is called task.claimed",
     ),
@@ -109,19 +109,19 @@ DAMAGE: dict[str, tuple[list[str], str]] = {
 }
 
 
-@pytest.mark.parametrize(("statements", "complaint"), DAMAGE.values(), ids=DAMAGE.keys())
-async def test_damage_is_found(ledger: AsyncEngine, statements: list[str], complaint: str) -> None:
+@pytest.mark.parametrize(("statements", "message"), DAMAGE.values(), ids=DAMAGE.keys())
+async def test_damage_is_found(ledger: AsyncEngine, statements: list[str], message: str) -> None:
     async with ledger.begin() as connection:
         for statement in statements:
             assert (await connection.execute(text(statement))).rowcount > 0
     report = await verify_ledger(Queries(ledger))
     assert not report.ok
-    assert complaint in "\n".join(str(fault) for fault in report.faults)
+    assert message in "\n".join(str(fault) for fault in report.faults)
     assert {fault.key.job_id for fault in report.faults} <= {"succeeded", "failed"}
     with pytest.raises(AssertionError, match="the ledger is not sound"):
         report.assert_valid()
-    since_later = await verify_ledger(Queries(ledger), since=START + timedelta(hours=1))
-    assert since_later.ok
+    later_report = await verify_ledger(Queries(ledger), since=START + timedelta(hours=1))
+    assert later_report.ok
 
 
 async def test_a_decided_dead_letter_outlives_its_job(ledger: AsyncEngine) -> None:
@@ -134,27 +134,27 @@ async def test_a_decided_dead_letter_outlives_its_job(ledger: AsyncEngine) -> No
     (await verify_ledger(Queries(ledger))).assert_valid()
 
 
-async def test_only_new_jobs_are_read_when_asked(ledger: AsyncEngine) -> None:
-    await write(ledger, Told(S.QUEUED, S.RUNNING, job_id="new", at=START + timedelta(days=1)))
+async def test_only_new_jobs_are_read_with_since(ledger: AsyncEngine) -> None:
+    await write(ledger, History(S.QUEUED, S.RUNNING, job_id="new", at=START + timedelta(days=1)))
     report = await verify_ledger(Queries(ledger), since=START + timedelta(hours=1))
     assert (report.jobs, report.events) == (1, 2)
 
 
 async def test_many_faults_are_counted_and_some_kept(ledger: AsyncEngine) -> None:
-    await write(ledger, *(Told(S.QUEUED, S.RUNNING, job_id=f"bad-{n}", attempt=9) for n in range(KEPT_FAULTS + 20)))
-    seen: list[int] = []
-    report = await verify_ledger(Queries(ledger), progress=lambda so_far: seen.append(so_far.events))
+    await write(ledger, *(History(S.QUEUED, S.RUNNING, job_id=f"bad-{n}", attempt=9) for n in range(KEPT_FAULTS + 20)))
+    progress: list[int] = []
+    report = await verify_ledger(Queries(ledger), progress=lambda so_far: progress.append(so_far.events))
     assert report.fault_count == KEPT_FAULTS + 20
     assert len(report.faults) == KEPT_FAULTS
 
 
-# People --------------------------------------------------------------------------------------------
+# Approvals and dead letters ------------------------------------------------------------------------
 
 W, Q = S.WAITING_APPROVAL, S.QUEUED
 REJECTED: dict[str, Any] = {"type": "approval.rejected"}
 
 
-def asked(job_id: str, status: str = "approved", **row: Any) -> dict[str, Any]:
+def approval(job_id: str, status: str = "approved", **row: Any) -> dict[str, Any]:
     decided = None if status == "requested" else START
     return {
         "tenant_id": "default",
@@ -173,23 +173,23 @@ def asked(job_id: str, status: str = "approved", **row: Any) -> dict[str, Any]:
 
 
 DECIDED = (
-    Told(W, job_id="waits"),
-    Told(W, Q, S.RUNNING, S.SUCCEEDED, job_id="approved"),
-    Told(W, (S.CANCELLED, REJECTED), job_id="rejected"),
-    Told(W, (S.CANCELLED, {"type": "approval.expired"}), job_id="expired"),
-    Told(W, (Q, {"type": "approval.withdrawn"}), job_id="withdrawn"),
-    # Somebody cancelled it when it had been approved, and before it heard of that.
-    Told(W, S.CANCELLED, job_id="overtaken"),
-    Told(W, job_id="undelivered"),
+    History(W, job_id="waits"),
+    History(W, Q, S.RUNNING, S.SUCCEEDED, job_id="approved"),
+    History(W, (S.CANCELLED, REJECTED), job_id="rejected"),
+    History(W, (S.CANCELLED, {"type": "approval.expired"}), job_id="expired"),
+    History(W, (Q, {"type": "approval.withdrawn"}), job_id="withdrawn"),
+    # Cancelled after it was approved and before the decision was delivered.
+    History(W, S.CANCELLED, job_id="overtaken"),
+    History(W, job_id="undelivered"),
 )
-ASKED = (
-    asked("waits", "requested"),
-    asked("approved"),
-    asked("rejected", "rejected"),
-    asked("expired", "expired"),
-    asked("withdrawn", "withdrawn"),
-    asked("overtaken"),
-    asked("undelivered", acked_at=None),
+APPROVALS = (
+    approval("waits", "requested"),
+    approval("approved"),
+    approval("rejected", "rejected"),
+    approval("expired", "expired"),
+    approval("withdrawn", "withdrawn"),
+    approval("overtaken"),
+    approval("undelivered", acked_at=None),
 )
 
 
@@ -197,23 +197,23 @@ ASKED = (
 async def decided(ledger: AsyncEngine) -> AsyncEngine:
     await write(ledger, *DECIDED)
     async with ledger.begin() as connection:
-        await connection.execute(insert(approvals), list(ASKED))
+        await connection.execute(insert(approvals), list(APPROVALS))
     return ledger
 
 
-async def test_decisions_that_their_jobs_know_of_are_sound(decided: AsyncEngine) -> None:
+async def test_delivered_decisions_are_sound(decided: AsyncEngine) -> None:
     report = await verify_ledger(Queries(decided))
     report.assert_valid()
-    assert report.approvals == len(ASKED)
+    assert report.approvals == len(APPROVALS)
 
 
 DISAGREEMENTS: dict[str, tuple[str, str]] = {
-    "open, and the job has gone on": (
+    "open, and the job has continued": (
         "UPDATE approvals SET status = 'requested', decided_at = NULL WHERE job_id = 'approved'",
         "approved (default, tenant default): approval a-approved is open, but it is succeeded",
     ),
     "open, and there is no job": (
-        "UPDATE approvals SET job_id = 'nobody' WHERE job_id = 'waits'",
+        "UPDATE approvals SET job_id = 'unknown' WHERE job_id = 'waits'",
         "approval a-waits is open, but it is not in the ledger",
     ),
     "delivered, and the job waits": (
@@ -236,7 +236,7 @@ DISAGREEMENTS: dict[str, tuple[str, str]] = {
         "UPDATE dlq_items SET status = 'discarded', requested_by = 'ann', confirmed_by = 'ann'",
         "dead letter dlq-failed is discarded by ann alone",
     ),
-    "a discard that nobody asked for": (
+    "a discard without a request": (
         "UPDATE dlq_items SET status = 'discard_requested'",
         "dead letter dlq-failed is to be discarded, but not by one operator",
     ),
@@ -244,18 +244,18 @@ DISAGREEMENTS: dict[str, tuple[str, str]] = {
         "UPDATE dlq_items SET status = 'replayed', replay_count = 1",
         "dead letter dlq-failed is replayed, but has no new job",
     ),
-    "a replay that nobody began": (
+    "a replay that was not started": (
         "UPDATE dlq_items SET replay_pending = 1",
         "dead letter dlq-failed is to be replayed, but is open",
     ),
 }
 
 
-@pytest.mark.parametrize(("statement", "complaint"), DISAGREEMENTS.values(), ids=DISAGREEMENTS.keys())
-async def test_disagreements_are_found(decided: AsyncEngine, statement: str, complaint: str) -> None:
+@pytest.mark.parametrize(("statement", "message"), DISAGREEMENTS.values(), ids=DISAGREEMENTS.keys())
+async def test_disagreements_are_found(decided: AsyncEngine, statement: str, message: str) -> None:
     async with decided.begin() as connection:
         assert (await connection.execute(text(statement))).rowcount == 1
     report = await verify_ledger(Queries(decided))
     assert report.fault_count == 1
-    assert complaint in str(report.faults[0])
+    assert message in str(report.faults[0])
     assert (await verify_ledger(Queries(decided), since=START + timedelta(hours=1))).ok

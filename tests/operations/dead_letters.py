@@ -1,4 +1,4 @@
-"""Who looks after dead letters."""
+"""Helpers for tests of dead letters."""
 
 from __future__ import annotations
 
@@ -10,34 +10,38 @@ from holdfast.execution.backend import backend_of
 from holdfast.ledger.port.operators import DeadLetterStatus
 from holdfast.ledger.queries.operator_filters import DeadLetterFilter
 from holdfast.operations.dead_letters import DeadLetterOperations
-from tests.operations.deployment import ADA, World
+from tests.operations.deployment import ADA, SampleDeployment
 
 EVERY = DeadLetterFilter()
 
 
-class Broken:
-    """A desk that dies before or after the engine has the job."""
+class FailingSubmitter:
+    """A submitter that fails before or after the engine has the job."""
 
-    def __init__(self, world: World, *, after: bool = False) -> None:
-        self._world = world
+    def __init__(self, deployment: SampleDeployment, *, after: bool = False) -> None:
+        self._deployment = deployment
         self._after = after
 
     async def submit(self, envelope: Envelope) -> Receipt:
         if self._after:
-            await self._world.app.engine.submit([envelope])
-        raise EngineUnavailable("the line went dead")
+            await self._deployment.app.engine.submit([envelope])
+        raise EngineUnavailable("the connection was lost")
 
 
-def office(world: World, desk: Any = None) -> DeadLetterOperations:
-    ledger = backend_of(world.app).ledger
+def get_operations(deployment: SampleDeployment, submitter: Any = None) -> DeadLetterOperations:
+    ledger = backend_of(deployment.app).ledger
     assert ledger is not None
-    return DeadLetterOperations(world.app.engine, ledger, desk) if desk else world.offices.dead_letters
+    return (
+        DeadLetterOperations(deployment.app.engine, ledger, submitter)
+        if submitter
+        else deployment.operations.dead_letters
+    )
 
 
-async def status(world: World, dlq_id: str) -> DeadLetterStatus:
-    return (await office(world).show(ADA, dlq_id)).status
+async def get_status(deployment: SampleDeployment, dlq_id: str) -> DeadLetterStatus:
+    return (await get_operations(deployment).show(ADA, dlq_id)).status
 
 
-async def jobs_of(world: World) -> set[str]:
-    await world.caught_up()
-    return {row.job_id for row in (await world.app.ledger.queries.jobs(limit=1_000)).jobs}
+async def list_job_ids(deployment: SampleDeployment) -> set[str]:
+    await deployment.wait_caught_up()
+    return {row.job_id for row in (await deployment.app.ledger.queries.jobs(limit=1_000)).jobs}

@@ -1,4 +1,4 @@
-"""A small deployment with people in it, on either pair of stores: an app, its offices, and a ledger that keeps up."""
+"""A small deployment on either pair of stores: an app, its operator actions, and ledger tasks that run."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from holdfast.testing import drain
 from holdfast.upkeep.ledger_tasks import LedgerTasks
 
 
-def person(name: str, role: Role = Role.OPERATOR, *tenants: str, proven: bool = True) -> Principal:
-    """Somebody; of every tenant unless told."""
-    return Principal(name=name, role=role, tenants=frozenset(tenants or {ALL_TENANTS}), verified=proven)
+def principal(name: str, role: Role = Role.OPERATOR, *tenants: str, verified: bool = True) -> Principal:
+    """Build a principal; of all tenants unless some are given."""
+    return Principal(name=name, role=role, tenants=frozenset(tenants or {ALL_TENANTS}), verified=verified)
 
 
-ADA: Final = person("ada")
-BOB: Final = person("bob")
-VIEWER: Final = person("vic", Role.VIEWER)
-APPROVER: Final = person("ann", Role.APPROVER)
-ADMIN: Final = person("root", Role.ADMIN)
-LOCAL: Final = person("local:me", Role.ADMIN, proven=False)
-OF_ACME: Final = person("olga", Role.OPERATOR, "acme")
-OF_GLOBEX: Final = person("gus", Role.OPERATOR, "globex")
+ADA: Final = principal("ada")
+BOB: Final = principal("bob")
+VIEWER: Final = principal("vic", Role.VIEWER)
+APPROVER: Final = principal("ann", Role.APPROVER)
+ADMIN: Final = principal("root", Role.ADMIN)
+LOCAL: Final = principal("local:me", Role.ADMIN, verified=False)
+OF_ACME: Final = principal("olga", Role.OPERATOR, "acme")
+OF_GLOBEX: Final = principal("gus", Role.OPERATOR, "globex")
 
 
-class World:
-    """An app whose task fails until it is mended."""
+class SampleDeployment:
+    """An app whose tasks fail while `broken` is set."""
 
     def __init__(self, url: str, ledger: str | None, namespace: str) -> None:
         self.app = Holdfast(url, ledger=ledger, namespace=namespace)
         self.broken = True
-        #: What each run saw: amount, idempotency key.
+        #: One item per run: amount, idempotency key.
         self.runs: list[tuple[int, str]] = []
         self.paid: list[str] = []
 
@@ -63,56 +63,56 @@ class World:
         return key
 
     @property
-    def offices(self) -> Operations:
+    def operations(self) -> Operations:
         return Operations.for_app(self.app)
 
-    async def dead(self, count: int = 1, **options: Any) -> list[str]:
-        """Dead letters of the task, by id, oldest first."""
+    async def make_dead_letters(self, count: int = 1, **options: Any) -> list[str]:
+        """Fail `count` jobs; the ids of their dead letters, oldest first."""
         jobs = [await self.charge.options(**options).submit(10 + number) for number in range(count)]
         await self.run()
-        ended = [await self.app.engine.wait_final(job.queue, job.id, 30_000) for job in jobs]
-        await self.caught_up()
-        assert {view.state for view in ended if view is not None} == {State.FAILED}
-        return [view.meta.dlq_id for view in ended if view is not None]
+        infos = [await self.app.engine.wait_final(job.queue, job.id, 30_000) for job in jobs]
+        await self.wait_caught_up()
+        assert {info.state for info in infos if info is not None} == {State.FAILED}
+        return [info.meta.dlq_id for info in infos if info is not None]
 
-    async def suspended(self, count: int = 1, **options: Any) -> list[str]:
+    async def make_suspended(self, count: int = 1, **options: Any) -> list[str]:
         jobs = [await self.fetch.options(**options).submit() for _ in range(count)]
         await self.run()
         assert [await job.state() for job in jobs] == [State.SUSPENDED] * count
         return [job.id for job in jobs]
 
     async def run(self, queues: Sequence[str] | None = None) -> None:
-        """All that is due, and the ledger has it."""
+        """Run all due jobs and wait until the ledger has their events."""
         await drain(self.app, queues)
-        await self.caught_up()
+        await self.wait_caught_up()
 
-    async def caught_up(self) -> None:
+    async def wait_caught_up(self) -> None:
         await self.app.ledger.wait_caught_up(timeout=30)
 
-    async def view(self, job_id: str, queue: str = "default") -> JobInfo:
-        (view,) = await self.app.engine.get(queue, [job_id])
-        assert view is not None
-        return view
+    async def info(self, job_id: str, queue: str = "default") -> JobInfo:
+        (info,) = await self.app.engine.get(queue, [job_id])
+        assert info is not None
+        return info
 
-    async def log(self, kind: str) -> list[Any]:
-        """The operators' log of one kind, oldest first."""
+    async def audit_log(self, kind: str) -> list[Any]:
+        """The audit entries of one type, oldest first."""
         from holdfast.ledger.queries.operator_filters import AuditFilter
 
-        await self.caught_up()
-        page = await self.offices.audit.list(ADMIN, AuditFilter(types=frozenset({kind})), 100)
+        await self.wait_caught_up()
+        page = await self.operations.audit.list(ADMIN, AuditFilter(types=frozenset({kind})), 100)
         return list(reversed(page.entries))
 
 
 @asynccontextmanager
-async def opened(world: World) -> AsyncIterator[World]:
-    """Open, with a projector where one is needed."""
-    async with world.app as app:
+async def run_deployment(deployment: SampleDeployment) -> AsyncIterator[SampleDeployment]:
+    """Open the deployment, with ledger tasks if it has a ledger."""
+    async with deployment.app as app:
         ledger = backend_of(app).ledger
-        bookkeeping = None if ledger is None else LedgerTasks(app.engine, ledger, app.settings)
-        if bookkeeping is not None:
-            bookkeeping.start()
+        ledger_tasks = None if ledger is None else LedgerTasks(app.engine, ledger, app.settings)
+        if ledger_tasks is not None:
+            ledger_tasks.start()
         try:
-            yield world
+            yield deployment
         finally:
-            if bookkeeping is not None:
-                await bookkeeping.stop()
+            if ledger_tasks is not None:
+                await ledger_tasks.stop()

@@ -1,4 +1,4 @@
-"""Dead letters: found, sent back to work once, thrown away by two people (requirements D3–D5)."""
+"""Dead letters: lists, replays that submit one job, and discards by two operators (requirements D3–D5)."""
 
 from __future__ import annotations
 
@@ -28,374 +28,384 @@ from holdfast.ledger.port.operators import DeadLetterStatus
 from holdfast.ledger.queries.operator_filters import DeadLetterFilter
 from holdfast.operations.dead_letters import PayloadChange
 from holdfast.upkeep.dispatch import ReplaySubmission
-from tests.operations.dead_letters import EVERY, Broken, jobs_of, office, status
-from tests.operations.deployment import ADA, APPROVER, BOB, LOCAL, OF_ACME, VIEWER, World, person
+from tests.operations.dead_letters import EVERY, FailingSubmitter, get_operations, get_status, list_job_ids
+from tests.operations.deployment import ADA, APPROVER, BOB, LOCAL, OF_ACME, VIEWER, SampleDeployment, principal
 
-# Looking -------------------------------------------------------------------------------------------
+# Lists ---------------------------------------------------------------------------------------------
 
 
-async def test_letters_are_listed_grouped_and_shown_with_their_history(world: World) -> None:
-    letters = office(world)
-    dlq_ids = await world.dead(3)
-    page = await letters.list(ADA, EVERY)
-    assert {letter.dlq_id for letter in page.dead_letters} == set(dlq_ids)
-    (group,) = await letters.groups(ADA, EVERY)
-    # "card 10 refused", "card 11 refused" … are one kind of error.
+async def test_dead_letters_are_listed_grouped_and_shown_with_their_history(deployment: SampleDeployment) -> None:
+    operations = get_operations(deployment)
+    dlq_ids = await deployment.make_dead_letters(3)
+    page = await operations.list(ADA, EVERY)
+    assert {dead_letter.dlq_id for dead_letter in page.dead_letters} == set(dlq_ids)
+    (group,) = await operations.groups(ADA, EVERY)
+    # "card 10 refused", "card 11 refused" … have the same fingerprint.
     assert (group.count, group.job_type, group.error_code) == (3, "charge", page.dead_letters[0].error_code)
-    assert await letters.count(ADA, DeadLetterFilter(fingerprint=group.fingerprint, text="CARD 11")) == 1
-    letter = await letters.show(VIEWER, dlq_ids[0])
-    assert letter.payload.value == {"amount": 10}
-    assert "card 10 refused" in letter.error
-    assert [event.type for event in letter.events][:2] == ["task.created", "task.claimed"]
-    assert letter.events[-1].to_state is State.FAILED
+    assert await operations.count(ADA, DeadLetterFilter(fingerprint=group.fingerprint, text="CARD 11")) == 1
+    dead_letter = await operations.show(VIEWER, dlq_ids[0])
+    assert dead_letter.payload.value == {"amount": 10}
+    assert "card 10 refused" in dead_letter.error
+    assert [event.type for event in dead_letter.events][:2] == ["task.created", "task.claimed"]
+    assert dead_letter.events[-1].to_state is State.FAILED
 
 
-async def test_of_another_tenant_nothing_is_there(world: World) -> None:
-    letters = office(world)
-    (theirs,) = await world.dead(1, tenant_id="globex")
-    (ours,) = await world.dead(1, tenant_id="acme")
-    for wanted in (EVERY, DeadLetterFilter(tenants=("globex", "acme"))):
-        assert [letter.dlq_id for letter in (await letters.list(OF_ACME, wanted)).dead_letters] == [ours]
-        assert await letters.count(OF_ACME, wanted) == 1
-        assert [group.count for group in await letters.groups(OF_ACME, wanted)] == [1]
-        report = await letters.replay_many(OF_ACME, wanted, reason="", dry_run=True)
+async def test_dead_letters_of_other_tenants_are_not_visible(deployment: SampleDeployment) -> None:
+    operations = get_operations(deployment)
+    (theirs,) = await deployment.make_dead_letters(1, tenant_id="globex")
+    (ours,) = await deployment.make_dead_letters(1, tenant_id="acme")
+    for filters in (EVERY, DeadLetterFilter(tenants=("globex", "acme"))):
+        assert [dead_letter.dlq_id for dead_letter in (await operations.list(OF_ACME, filters)).dead_letters] == [ours]
+        assert await operations.count(OF_ACME, filters) == 1
+        assert [group.count for group in await operations.groups(OF_ACME, filters)] == [1]
+        report = await operations.replay_many(OF_ACME, filters, reason="", dry_run=True)
         assert report.matched == 1
     only_theirs = DeadLetterFilter(tenants=("globex",))
-    assert (await letters.list(OF_ACME, only_theirs)).dead_letters == []
-    assert await letters.count(OF_ACME, only_theirs) == 0
+    assert (await operations.list(OF_ACME, only_theirs)).dead_letters == []
+    assert await operations.count(OF_ACME, only_theirs) == 0
     forbidden: list[Any] = [
-        letters.show(OF_ACME, theirs),
-        letters.diff(OF_ACME, theirs, b"{}"),
-        letters.replay(OF_ACME, theirs, reason="r"),
-        letters.discard(OF_ACME, theirs, "r"),
-        letters.confirm(OF_ACME, theirs),
-        letters.keep(OF_ACME, theirs),
+        operations.show(OF_ACME, theirs),
+        operations.diff(OF_ACME, theirs, b"{}"),
+        operations.replay(OF_ACME, theirs, reason="r"),
+        operations.discard(OF_ACME, theirs, "r"),
+        operations.confirm(OF_ACME, theirs),
+        operations.keep(OF_ACME, theirs),
     ]
-    said = set()
+    messages = set()
     for attempt in forbidden:
         with pytest.raises(NotFound) as refused:
             await attempt
-        said.add(str(refused.value))
-    with pytest.raises(NotFound) as nobody:
-        await letters.show(OF_ACME, "nobody")
-    assert said == {str(nobody.value).replace("nobody", theirs)}
-    for many in (letters.discard_many, letters.replay_many):
-        assert (await many(OF_ACME, only_theirs, reason="r")).results == []
-    assert (await letters.confirm_many(OF_ACME, only_theirs)).results == []
-    assert await status(world, theirs) is DeadLetterStatus.OPEN
+        messages.add(str(refused.value))
+    with pytest.raises(NotFound) as unknown:
+        await operations.show(OF_ACME, "no-such-id")
+    assert messages == {str(unknown.value).replace("no-such-id", theirs)}
+    for bulk_operation in (operations.discard_many, operations.replay_many):
+        assert (await bulk_operation(OF_ACME, only_theirs, reason="r")).results == []
+    assert (await operations.confirm_many(OF_ACME, only_theirs)).results == []
+    assert await get_status(deployment, theirs) is DeadLetterStatus.OPEN
 
 
-async def test_roles(world: World) -> None:
-    letters = office(world)
-    (dlq_id,) = await world.dead()
-    for someone in (VIEWER, APPROVER):
+async def test_changes_need_the_operator_role(deployment: SampleDeployment) -> None:
+    operations = get_operations(deployment)
+    (dlq_id,) = await deployment.make_dead_letters()
+    for actor in (VIEWER, APPROVER):
         attempts: list[Any] = [
-            letters.replay(someone, dlq_id, reason="r"),
-            letters.replay_many(someone, EVERY, reason="r"),
-            letters.replay_many(someone, EVERY, reason="r", dry_run=True),
-            letters.discard(someone, dlq_id, "r"),
-            letters.discard_many(someone, EVERY, reason="r"),
-            letters.confirm(someone, dlq_id),
-            letters.confirm_many(someone, EVERY),
-            letters.keep(someone, dlq_id),
+            operations.replay(actor, dlq_id, reason="r"),
+            operations.replay_many(actor, EVERY, reason="r"),
+            operations.replay_many(actor, EVERY, reason="r", dry_run=True),
+            operations.discard(actor, dlq_id, "r"),
+            operations.discard_many(actor, EVERY, reason="r"),
+            operations.confirm(actor, dlq_id),
+            operations.confirm_many(actor, EVERY),
+            operations.keep(actor, dlq_id),
         ]
         for attempt in attempts:
             with pytest.raises(Forbidden):
                 await attempt
-    assert await status(world, dlq_id) is DeadLetterStatus.OPEN
+    assert await get_status(deployment, dlq_id) is DeadLetterStatus.OPEN
 
 
-# Back to work --------------------------------------------------------------------------------------
+# Replays -------------------------------------------------------------------------------------------
 
 
-async def test_a_replay_is_a_new_job_that_knows_its_letter(world: World) -> None:
-    letters = office(world)
-    (dlq_id,) = await world.dead(1, idempotency_key="order-1", context={"user": "u1"}, trace_id="t-1", priority="high")
-    first = await letters.show(ADA, dlq_id)
-    world.broken = False
-    done = await letters.replay(ADA, dlq_id, reason="the bank is back")
-    await world.run()
-    view = await world.view(done.job_id)
-    assert view.state is State.SUCCEEDED
-    assert view.idempotency_key == f"dlq:{dlq_id}:1"
-    assert view.meta.replay is not None
-    assert (view.meta.replay.dlq_id, view.meta.replay.job_id, view.meta.replay.key) == (dlq_id, first.job_id, "order-1")
-    assert (view.trace_id, view.meta.context, view.meta.priority) == ("t-1", {"user": "u1"}, 0)
-    # The task's effects are still the first job's.
-    assert world.runs == [(10, "order-1"), (10, "order-1")]
-    assert world.paid == ["order-1"]
-    letter = await letters.show(ADA, dlq_id)
-    assert (letter.status, letter.replayed_as, letter.replay_count) == (DeadLetterStatus.REPLAYED, done.job_id, 1)
-    (line,) = await world.log("operator.dlq_replay")
-    assert (line.actor, line.reason, line.target_id, line.before.value["status"]) == (
+async def test_a_replay_is_a_new_job_with_a_reference_to_its_dead_letter(deployment: SampleDeployment) -> None:
+    operations = get_operations(deployment)
+    (dlq_id,) = await deployment.make_dead_letters(
+        1, idempotency_key="order-1", context={"user": "u1"}, trace_id="t-1", priority="high"
+    )
+    first = await operations.show(ADA, dlq_id)
+    deployment.broken = False
+    done = await operations.replay(ADA, dlq_id, reason="the bank is back")
+    await deployment.run()
+    info = await deployment.info(done.job_id)
+    assert info.state is State.SUCCEEDED
+    assert info.idempotency_key == f"dlq:{dlq_id}:1"
+    assert info.meta.replay is not None
+    assert (info.meta.replay.dlq_id, info.meta.replay.job_id, info.meta.replay.key) == (dlq_id, first.job_id, "order-1")
+    assert (info.trace_id, info.meta.context, info.meta.priority) == ("t-1", {"user": "u1"}, 0)
+    # Effects keep the idempotency key of the first job.
+    assert deployment.runs == [(10, "order-1"), (10, "order-1")]
+    assert deployment.paid == ["order-1"]
+    dead_letter = await operations.show(ADA, dlq_id)
+    assert (dead_letter.status, dead_letter.replayed_as, dead_letter.replay_count) == (
+        DeadLetterStatus.REPLAYED,
+        done.job_id,
+        1,
+    )
+    (entry,) = await deployment.audit_log("operator.dlq_replay")
+    assert (entry.actor, entry.reason, entry.target_id, entry.before.value["status"]) == (
         "ada",
         "the bank is back",
         dlq_id,
         "open",
     )
-    assert line.after.value["replayed_as"] == done.job_id
+    assert entry.after.value["replayed_as"] == done.job_id
 
 
-async def test_a_replay_of_a_replay_keeps_the_first_key(world: World) -> None:
-    letters = office(world)
-    (dlq_id,) = await world.dead()
-    first_job = (await letters.show(ADA, dlq_id)).job_id
-    second = await letters.replay(ADA, dlq_id, reason="")
-    await world.run()
-    third = await letters.replay(ADA, (await world.view(second.job_id)).meta.dlq_id, reason="")
-    world.broken = False
-    await world.run()
-    assert (await world.view(third.job_id)).state is State.SUCCEEDED
-    assert [key for _, key in world.runs] == [first_job] * 3
-    assert world.paid == [first_job]
+async def test_a_replay_of_a_replay_keeps_the_first_key(deployment: SampleDeployment) -> None:
+    operations = get_operations(deployment)
+    (dlq_id,) = await deployment.make_dead_letters()
+    first_job = (await operations.show(ADA, dlq_id)).job_id
+    second = await operations.replay(ADA, dlq_id, reason="")
+    await deployment.run()
+    third = await operations.replay(ADA, (await deployment.info(second.job_id)).meta.dlq_id, reason="")
+    deployment.broken = False
+    await deployment.run()
+    assert (await deployment.info(third.job_id)).state is State.SUCCEEDED
+    assert [key for _, key in deployment.runs] == [first_job] * 3
+    assert deployment.paid == [first_job]
 
 
-async def test_a_letter_can_be_replayed_again(world: World) -> None:
-    letters = office(world)
-    (dlq_id,) = await world.dead()
-    one = await letters.replay(ADA, dlq_id, reason="")
-    two = await letters.replay(BOB, dlq_id, reason="")
+async def test_a_dead_letter_can_be_replayed_again(deployment: SampleDeployment) -> None:
+    operations = get_operations(deployment)
+    (dlq_id,) = await deployment.make_dead_letters()
+    one = await operations.replay(ADA, dlq_id, reason="")
+    two = await operations.replay(BOB, dlq_id, reason="")
     assert (one.number, two.number) == (1, 2)
     assert one.job_id != two.job_id
-    assert (await world.view(two.job_id)).idempotency_key == f"dlq:{dlq_id}:2"
+    assert (await deployment.info(two.job_id)).idempotency_key == f"dlq:{dlq_id}:2"
 
 
-async def test_the_jobs_own_retry_policy_comes_along(world: World) -> None:
+async def test_a_replay_keeps_the_jobs_retry_policy(deployment: SampleDeployment) -> None:
     from holdfast import Retry
 
-    (dlq_id,) = await world.dead(1, retry=Retry(max_retries=7))
-    done = await office(world).replay(ADA, dlq_id, reason="")
-    assert (await world.view(done.job_id)).meta.retry == Retry(max_retries=7)
+    (dlq_id,) = await deployment.make_dead_letters(1, retry=Retry(max_retries=7))
+    done = await get_operations(deployment).replay(ADA, dlq_id, reason="")
+    assert (await deployment.info(done.job_id)).meta.retry == Retry(max_retries=7)
 
 
-async def test_an_edited_payload_is_seen_checked_and_run(world: World) -> None:
-    letters = office(world)
-    (dlq_id,) = await world.dead()
+async def test_an_edited_payload_is_diffed_validated_and_run(deployment: SampleDeployment) -> None:
+    operations = get_operations(deployment)
+    (dlq_id,) = await deployment.make_dead_letters()
     edited = b'{"amount": 99, "currency": "CHF"}'
-    changes = await letters.diff(ADA, dlq_id, edited)
+    changes = await operations.diff(ADA, dlq_id, edited)
     assert [change.document for change in changes] == [
         {"path": "/amount", "before": 10, "after": 99},
         {"path": "/currency", "after": "CHF"},
     ]
     assert changes[0] == PayloadChange("/amount", 10, 99)
-    world.broken = False
-    done = await letters.replay(ADA, dlq_id, reason="wrong amount", payload=edited)
-    await world.run()
-    view = await world.view(done.job_id)
-    assert view.result == b'"99 CHF"'
-    # The letter itself stays what it was.
-    assert (await letters.show(ADA, dlq_id)).payload.value == {"amount": 10}
-    (line,) = await world.log("operator.dlq_replay")
-    assert line.after.value["edited"] is True
+    deployment.broken = False
+    done = await operations.replay(ADA, dlq_id, reason="wrong amount", payload=edited)
+    await deployment.run()
+    info = await deployment.info(done.job_id)
+    assert info.result == b'"99 CHF"'
+    # The dead letter keeps its payload.
+    assert (await operations.show(ADA, dlq_id)).payload.value == {"amount": 10}
+    (entry,) = await deployment.audit_log("operator.dlq_replay")
+    assert entry.after.value["edited"] is True
 
 
-async def test_a_payload_that_cannot_be_run_changes_nothing(world: World) -> None:
-    letters = office(world)
-    (dlq_id,) = await world.dead()
+async def test_an_invalid_payload_changes_nothing(deployment: SampleDeployment) -> None:
+    operations = get_operations(deployment)
+    (dlq_id,) = await deployment.make_dead_letters()
     large = b'{"amount": 1, "currency": "' + b"x" * (1024 * 1024) + b'"}'
     for payload in (b"not json", b"42", b'{"amount": "much"}', b'{"sum": 1}', b"\xff", large):
         error = PayloadTooLarge if payload is large else InvalidPayload
         with pytest.raises(error):
-            await letters.diff(ADA, dlq_id, payload)
+            await operations.diff(ADA, dlq_id, payload)
         with pytest.raises(error):
-            await letters.replay(ADA, dlq_id, reason="", payload=payload)
-    assert await status(world, dlq_id) is DeadLetterStatus.OPEN
-    assert await world.log("operator.dlq_replay") == []
+            await operations.replay(ADA, dlq_id, reason="", payload=payload)
+    assert await get_status(deployment, dlq_id) is DeadLetterStatus.OPEN
+    assert await deployment.audit_log("operator.dlq_replay") == []
 
 
-async def test_two_people_who_replay_one_letter_at_once_make_one_job(world: World) -> None:
-    letters = [office(world) for _ in range(8)]
-    (dlq_id,) = await world.dead()
-    people = [person(f"p{number}") for number in range(8)]
+async def test_concurrent_replays_of_one_dead_letter_submit_one_job(deployment: SampleDeployment) -> None:
+    operations = [get_operations(deployment) for _ in range(8)]
+    (dlq_id,) = await deployment.make_dead_letters()
+    principals = [principal(f"p{number}") for number in range(8)]
     ended = await asyncio.gather(
-        # All of them have seen it as it is now.
-        *(one.replay(who, dlq_id, reason="", expected=0) for one, who in zip(letters, people, strict=True)),
+        # All of them have read the same version.
+        *(one.replay(actor, dlq_id, reason="", expected=0) for one, actor in zip(operations, principals, strict=True)),
         return_exceptions=True,
     )
     jobs = {done.job_id for done in ended if not isinstance(done, BaseException)}
     assert len(jobs) == 1
     assert all(isinstance(error, Conflict) for error in ended if isinstance(error, BaseException))
-    assert len(await jobs_of(world)) == 2
-    assert len(await world.log("operator.dlq_replay")) == 1
+    assert len(await list_job_ids(deployment)) == 2
+    assert len(await deployment.audit_log("operator.dlq_replay")) == 1
 
 
-async def test_who_has_seen_an_older_letter_is_told(world: World) -> None:
-    letters = office(world)
-    (dlq_id,) = await world.dead()
-    await letters.replay(ADA, dlq_id, reason="", expected=0)
+async def test_a_replay_of_an_outdated_version_is_refused(deployment: SampleDeployment) -> None:
+    operations = get_operations(deployment)
+    (dlq_id,) = await deployment.make_dead_letters()
+    await operations.replay(ADA, dlq_id, reason="", expected=0)
     with pytest.raises(Conflict, match="replayed meanwhile"):
-        await letters.replay(BOB, dlq_id, reason="", expected=0)
+        await operations.replay(BOB, dlq_id, reason="", expected=0)
 
 
-async def test_of_a_replay_and_a_discard_at_once_one_wins(world: World) -> None:
-    letters = office(world)
-    for dlq_id in await world.dead(6):
-        await letters.discard(ADA, dlq_id, "too old")
-        # A replay needs an open letter; whichever of the three comes first decides.
+async def test_one_of_a_concurrent_replay_and_confirmed_discard_wins(deployment: SampleDeployment) -> None:
+    operations = get_operations(deployment)
+    for dlq_id in await deployment.make_dead_letters(6):
+        await operations.discard(ADA, dlq_id, "too old")
+        # A replay needs an open dead letter; the first of the three calls decides.
         kept, discarded, replayed = await asyncio.gather(
-            letters.keep(BOB, dlq_id, "wait"),
-            letters.confirm(BOB, dlq_id),
-            letters.replay(BOB, dlq_id, reason="again"),
+            operations.keep(BOB, dlq_id, "wait"),
+            operations.confirm(BOB, dlq_id),
+            operations.replay(BOB, dlq_id, reason="again"),
             return_exceptions=True,
         )
-        letter = await letters.show(ADA, dlq_id)
+        dead_letter = await operations.show(ADA, dlq_id)
         assert isinstance(discarded, Conflict) or isinstance(replayed, Conflict)
-        if letter.status is DeadLetterStatus.DISCARDED:
+        if dead_letter.status is DeadLetterStatus.DISCARDED:
             assert discarded is None
-            assert letter.replayed_as is None
+            assert dead_letter.replayed_as is None
             assert isinstance(kept, Conflict)
             with pytest.raises(Conflict, match="discarded"):
-                await letters.replay(ADA, dlq_id, reason="")
-        elif letter.status is DeadLetterStatus.REPLAYED:
-            assert letter.replayed_as == replayed.job_id  # type: ignore[union-attr]
+                await operations.replay(ADA, dlq_id, reason="")
+        elif dead_letter.status is DeadLetterStatus.REPLAYED:
+            assert dead_letter.replayed_as == replayed.job_id  # type: ignore[union-attr]
             with pytest.raises(Conflict):
-                await letters.discard(ADA, dlq_id, "too old")
+                await operations.discard(ADA, dlq_id, "too old")
 
 
-async def test_two_who_discard_and_replay_an_open_letter(world: World) -> None:
-    letters = office(world)
-    for dlq_id in await world.dead(6):
-        asked, replayed = await asyncio.gather(
-            letters.discard(ADA, dlq_id, "too old"), letters.replay(BOB, dlq_id, reason=""), return_exceptions=True
+async def test_one_of_a_concurrent_discard_request_and_replay_wins(deployment: SampleDeployment) -> None:
+    operations = get_operations(deployment)
+    for dlq_id in await deployment.make_dead_letters(6):
+        requested, replayed = await asyncio.gather(
+            operations.discard(ADA, dlq_id, "too old"),
+            operations.replay(BOB, dlq_id, reason=""),
+            return_exceptions=True,
         )
-        assert [isinstance(asked, Conflict), isinstance(replayed, Conflict)].count(True) == 1
-        won = await status(world, dlq_id)
-        assert won is (DeadLetterStatus.REPLAYED if asked is not None else DeadLetterStatus.DISCARD_REQUESTED)
+        assert [isinstance(requested, Conflict), isinstance(replayed, Conflict)].count(True) == 1
+        won = await get_status(deployment, dlq_id)
+        assert won is (DeadLetterStatus.REPLAYED if requested is not None else DeadLetterStatus.DISCARD_REQUESTED)
 
 
 # Crashes -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("after", [False, True])
-async def test_upkeep_finishes_a_replay_that_a_crash_has_left(world: World, after: bool) -> None:
-    (dlq_id,) = await world.dead()
+async def test_upkeep_finishes_a_replay_after_a_crash(deployment: SampleDeployment, after: bool) -> None:
+    (dlq_id,) = await deployment.make_dead_letters()
     with pytest.raises(EngineUnavailable, match="upkeep submits it"):
-        await office(world, Broken(world, after=after)).replay(
+        await get_operations(deployment, FailingSubmitter(deployment, after=after)).replay(
             ADA, dlq_id, reason="", payload=b'{"amount": 77}'
         )  # fmt: skip
-    ledger = backend_of(world.app).ledger
+    ledger = backend_of(deployment.app).ledger
     assert ledger is not None
-    left = await ledger.operators.unsubmitted_replays(10)
-    assert [row.dlq_id for row in left] == [dlq_id]
-    world.broken = False
-    # Two processes at once, and again: all make the same job.
-    replays = [ReplaySubmission(world.app.engine, ledger) for _ in range(2)]
-    await asyncio.gather(*(one.run_once() for one in replays))
+    pending = await ledger.operators.unsubmitted_replays(10)
+    assert [row.dlq_id for row in pending] == [dlq_id]
+    deployment.broken = False
+    # Two concurrent passes and a repeated one all submit the same job.
+    replays = [ReplaySubmission(deployment.app.engine, ledger) for _ in range(2)]
+    await asyncio.gather(*(each.run_once() for each in replays))
     await replays[0].run_once()
     assert await ledger.operators.unsubmitted_replays(10) == []
-    await world.run()
-    letter = await office(world).show(ADA, dlq_id)
-    assert letter.replayed_as is not None
-    assert (await world.view(letter.replayed_as)).result == b'"77 EUR"'
-    assert len(await jobs_of(world)) == 2
-    assert len(world.runs) == 2
+    await deployment.run()
+    dead_letter = await get_operations(deployment).show(ADA, dlq_id)
+    assert dead_letter.replayed_as is not None
+    assert (await deployment.info(dead_letter.replayed_as)).result == b'"77 EUR"'
+    assert len(await list_job_ids(deployment)) == 2
+    assert len(deployment.runs) == 2
 
 
-async def test_a_replay_that_the_engine_refuses_hinders_no_other(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    letters = [(await world.dead())[0] for _ in range(3)]
-    for dlq_id in letters:
+async def test_a_refused_replay_does_not_stop_the_others(
+    deployment: SampleDeployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dlq_ids = [(await deployment.make_dead_letters())[0] for _ in range(3)]
+    for dlq_id in dlq_ids:
         with pytest.raises(EngineUnavailable):
-            await office(world, Broken(world)).replay(ADA, dlq_id, reason="")
-    world.broken = False
-    ledger, engine = backend_of(world.app).ledger, world.app.engine
+            await get_operations(deployment, FailingSubmitter(deployment)).replay(ADA, dlq_id, reason="")
+    deployment.broken = False
+    ledger, engine = backend_of(deployment.app).ledger, deployment.app.engine
     assert ledger is not None
     refused, *others = await ledger.operators.unsubmitted_replays(10)
     submit = engine.submit
 
-    async def busy(envelopes: Any) -> Any:
+    async def refuse_one(envelopes: Any) -> Any:
         if envelopes[0].job_id == refused.new_job_id:
             raise IntakeRefused(refused.queue, "made to fail by the test")
         return await submit(envelopes)
 
-    monkeypatch.setattr(engine, "submit", busy)
-    # A page that is all refused.
-    assert await office(world).submit_pending(1) == len(others)
+    monkeypatch.setattr(engine, "submit", refuse_one)
+    # A page with nothing but refused replays.
+    assert await get_operations(deployment).submit_pending(1) == len(others)
     assert await ledger.operators.unsubmitted_replays(10) == [refused]
 
 
-async def test_who_comes_while_a_replay_is_on_its_way_gets_that_one(world: World) -> None:
-    (dlq_id,) = await world.dead()
+async def test_a_second_replay_joins_a_pending_one(deployment: SampleDeployment) -> None:
+    (dlq_id,) = await deployment.make_dead_letters()
     with pytest.raises(EngineUnavailable):
-        await office(world, Broken(world)).replay(ADA, dlq_id, reason="")
-    done = await office(world).replay(BOB, dlq_id, reason="")
+        await get_operations(deployment, FailingSubmitter(deployment)).replay(ADA, dlq_id, reason="")
+    done = await get_operations(deployment).replay(BOB, dlq_id, reason="")
     assert done.number == 1
-    assert len(await jobs_of(world)) == 2
+    assert len(await list_job_ids(deployment)) == 2
 
 
-async def test_a_queue_that_takes_nothing_leaves_the_letter_open(world: World) -> None:
-    letters = office(world)
-    (dlq_id,) = await world.dead()
-    await world.app.engine.set_control("default", QueueControl(intake_paused=True))
+async def test_a_paused_intake_leaves_the_dead_letter_open(deployment: SampleDeployment) -> None:
+    operations = get_operations(deployment)
+    (dlq_id,) = await deployment.make_dead_letters()
+    await deployment.app.engine.set_control("default", QueueControl(intake_paused=True))
     with pytest.raises(IntakeRefused):
-        await letters.replay(ADA, dlq_id, reason="")
-    assert await status(world, dlq_id) is DeadLetterStatus.OPEN
-    (line,) = await world.log("operator.dlq_replay_refused")
-    assert (line.actor, line.target_id) == ("ada", dlq_id)
-    await world.app.engine.set_control("default", QueueControl())
-    assert (await letters.replay(ADA, dlq_id, reason="")).number == 2
+        await operations.replay(ADA, dlq_id, reason="")
+    assert await get_status(deployment, dlq_id) is DeadLetterStatus.OPEN
+    (entry,) = await deployment.audit_log("operator.dlq_replay_refused")
+    assert (entry.actor, entry.target_id) == ("ada", dlq_id)
+    await deployment.app.engine.set_control("default", QueueControl())
+    assert (await operations.replay(ADA, dlq_id, reason="")).number == 2
 
 
-async def test_guards_see_a_replay_as_any_submission(world: World) -> None:
-    (dlq_id,) = await world.dead()
-    seen: list[Any] = []
+async def test_guards_review_a_replay_like_a_submission(deployment: SampleDeployment) -> None:
+    (dlq_id,) = await deployment.make_dead_letters()
+    requests: list[Any] = []
 
-    @world.app.guard
+    @deployment.app.guard
     def refuse(request: decisions.GuardRequest) -> Any:
-        seen.append(request)
+        requests.append(request)
         return decisions.Deny("not this one") if request.arguments["amount"] == 10 else None
 
-    letters = office(world)
+    operations = get_operations(deployment)
     with pytest.raises(Denied, match="not this one"):
-        await letters.replay(ADA, dlq_id, reason="")
-    assert seen[0].task == "charge"
-    assert await status(world, dlq_id) is DeadLetterStatus.OPEN
-    assert len(await jobs_of(world)) == 1
-    await letters.replay(ADA, dlq_id, reason="", payload=b'{"amount": 11}')
-    assert await status(world, dlq_id) is DeadLetterStatus.REPLAYED
+        await operations.replay(ADA, dlq_id, reason="")
+    assert requests[0].task == "charge"
+    assert await get_status(deployment, dlq_id) is DeadLetterStatus.OPEN
+    assert len(await list_job_ids(deployment)) == 1
+    await operations.replay(ADA, dlq_id, reason="", payload=b'{"amount": 11}')
+    assert await get_status(deployment, dlq_id) is DeadLetterStatus.REPLAYED
 
 
-# Away with it --------------------------------------------------------------------------------------
+# Discards ------------------------------------------------------------------------------------------
 
 
-async def test_two_people_and_a_reason_throw_a_letter_away(world: World) -> None:
-    letters = office(world)
-    (dlq_id,) = await world.dead()
+async def test_a_discard_needs_two_operators_and_a_reason(deployment: SampleDeployment) -> None:
+    operations = get_operations(deployment)
+    (dlq_id,) = await deployment.make_dead_letters()
     with pytest.raises(InvalidOption, match="reason"):
-        await letters.discard(ADA, dlq_id, "  ")
+        await operations.discard(ADA, dlq_id, "  ")
     with pytest.raises(Conflict, match=r"no discard of .* was requested"):
-        await letters.confirm(BOB, dlq_id)
-    await letters.discard(ADA, dlq_id, "customer withdrew")
+        await operations.confirm(BOB, dlq_id)
+    await operations.discard(ADA, dlq_id, "customer withdrew")
     with pytest.raises(Forbidden, match="another person"):
-        await letters.confirm(ADA, dlq_id)
-    # The same person with another role is still the same person.
+        await operations.confirm(ADA, dlq_id)
+    # Operators are distinguished by name, not by role.
     with pytest.raises(Forbidden, match="another person"):
-        await letters.confirm(msgspec.structs.replace(ADA, role=Role.ADMIN), dlq_id)
-    await letters.confirm(BOB, dlq_id)
-    letter = await letters.show(ADA, dlq_id)
-    assert (letter.status, letter.requested_by, letter.confirmed_by, letter.reason) == (
+        await operations.confirm(msgspec.structs.replace(ADA, role=Role.ADMIN), dlq_id)
+    await operations.confirm(BOB, dlq_id)
+    dead_letter = await operations.show(ADA, dlq_id)
+    assert (dead_letter.status, dead_letter.requested_by, dead_letter.confirmed_by, dead_letter.reason) == (
         DeadLetterStatus.DISCARDED,
         "ada",
         "bob",
         "customer withdrew",
     )
-    (asked,) = await world.log("operator.dlq_discard_request")
-    (done,) = await world.log("operator.dlq_discard")
-    assert (asked.actor, asked.reason, done.actor) == ("ada", "customer withdrew", "bob")
+    (requested,) = await deployment.audit_log("operator.dlq_discard_request")
+    (done,) = await deployment.audit_log("operator.dlq_discard")
+    assert (requested.actor, requested.reason, done.actor) == ("ada", "customer withdrew", "bob")
 
 
-async def test_nobody_whom_no_token_proves_discards(world: World) -> None:
-    letters = office(world)
-    (dlq_id,) = await world.dead()
+async def test_a_discard_needs_a_verified_principal(deployment: SampleDeployment) -> None:
+    operations = get_operations(deployment)
+    (dlq_id,) = await deployment.make_dead_letters()
     with pytest.raises(Forbidden, match="HOLDFAST_TOKEN"):
-        await letters.discard(LOCAL, dlq_id, "old")
+        await operations.discard(LOCAL, dlq_id, "old")
     with pytest.raises(Forbidden, match="HOLDFAST_TOKEN"):
-        await letters.discard_many(LOCAL, EVERY, reason="old")
-    await letters.discard(ADA, dlq_id, "old")
+        await operations.discard_many(LOCAL, EVERY, reason="old")
+    await operations.discard(ADA, dlq_id, "old")
     with pytest.raises(Forbidden, match="HOLDFAST_TOKEN"):
-        await letters.confirm(LOCAL, dlq_id)
+        await operations.confirm(LOCAL, dlq_id)
     with pytest.raises(Forbidden, match="HOLDFAST_TOKEN"):
-        await letters.confirm_many(LOCAL, EVERY)
-    # What one person may do alone they may.
-    await letters.keep(LOCAL, dlq_id, "wait")
-    assert await status(world, dlq_id) is DeadLetterStatus.OPEN
-    await letters.replay(LOCAL, dlq_id, reason="")
+        await operations.confirm_many(LOCAL, EVERY)
+    # Actions that need one operator need no token.
+    await operations.keep(LOCAL, dlq_id, "wait")
+    assert await get_status(deployment, dlq_id) is DeadLetterStatus.OPEN
+    await operations.replay(LOCAL, dlq_id, reason="")

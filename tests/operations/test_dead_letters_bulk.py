@@ -1,4 +1,4 @@
-"""Many dead letters at once: at a pace, each with its result, and none that hinders others (requirement D4)."""
+"""Bulk replays and discards: rate limit, one result per dead letter, and isolation of failures (requirement D4)."""
 
 from __future__ import annotations
 
@@ -18,138 +18,140 @@ from holdfast.ledger.port.operators import DeadLetterStatus
 from holdfast.ledger.queries.operator_filters import DeadLetterFilter
 from holdfast.operations.bulk import BulkResult
 from holdfast.operations.dead_letters import DeadLetterOperations
-from tests.operations.dead_letters import EVERY, Broken, jobs_of, office
-from tests.operations.deployment import ADA, BOB, OF_GLOBEX, World
+from tests.operations.dead_letters import EVERY, FailingSubmitter, get_operations, list_job_ids
+from tests.operations.deployment import ADA, BOB, OF_GLOBEX, SampleDeployment
 
 
-async def test_a_filter_is_counted_first_and_replayed_at_a_pace(world: World) -> None:
-    letters = office(world)
-    await world.dead(5)
-    await world.dead(2, tenant_id="acme")
-    wanted = DeadLetterFilter(tenants=("default",))
-    dry = await letters.replay_many(ADA, wanted, reason="", dry_run=True)
+async def test_a_bulk_replay_has_a_dry_run_and_a_rate_limit(deployment: SampleDeployment) -> None:
+    operations = get_operations(deployment)
+    await deployment.make_dead_letters(5)
+    await deployment.make_dead_letters(2, tenant_id="acme")
+    filters = DeadLetterFilter(tenants=("default",))
+    dry = await operations.replay_many(ADA, filters, reason="", dry_run=True)
     assert (dry.matched, dry.dry_run, dry.results) == (5, True, [])
-    assert len(await jobs_of(world)) == 7
-    world.broken = False
-    told: list[BulkResult] = []
+    assert len(await list_job_ids(deployment)) == 7
+    deployment.broken = False
+    reported: list[BulkResult] = []
     began = asyncio.get_running_loop().time()
-    report = await letters.replay_many(ADA, wanted, reason="outage", rate_per_s=20, progress=told.append)
-    # Five at twenty a second: the first at once, the fifth after 0.2 s.
+    report = await operations.replay_many(ADA, filters, reason="outage", rate_per_s=20, progress=reported.append)
+    # Five at 20/s: the first at once, the fifth after 0.2 s.
     assert asyncio.get_running_loop().time() - began >= 0.19
     assert (report.matched, report.done, report.failed, report.stopped) == (5, 5, 0, "")
-    assert told == report.results
-    await world.run()
-    assert {(await world.view(result.job_id)).state for result in report.results} == {State.SUCCEEDED}
-    again = await letters.replay_many(ADA, EVERY, reason="outage")
+    assert reported == report.results
+    await deployment.run()
+    assert {(await deployment.info(result.job_id)).state for result in report.results} == {State.SUCCEEDED}
+    again = await operations.replay_many(ADA, EVERY, reason="outage")
     assert again.matched == 2
-    assert (await letters.replay_many(ADA, EVERY, reason="")).matched == 0
+    assert (await operations.replay_many(ADA, EVERY, reason="")).matched == 0
 
 
-async def test_one_that_cannot_be_replayed_hinders_no_other(world: World) -> None:
-    letters = office(world)
-    good = await world.dead(2)
-    view = await world.app.submit_raw("charge", b'{"amount": 5}')
-    await world.run()
-    stranger = Holdfast(settings=world.app.settings)
+async def test_an_invalid_payload_fails_only_its_own_dead_letter(deployment: SampleDeployment) -> None:
+    operations = get_operations(deployment)
+    good = await deployment.make_dead_letters(2)
+    job = await deployment.app.submit_raw("charge", b'{"amount": 5}')
+    await deployment.run()
+    other_app = Holdfast(settings=deployment.app.settings)
 
-    @stranger.task(name="charge")
+    @other_app.task(name="charge")
     async def other(amount: str) -> None: ...
 
-    # Whoever knows the task knows that 5 is no text; of the others too.
-    ledger = backend_of(world.app).ledger
+    # This app's signature of the task expects text, so no payload is valid.
+    ledger = backend_of(deployment.app).ledger
     assert ledger is not None
-    picky = DeadLetterOperations(world.app.engine, ledger, specs=backend_of(stranger).specs)
-    report = await picky.replay_many(ADA, EVERY, reason="")
+    strict = DeadLetterOperations(deployment.app.engine, ledger, specs=backend_of(other_app).specs)
+    report = await strict.replay_many(ADA, EVERY, reason="")
     assert (report.matched, report.done, report.failed) == (3, 0, 3)
     assert {result.code for result in report.results} == {"INVALID_PAYLOAD"}
-    assert (await letters.replay_many(ADA, EVERY, reason="")).done == 3
+    assert (await operations.replay_many(ADA, EVERY, reason="")).done == 3
     assert len(good) == 2
-    assert view.id
+    assert job.id
 
 
-async def test_a_call_that_was_broken_off_is_just_repeated(world: World) -> None:
-    letters = office(world)
-    await world.dead(6)
+async def test_an_interrupted_bulk_replay_can_be_repeated(deployment: SampleDeployment) -> None:
+    operations = get_operations(deployment)
+    await deployment.make_dead_letters(6)
 
     def stop(_: BulkResult) -> None:
         raise asyncio.CancelledError
 
     with pytest.raises(asyncio.CancelledError):
-        await letters.replay_many(ADA, EVERY, reason="", rate_per_s=20, progress=stop)
-    report = await letters.replay_many(ADA, EVERY, reason="")
+        await operations.replay_many(ADA, EVERY, reason="", rate_per_s=20, progress=stop)
+    report = await operations.replay_many(ADA, EVERY, reason="")
     assert report.matched == report.done == 5
-    assert len(await jobs_of(world)) == 12
+    assert len(await list_job_ids(deployment)) == 12
 
 
-async def test_a_queue_that_takes_nothing_does_not_stop_the_others(world: World) -> None:
-    letters = office(world)
-    shut = await world.dead(3, queue="shut")
-    await world.dead(3)
-    await world.app.engine.set_control("shut", QueueControl(intake_paused=True))
-    report = await letters.replay_many(ADA, EVERY, reason="", rate_per_s=20)
+async def test_a_paused_queue_does_not_stop_the_others(deployment: SampleDeployment) -> None:
+    operations = get_operations(deployment)
+    closed = await deployment.make_dead_letters(3, queue="closed")
+    await deployment.make_dead_letters(3)
+    await deployment.app.engine.set_control("closed", QueueControl(intake_paused=True))
+    report = await operations.replay_many(ADA, EVERY, reason="", rate_per_s=20)
     assert (report.matched, report.done, report.failed) == (6, 3, 1)
-    assert "shut" in report.stopped
-    assert {result.id for result in report.results if not result.done} <= set(shut)
+    assert "closed" in report.stopped
+    assert {result.id for result in report.results if not result.done} <= set(closed)
 
 
-async def test_a_queue_that_does_not_answer_does_not_stop_the_others(world: World) -> None:
-    class PartlyBroken(Broken):
+async def test_an_unreachable_queue_does_not_stop_the_others(deployment: SampleDeployment) -> None:
+    class PartlyFailing(FailingSubmitter):
         async def submit(self, envelope: Envelope) -> Receipt:
-            if envelope.queue == "away":
+            if envelope.queue == "unreachable":
                 raise EngineUnavailable("one node is dead")
-            return (await world.app.engine.submit([envelope]))[0]
+            return (await deployment.app.engine.submit([envelope]))[0]
 
-    away = await world.dead(3, queue="away")
-    await world.dead(3)
-    report = await office(world, PartlyBroken(world)).replay_many(ADA, EVERY, reason="", rate_per_s=20)
+    unreachable = await deployment.make_dead_letters(3, queue="unreachable")
+    await deployment.make_dead_letters(3)
+    report = await get_operations(deployment, PartlyFailing(deployment)).replay_many(
+        ADA, EVERY, reason="", rate_per_s=20
+    )
     assert (report.matched, report.done, report.failed) == (6, 3, 1)
     assert "one node is dead" in report.stopped
-    assert {result.id for result in report.results if not result.done} <= set(away)
+    assert {result.id for result in report.results if not result.done} <= set(unreachable)
 
 
-async def test_a_ledger_that_does_not_answer_stops_all(world: World) -> None:
-    letters = office(world)
-    await world.dead(3)
-    begun = 0
+async def test_an_unreachable_ledger_stops_the_bulk_replay(deployment: SampleDeployment) -> None:
+    operations = get_operations(deployment)
+    await deployment.make_dead_letters(3)
+    calls = 0
 
-    async def begin_replay(*_: Any, **__: Any) -> Any:
-        nonlocal begun
-        begun += 1
+    async def refuse(*_: Any, **__: Any) -> Any:
+        nonlocal calls
+        calls += 1
         raise LedgerUnavailable("the ledger is down")
 
-    letters._operators = Mock(wraps=letters._operators, reserve_replay=begin_replay)
-    report = await letters.replay_many(ADA, EVERY, reason="", rate_per_s=20)
-    assert (report.done, report.failed, report.stopped, begun) == (0, 1, "the ledger is down", 1)
+    operations._operators = Mock(wraps=operations._operators, reserve_replay=refuse)
+    report = await operations.replay_many(ADA, EVERY, reason="", rate_per_s=20)
+    assert (report.done, report.failed, report.stopped, calls) == (0, 1, "the ledger is down", 1)
 
 
-async def test_a_refusal_stops_the_rest(world: World) -> None:
-    letters = office(world)
-    await world.dead(4)
-    await world.app.engine.set_control("default", QueueControl(intake_paused=True))
-    report = await letters.replay_many(ADA, EVERY, reason="", rate_per_s=20)
+async def test_a_paused_intake_stops_the_rest_of_its_queue(deployment: SampleDeployment) -> None:
+    operations = get_operations(deployment)
+    await deployment.make_dead_letters(4)
+    await deployment.app.engine.set_control("default", QueueControl(intake_paused=True))
+    report = await operations.replay_many(ADA, EVERY, reason="", rate_per_s=20)
     assert (report.matched, report.done, report.failed) == (4, 0, 1)
     assert "paused" in report.stopped
-    await world.app.engine.set_control("default", QueueControl())
-    assert (await letters.replay_many(ADA, EVERY, reason="")).done == 4
+    await deployment.app.engine.set_control("default", QueueControl())
+    assert (await operations.replay_many(ADA, EVERY, reason="")).done == 4
 
 
-async def test_a_rate_must_be_one(world: World) -> None:
+async def test_a_rate_of_zero_is_refused(deployment: SampleDeployment) -> None:
     with pytest.raises(InvalidOption):
-        await office(world).replay_many(ADA, EVERY, reason="", rate_per_s=0)
+        await get_operations(deployment).replay_many(ADA, EVERY, reason="", rate_per_s=0)
 
 
-async def test_many_are_thrown_away_by_two_people(world: World) -> None:
-    letters = office(world)
-    await world.dead(3)
-    await world.dead(1, tenant_id="globex")
-    wanted = DeadLetterFilter(tenants=("default",))
-    assert (await letters.discard_many(ADA, wanted, reason="old", dry_run=True)).matched == 3
-    assert (await letters.discard_many(ADA, wanted, reason="old")).done == 3
-    same = await letters.confirm_many(ADA, EVERY)
+async def test_a_bulk_discard_needs_two_operators(deployment: SampleDeployment) -> None:
+    operations = get_operations(deployment)
+    await deployment.make_dead_letters(3)
+    await deployment.make_dead_letters(1, tenant_id="globex")
+    filters = DeadLetterFilter(tenants=("default",))
+    assert (await operations.discard_many(ADA, filters, reason="old", dry_run=True)).matched == 3
+    assert (await operations.discard_many(ADA, filters, reason="old")).done == 3
+    same = await operations.confirm_many(ADA, EVERY)
     assert (same.done, same.failed) == (0, 3)
     assert {result.code for result in same.results} == {"FORBIDDEN"}
-    assert (await letters.confirm_many(OF_GLOBEX, EVERY)).matched == 0
-    assert (await letters.confirm_many(BOB, EVERY, dry_run=True)).matched == 3
-    assert (await letters.confirm_many(BOB, EVERY)).done == 3
-    assert await letters.count(ADA, DeadLetterFilter(statuses=frozenset({DeadLetterStatus.DISCARDED}))) == 3
-    assert await letters.count(ADA, DeadLetterFilter(statuses=frozenset({DeadLetterStatus.OPEN}))) == 1
+    assert (await operations.confirm_many(OF_GLOBEX, EVERY)).matched == 0
+    assert (await operations.confirm_many(BOB, EVERY, dry_run=True)).matched == 3
+    assert (await operations.confirm_many(BOB, EVERY)).done == 3
+    assert await operations.count(ADA, DeadLetterFilter(statuses=frozenset({DeadLetterStatus.DISCARDED}))) == 3
+    assert await operations.count(ADA, DeadLetterFilter(statuses=frozenset({DeadLetterStatus.OPEN}))) == 1

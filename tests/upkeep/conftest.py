@@ -1,4 +1,4 @@
-"""Apps of the worker tests, and ledgers."""
+"""The apps and faults of the worker tests."""
 
 from tests.worker.conftest import app as app
 from tests.worker.conftest import both as both

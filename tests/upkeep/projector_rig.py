@@ -1,4 +1,4 @@
-"""A Redis engine worked by hand, a ledger, and projectors that can be made to die at any point."""
+"""A Redis engine driven by hand, a ledger, and projectors that can be killed at any call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FAILURE = Failure("TASK_ERROR", "boom", "ValueError", "at x")
 
 
 class Killed(BaseException):
-    """What a killed projector feels: nothing that it could handle."""
+    """Stands for SIGKILL: an error that no handler of the projector catches."""
 
 
 async def until(condition: Callable[[], Awaitable[bool]], what: str, within_s: float = WITHIN_S) -> None:
@@ -35,11 +35,11 @@ async def until(condition: Callable[[], Awaitable[bool]], what: str, within_s: f
         await asyncio.sleep(0.02)
 
 
-class World:
-    """One namespace of a Redis and one ledger. `with` it closes what it opened."""
+class ProjectorRig:
+    """One namespace of a Redis and one ledger; closes every engine and ledger that it opened."""
 
     def __init__(self, redis_url: str, ledger_url: str, namespace: str, **options: Any) -> None:
-        # Without a tail, what is trimmed can be counted.
+        # Without a tail, the entries that remain after a trim can be counted.
         self.settings = Settings.load(url=redis_url, ledger=ledger_url, namespace=namespace, feed_tail=0)
         self.ledger_url = ledger_url
         self._options = options
@@ -60,9 +60,9 @@ class World:
         for opened in (*self._opened, self.engine, self.ledger):
             await opened.close()
 
-    # The engine's side -----------------------------------------------------------------------------
+    # Engine ----------------------------------------------------------------------------------------
 
-    async def admit(self, queue: str = QUEUE) -> None:
+    async def reopen_intake(self, queue: str = QUEUE) -> None:
         await reopen_intake(self.engine, self.ledger, queue)
 
     async def submit(self, count: int, queue: str = QUEUE, **more: Any) -> list[str]:
@@ -74,16 +74,16 @@ class World:
         return await self.engine.claim("w1", [queue], limit, 0)
 
     async def settle(self, claims: Sequence[Claim], verdict: Verdict | None = None) -> None:
-        how = verdict or Succeed(b"1")
-        await self.engine.settle([Settlement(claim, how, claim.claimed_at_ms) for claim in claims])
+        applied = verdict or Succeed(b"1")
+        await self.engine.settle([Settlement(claim, applied, claim.claimed_at_ms) for claim in claims])
 
     async def work(self, verdict: Verdict | None = None, queue: str = QUEUE) -> int:
         claims = await self.claim(queue=queue)
         await self.settle(claims, verdict)
         return len(claims)
 
-    async def lives(self, count: int, queue: str = QUEUE) -> list[str]:
-        """Some that succeed, some that wait for a retry, some that die."""
+    async def run_mixed_jobs(self, count: int, queue: str = QUEUE) -> list[str]:
+        """Run jobs: a third waits for a retry, a third is dead-lettered, the rest succeeds."""
         ids = await self.submit(count, queue)
         claims = await self.claim(count, queue)
         third = len(claims) // 3
@@ -92,10 +92,10 @@ class World:
         await self.settle(claims[2 * third :])
         return ids
 
-    # The ledger's side -----------------------------------------------------------------------------
+    # Ledger ----------------------------------------------------------------------------------------
 
     def projector(self, engine: Engine | None = None, ledger: Ledger | None = None, **options: Any) -> Projector:
-        """On connections of its own, unless given some."""
+        """Build a projector, with its own connections unless some are given."""
         engine, ledger = engine or self.engine.clone(), ledger or open_ledger(self.ledger_url, **self._options)
         self._opened += [engine, ledger]
         options = {"linger_s": 0.001, "round_s": 0.1, "lease_ms": 300} | options
@@ -108,93 +108,93 @@ class World:
         return projector
 
     async def stop(self) -> None:
-        """End all projectors as a worker would."""
+        """Stop all projectors as a worker would."""
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def end(self, queue: str = QUEUE) -> FeedPosition:
-        cut = await self.engine.snapshot(queue, [])
-        return FeedPosition(cut.position, cut.nonce)
+    async def feed_end(self, queue: str = QUEUE) -> FeedPosition:
+        snapshot = await self.engine.snapshot(queue, [])
+        return FeedPosition(snapshot.position, snapshot.nonce)
 
-    async def caught_up(self, queue: str = QUEUE) -> bool:
+    async def is_caught_up(self, queue: str = QUEUE) -> bool:
         assert self.ledger.projection is not None
-        return await self.ledger.projection.position(queue) == await self.end(queue)
+        return await self.ledger.projection.position(queue) == await self.feed_end(queue)
 
-    async def settled_down(self, queue: str = QUEUE) -> None:
-        """The ledger has all of the feed, and no dead letter is left to be told."""
+    async def wait_settled(self, queue: str = QUEUE) -> None:
+        """Wait until the ledger has the whole feed and every dead letter is confirmed."""
         assert self.ledger.projection is not None
         projection = self.ledger.projection
 
-        async def quiet() -> bool:
+        async def settled() -> bool:
             return (
-                await self.caught_up(queue)
+                await self.is_caught_up(queue)
                 and not await projection.unacked_dead_letters(queue, 1)
-                and await self.caught_up(queue)
+                and await self.is_caught_up(queue)
             )
 
-        await until(quiet, "the ledger has caught up")
+        await until(settled, "the ledger has caught up")
 
     async def check(self, ids: Sequence[str], *, anomalies: int | None = 0, states: bool = True) -> dict[str, Any]:
-        """Every one of these jobs, each with a whole and legal story, and in the state that the engine says."""
-        told = await check_ledger(self.ledger)
-        assert told.keys() >= set(ids), f"{len(set(ids) - told.keys())} jobs are missing"
+        """Check that the ledger has these jobs, with complete legal histories and the engine's states."""
+        states_by_id = await check_ledger(self.ledger)
+        assert states_by_id.keys() >= set(ids), f"{len(set(ids) - states_by_id.keys())} jobs are missing"
         if anomalies is not None:
-            found = await rows(self.ledger, "SELECT reason, event FROM anomalies")
-            assert len(found) == anomalies, found[:3]
+            anomaly_rows = await rows(self.ledger, "SELECT reason, event FROM anomalies")
+            assert len(anomaly_rows) == anomalies, anomaly_rows[:3]
         if states:
-            for job_id, view in zip(ids, await self.engine.get(QUEUE, ids), strict=True):
-                assert view is not None
-                assert told[job_id] is view.state, job_id
+            for job_id, info in zip(ids, await self.engine.get(QUEUE, ids), strict=True):
+                assert info is not None
+                assert states_by_id[job_id] is info.state, job_id
         finals = await rows(
             self.ledger,
             "SELECT job_id, count(*) AS n FROM job_events WHERE to_state IN "
             f"({', '.join(repr(state.value) for state in FINAL)}) GROUP BY tenant_id, job_id, queue",
         )
         assert all(row["n"] == 1 for row in finals)
-        return told
+        return states_by_id
 
 
-class Doomed:
-    """Stands before an engine, a ledger or a projection and dies, for good, at one call of one method."""
+class Killable:
+    """A proxy for an engine, ledger or projection that is killed at one call of one method."""
 
-    def __init__(self, real: Any, doom: Doom) -> None:
+    def __init__(self, real: Any, kill_point: KillPoint) -> None:
         self._real = real
-        self._doom = doom
+        self._kill_point = kill_point
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._real, name)
         if name == "projection":
-            return Doomed(value, self._doom)
+            return Killable(value, self._kill_point)
         if name == "close" or not asyncio.iscoroutinefunction(value):
             return value
 
         async def call(*arguments: Any, **options: Any) -> Any:
-            self._doom.knell(name, "before")
+            self._kill_point.check(name, "before")
             answer = await value(*arguments, **options)
-            self._doom.knell(name, "after")
+            self._kill_point.check(name, "after")
             return answer
 
         return call
 
 
-class Doom:
-    """When to die: before or after the n-th call of a method; from then on at every call."""
+class KillPoint:
+    """When to kill: before or after the n-th call of a method; from then on at every call."""
 
     def __init__(self, method: str, side: str, nth: int = 1) -> None:
         self._method, self._side, self._left = method, side, nth
-        self.dead = asyncio.Event()
+        self.reached = asyncio.Event()
 
-    def knell(self, method: str, side: str) -> None:
+    def check(self, method: str, side: str) -> None:
         if (method, side) == (self._method, self._side):
             self._left -= 1
             if self._left == 0:
-                self.dead.set()
-        if self.dead.is_set():
+                self.reached.set()
+        if self.reached.is_set():
             raise Killed(f"{self._side} {self._method}")
 
 
-async def state_of(world: World, job_id: str) -> State | None:
-    (view,) = await world.engine.get(QUEUE, [job_id])
-    return view.state if view else None
+async def state_of(rig: ProjectorRig, job_id: str) -> State | None:
+    (info,) = await rig.engine.get(QUEUE, [job_id])
+    return info.state if info else None

@@ -1,4 +1,4 @@
-"""Backlogs over their threshold: raised once, cleared once, whoever watches."""
+"""Backlog alerts: raised once and cleared once, with any number of monitors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def app(urls: dict[str, str], namespace: str) -> AsyncIterator[Holdfast]:
         yield app
 
 
-def watch(app: Holdfast, *, ledger: bool = True) -> BacklogMonitor:
+def make_monitor(app: Holdfast, *, ledger: bool = True) -> BacklogMonitor:
     return BacklogMonitor(
         app.engine, QueueSelection(app.engine, ()), app.settings, backend_of(app).ledger if ledger else None
     )
@@ -58,15 +58,15 @@ async def fill(app: Holdfast, number: int) -> None:
     await app.tasks["ok"].submit_many([()] * number)
 
 
-async def events(app: Holdfast) -> list[tuple[str, str, str]]:
+async def alert_events(app: Holdfast) -> list[tuple[str, str, str]]:
     table = schema.operator_events
     query = select(table).where(table.c.type.like("alert.%")).order_by(table.c.at)
     async with app.ledger.queries.engine.connect() as connection:
         return [(row.type, row.target_id, row.reason) for row in await connection.execute(query)]
 
 
-async def take(app: Holdfast, number: int) -> None:
-    """Finish so many jobs."""
+async def finish_jobs(app: Holdfast, number: int) -> None:
+    """Claim and finish `number` jobs."""
     from holdfast.core.verdict import Settlement, Succeed
 
     claims = await app.engine.claim("w", ["default"], number, 1000)
@@ -74,114 +74,116 @@ async def take(app: Holdfast, number: int) -> None:
     await app.engine.settle([Settlement(claim, Succeed(b"null"), claim.claimed_at_ms) for claim in claims])
 
 
-async def test_raised_once_and_cleared_well_below(app: Holdfast, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_alert_is_raised_once_and_cleared_below_the_threshold(
+    app: Holdfast, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "holdfast.alarm")
-    watchers = [watch(app) for _ in range(3)]
+    monitors = [make_monitor(app) for _ in range(3)]
 
-    async def look() -> None:
-        await asyncio.gather(*(watcher.check() for watcher in watchers))
+    async def check() -> None:
+        await asyncio.gather(*(monitor.check() for monitor in monitors))
 
     await fill(app, 9)
-    await look()
-    assert await events(app) == []
+    await check()
+    assert await alert_events(app) == []
     assert "alerts_standing" not in str(await scrape(app))
 
     await fill(app, 1)
     for _ in range(3):
-        await look()
-    (raised,) = await events(app)
+        await check()
+    (raised,) = await alert_events(app)
     assert raised == ("alert.backlog", "default", "the backlog is 10, the threshold is 10")
     warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert [(record.__dict__["alert"], record.__dict__["backlog"]) for record in warnings] == [(KEY, 10)]
     assert (await scrape(app))[f'alerts_standing{{alert="{KEY}"}}'] == 1
 
-    await take(app, 1)
-    await look()
-    assert len(await events(app)) == 1, "at 90 % it still stands"
+    await finish_jobs(app, 1)
+    await check()
+    assert len(await alert_events(app)) == 1, "at 90 % it still stands"
 
-    await take(app, 1)
+    await finish_jobs(app, 1)
     for _ in range(3):
-        await look()
-    assert [kind for kind, *_ in await events(app)] == ["alert.backlog", "alert.backlog_cleared"]
+        await check()
+    assert [kind for kind, *_ in await alert_events(app)] == ["alert.backlog", "alert.backlog_cleared"]
     assert f'alerts_standing{{alert="{KEY}"}}' not in await scrape(app)
 
     await fill(app, 5)
-    await look()
-    assert [kind for kind, *_ in await events(app)] == ["alert.backlog", "alert.backlog_cleared", "alert.backlog"]
+    await check()
+    assert [kind for kind, *_ in await alert_events(app)] == ["alert.backlog", "alert.backlog_cleared", "alert.backlog"]
 
 
-async def test_an_operator_s_threshold_goes_before_the_setting(app: Holdfast) -> None:
+async def test_an_operators_threshold_overrides_the_setting(app: Holdfast) -> None:
     await fill(app, 12)
     await app.engine.set_control("default", QueueControl(backlog_alert=20))
-    watcher = watch(app)
-    await watcher.check()
-    assert await events(app) == []
+    monitor = make_monitor(app)
+    await monitor.check()
+    assert await alert_events(app) == []
     await app.engine.set_control("default", QueueControl(backlog_alert=5))
-    await watcher.check()
-    assert [kind for kind, *_ in await events(app)] == ["alert.backlog"]
+    await monitor.check()
+    assert [kind for kind, *_ in await alert_events(app)] == ["alert.backlog"]
 
 
-async def test_an_alert_that_somebody_raised_and_died_is_cleared_by_the_others(app: Holdfast) -> None:
+async def test_an_alert_of_a_dead_process_is_cleared_by_another(app: Holdfast) -> None:
     await fill(app, 10)
-    await watch(app).check()
+    await make_monitor(app).check()
     await drain(app)
     app.engine.counters.alerts.clear()
-    await watch(app).check()
-    assert [kind for kind, *_ in await events(app)] == ["alert.backlog", "alert.backlog_cleared"]
+    await make_monitor(app).check()
+    assert [kind for kind, *_ in await alert_events(app)] == ["alert.backlog", "alert.backlog_cleared"]
 
 
-async def test_while_the_ledger_is_away_it_waits(app: Holdfast, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_alert_waits_for_an_unreachable_ledger(app: Holdfast, monkeypatch: pytest.MonkeyPatch) -> None:
     await fill(app, 10)
-    watcher = watch(app)
+    monitor = make_monitor(app)
     backend = backend_of(app)
     assert backend.ledger is not None
-    people = type(backend.ledger.operators)
-    with monkeypatch.context() as away:
+    operator_store = type(backend.ledger.operators)
+    with monkeypatch.context() as patched:
 
         async def refuse(*_: object) -> bool:
             raise LedgerUnavailable("gone")
 
-        away.setattr(people, "raise_alert", refuse)
-        await watcher.check()
-    assert await events(app) == []
-    await watcher.check()
-    assert [kind for kind, *_ in await events(app)] == ["alert.backlog"]
+        patched.setattr(operator_store, "raise_alert", refuse)
+        await monitor.check()
+    assert await alert_events(app) == []
+    await monitor.check()
+    assert [kind for kind, *_ in await alert_events(app)] == ["alert.backlog"]
 
 
-async def test_without_a_ledger_the_process_tells_for_itself(
+async def test_without_a_ledger_each_process_logs_its_own_alerts(
     redis_url: str, namespace: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "holdfast.alarm")
     async with make(redis_url, namespace, backlog_alert=3) as app:
-        watcher = watch(app, ledger=False)
+        monitor = make_monitor(app, ledger=False)
         await fill(app, 3)
         for _ in range(3):
-            await watcher.check()
+            await monitor.check()
         assert (await scrape(app))[f'alerts_standing{{alert="{KEY}"}}'] == 1
         await drain(app)
         for _ in range(3):
-            await watcher.check()
+            await monitor.check()
         assert f'alerts_standing{{alert="{KEY}"}}' not in await scrape(app)
-    said = [record.levelname for record in caplog.records if record.name == "holdfast.alarm"]
-    assert said == ["WARNING", "INFO"]
+    levels = [record.levelname for record in caplog.records if record.name == "holdfast.alarm"]
+    assert levels == ["WARNING", "INFO"]
 
 
-async def test_no_threshold_no_alert(redis_url: str, namespace: str) -> None:
+async def test_without_a_threshold_there_is_no_alert(redis_url: str, namespace: str) -> None:
     async with make(redis_url, namespace) as app:
         await fill(app, 100)
-        await watch(app).check()
+        await make_monitor(app).check()
         assert not app.engine.counters.alerts
 
 
-@pytest.mark.parametrize("keeper", ["worker", "upkeep"])
-async def test_workers_and_upkeep_watch(app: Holdfast, keeper: str) -> None:
+@pytest.mark.parametrize("process", ["worker", "upkeep"])
+async def test_workers_and_upkeep_monitor_the_backlog(app: Holdfast, process: str) -> None:
     await app.engine.set_control("default", QueueControl(paused=True))
     await fill(app, 10)
     worker, upkeep = Worker(app), Upkeep(app.engine, [], app.settings, backend_of(app).ledger)
-    running = asyncio.create_task(worker.run() if keeper == "worker" else upkeep.run())
+    running = asyncio.create_task(worker.run() if process == "worker" else upkeep.run())
 
     async def raised() -> Any:
-        return await events(app)
+        return await alert_events(app)
 
     try:
         assert [kind for kind, *_ in await eventually(raised, "the alert")] == ["alert.backlog"]

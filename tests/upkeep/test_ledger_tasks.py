@@ -1,4 +1,4 @@
-"""Workers and `holdfast upkeep` keep the ledger in step by themselves, in a thread that stalls no task."""
+"""Workers and `holdfast upkeep` project the feed in a thread that does not block tasks."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ async def app(redis_url: str, ledger_url: str, namespace: str) -> AsyncIterator[
     await made.close()
 
 
-async def _states(ledger: Ledger) -> dict[str, int]:
+async def _count_states(ledger: Ledger) -> dict[str, int]:
     found = await rows(ledger, "SELECT state, count(*) AS n FROM jobs GROUP BY state")
     return {row["state"]: row["n"] for row in found}
 
 
-async def _shows(ledger: Ledger, **wanted: int) -> None:
-    async def shown() -> bool:
-        return await _states(ledger) == wanted
+async def _wait_states(ledger: Ledger, **expected: int) -> None:
+    async def reached() -> bool:
+        return await _count_states(ledger) == expected
 
-    await until(shown, f"the ledger shows {wanted}")
+    await until(reached, f"the ledger shows {expected}")
 
 
-async def test_a_worker_brings_everything_into_the_ledger(app: Holdfast) -> None:
+async def test_a_worker_projects_the_feed(app: Holdfast) -> None:
     worker = Worker(app, queues=[QUEUE])
     working = asyncio.create_task(worker.run())
     for number in range(20):
@@ -55,35 +55,35 @@ async def test_a_worker_brings_everything_into_the_ledger(app: Holdfast) -> None
         await app.tasks["fail"].submit()
     backend = backend_of(app)
     assert backend.ledger is not None
-    await _shows(backend.ledger, succeeded=20, failed=3)
+    await _wait_states(backend.ledger, succeeded=20, failed=3)
     assert any(thread.name == "holdfast-projector" for thread in threading.enumerate())
     worker.drain()
     await working
     assert not any(thread.name == "holdfast-projector" for thread in threading.enumerate())
-    told = await check_ledger(backend.ledger)
-    assert set(told.values()) == {State.FAILED, State.SUCCEEDED}
+    states = await check_ledger(backend.ledger)
+    assert set(states.values()) == {State.FAILED, State.SUCCEEDED}
     (feed,) = await rows(backend.ledger, "SELECT projector FROM feed_positions")
     assert feed["projector"] is None
 
 
-async def test_upkeep_projects_for_workers_that_do_not(app: Holdfast) -> None:
+async def test_upkeep_projects_for_workers_without_upkeep(app: Holdfast) -> None:
     await app.open()
     backend = backend_of(app)
     assert backend.ledger is not None
-    keeper = Upkeep(app.engine, [], app.settings, backend.ledger)
-    keeping = asyncio.create_task(keeper.run())
+    upkeep = Upkeep(app.engine, [], app.settings, backend.ledger)
+    upkeep_task = asyncio.create_task(upkeep.run())
     worker = Worker(app, queues=[QUEUE], upkeep=False)
     working = asyncio.create_task(worker.run())
     await app.tasks["add"].submit(1, 2)
-    await _shows(backend.ledger, succeeded=1)
+    await _wait_states(backend.ledger, succeeded=1)
     worker.drain()
     await working
-    keeper.stop()
-    await keeping
+    upkeep.stop()
+    await upkeep_task
 
 
-async def test_a_worker_works_while_its_ledger_is_away(redis_url: str, namespace: str) -> None:
-    app = Holdfast(redis_url, ledger="postgresql://nobody@127.0.0.1:1/none", namespace=namespace)
+async def test_a_worker_runs_jobs_while_its_ledger_is_unreachable(redis_url: str, namespace: str) -> None:
+    app = Holdfast(redis_url, ledger="postgresql://user@127.0.0.1:1/none", namespace=namespace)
 
     @app.task
     async def add(a: int, b: int) -> int:

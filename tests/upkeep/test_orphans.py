@@ -1,7 +1,7 @@
-"""Jobs that wait in the engine for the ledger's word on their dead letter, while the ledger has nothing more to say.
+"""Orphans: jobs that wait in the engine for a confirmation of their dead letter that the ledger has already sent.
 
-An engine that wakes up as it was some time ago (a replica that was behind has taken over, a file was cut) has forgotten
-what it was told, and the ledger has not. Each of these heals within moments of the projector's next look.
+An engine with older data (a replica that was behind has taken over, a file was restored) has lost the confirmation,
+and the ledger does not send it again. The projector's next check for orphans resolves each of these cases.
 """
 
 from __future__ import annotations
@@ -20,152 +20,154 @@ from holdfast.errors import FeedDetached, LedgerUnavailable
 from holdfast.ledger.port.ledger import FeedPosition
 from holdfast.upkeep import feed_cursor
 from holdfast.upkeep.dead_letters import DeadLetterConfirmer
-from tests.ledger.projection_rig import QUEUE, job, rows, story
-from tests.upkeep.projector_rig import FAILURE, World, state_of, until
+from tests.ledger.projection_rig import QUEUE, event_types, job, rows
+from tests.upkeep.projector_rig import FAILURE, ProjectorRig, state_of, until
 
 pytestmark = pytest.mark.redis
 
-#: Sooner than a look would come that is not called for.
+#: Shorter than the interval between two regular checks for orphans.
 _SOON_S = 20.0
 
 
 @pytest.fixture(autouse=True)
-def again(monkeypatch: pytest.MonkeyPatch) -> None:
+def recheck_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_cursor, "ORPHAN_RECHECK_S", 0.1)
 
 
 @pytest.fixture
-async def world(redis_url: str, tmp_path: Path, namespace: str) -> AsyncIterator[World]:
-    async with World(redis_url, f"sqlite:///{tmp_path}/ledger.db", namespace) as made:
-        await made.admit()
-        yield made
+async def rig(redis_url: str, tmp_path: Path, namespace: str) -> AsyncIterator[ProjectorRig]:
+    async with ProjectorRig(redis_url, f"sqlite:///{tmp_path}/ledger.db", namespace) as rig:
+        await rig.reopen_intake()
+        yield rig
 
 
-async def remembered(world: World) -> dict[bytes, bytes]:
-    """All that the engine knows now."""
-    async with Redis.from_url(world.settings.url) as redis:
-        return {
-            key: await redis.dump(key) or b"" async for key in redis.scan_iter(match=f"{world.settings.namespace}:*")
-        }
+async def save_data(rig: ProjectorRig) -> dict[bytes, bytes]:
+    """Save all data of the engine."""
+    async with Redis.from_url(rig.settings.url) as redis:
+        return {key: await redis.dump(key) or b"" async for key in redis.scan_iter(match=f"{rig.settings.namespace}:*")}
 
 
-async def go_back(world: World, memory: Mapping[bytes, bytes]) -> None:
-    """The engine has only ever known this."""
-    async with Redis.from_url(world.settings.url) as redis:
-        now = [key async for key in redis.scan_iter(match=f"{world.settings.namespace}:*")]
+async def restore_data(rig: ProjectorRig, data: Mapping[bytes, bytes]) -> None:
+    """Replace all data of the engine by the saved data."""
+    async with Redis.from_url(rig.settings.url) as redis:
+        now = [key async for key in redis.scan_iter(match=f"{rig.settings.namespace}:*")]
         async with redis.pipeline(transaction=True) as step:
             step.delete(*now)
-            for key, value in memory.items():
+            for key, value in data.items():
                 step.restore(key, 0, value)
             await step.execute()
 
 
-async def die(world: World) -> str:
-    """A job that waits for the ledger, which has its letter and has told nobody."""
-    (dead,) = await world.submit(1)
-    await world.work(DeadLetter(FAILURE))
-    await read(world)
-    return dead
+async def fail_job(rig: ProjectorRig) -> str:
+    """Fail a job; the ledger has its dead letter and has not confirmed it."""
+    (job_id,) = await rig.submit(1)
+    await rig.work(DeadLetter(FAILURE))
+    await project_all(rig)
+    return job_id
 
 
-async def read(world: World) -> FeedPosition:
-    """The ledger has all of the feed, and tells nothing."""
-    projection = world.ledger.projection
+async def project_all(rig: ProjectorRig) -> FeedPosition:
+    """Project the whole feed without confirming dead letters."""
+    projection = rig.ledger.projection
     assert projection is not None
     at = await projection.acquire(QUEUE, "another", 1)
     assert at is not None
-    fresh = [entry for entry in await world.engine.read_feed(QUEUE, at.position, 100) if entry.position != at.position]
+    fresh = [entry for entry in await rig.engine.read_feed(QUEUE, at.position, 100) if entry.position != at.position]
     return (await projection.project(QUEUE, "another", 1, at, fresh)).at
 
 
-async def ends(world: World, job_id: str) -> None:
+async def wait_failed(rig: ProjectorRig, job_id: str) -> None:
     async def has_ended() -> bool:
-        return await state_of(world, job_id) is State.FAILED
+        return await state_of(rig, job_id) is State.FAILED
 
-    await until(has_ended, "it is moved on", _SOON_S)
-    await world.settled_down()
+    await until(has_ended, "the job has failed", _SOON_S)
+    await rig.wait_settled()
 
 
-async def test_an_older_engine_takes_over_after_the_job_has_ended(world: World) -> None:
-    """Under the eyes of the projector, which sees a fork."""
-    dead = await die(world)
-    before = await remembered(world)
-    projector = await world.start()
-    await world.settled_down()
-    assert (await job(world.ledger, dead))["state"] == "failed"
+async def test_a_stale_engine_takes_over_after_the_job_has_ended(rig: ProjectorRig) -> None:
+    """While a projector runs, which detects a fork."""
+    job_id = await fail_job(rig)
+    before = await save_data(rig)
+    projector = await rig.start()
+    await rig.wait_settled()
+    assert (await job(rig.ledger, job_id))["state"] == "failed"
 
-    async def looks_later() -> bool:
+    async def no_check_soon() -> bool:
         return projector._cursors[QUEUE].orphan_check_at > time.monotonic() + _SOON_S
 
-    await until(looks_later, "nothing waits any more")
-    await go_back(world, before)
-    assert await state_of(world, dead) is State.DLQ_PENDING
-    await ends(world, dead)
+    await until(no_check_soon, "no orphan is left")
+    await restore_data(rig, before)
+    assert await state_of(rig, job_id) is State.DLQ_PENDING
+    await wait_failed(rig, job_id)
     assert projector.counts.forks == 1
     names = ["task.created", "task.claimed", "task.dlq_pending", "task.dlq", "task.failed"]
-    assert await story(world.ledger, dead) == names
-    assert len(await rows(world.ledger, "SELECT * FROM dlq_items")) == 1
+    assert await event_types(rig.ledger, job_id) == names
+    assert len(await rows(rig.ledger, "SELECT * FROM dlq_items")) == 1
 
 
 @pytest.mark.parametrize("state", [State.DLQ_PENDING, State.DLQ_RECORDED])
-async def test_an_older_engine_takes_over_at_a_place_that_the_ledger_has_read(world: World, state: State) -> None:
-    """The letter was acknowledged, the ledger had not read on: no fork. Nothing but the job itself tells of it."""
-    dead = await die(world)
+async def test_a_stale_engine_takes_over_at_a_position_that_the_ledger_has_read(
+    rig: ProjectorRig, state: State
+) -> None:
+    """The dead letter was confirmed and the ledger had not read further: no fork, only the job's state shows it."""
+    job_id = await fail_job(rig)
     if state is State.DLQ_RECORDED:
-        await world.engine.move(QUEUE, dead, state, actor="ledger", reason="the dead letter is recorded")
-    before = await remembered(world)
-    assert await DeadLetterConfirmer(world.engine, world.ledger).confirm_all(QUEUE) == 0
-    await go_back(world, before)
-    assert await state_of(world, dead) is state
-    projector = await world.start()
-    await ends(world, dead)
+        await rig.engine.move(QUEUE, job_id, state, actor="ledger", reason="the dead letter is recorded")
+    before = await save_data(rig)
+    assert await DeadLetterConfirmer(rig.engine, rig.ledger).confirm_all(QUEUE) == 0
+    await restore_data(rig, before)
+    assert await state_of(rig, job_id) is state
+    projector = await rig.start()
+    await wait_failed(rig, job_id)
     assert projector.counts.forks == 0
-    await world.check([dead])
+    await rig.check([job_id])
 
 
-async def test_an_older_engine_runs_a_job_again_that_has_ended_and_it_dies(world: World) -> None:
-    """The ledger keeps the first end, and writes no letter of the second."""
-    (twice,) = await world.submit(1)
-    claims = await world.claim()
-    await read(world)
-    before = await remembered(world)
-    await world.settle(claims)
-    await read(world)
-    await go_back(world, before)
-    await world.settle(claims, DeadLetter(FAILURE))
-    assert await state_of(world, twice) is State.DLQ_PENDING
-    await world.start()
-    await ends(world, twice)
-    assert (await job(world.ledger, twice))["state"] == "succeeded"
-    assert await rows(world.ledger, "SELECT * FROM dlq_items") == []
+async def test_a_stale_engine_runs_an_ended_job_again_and_dead_letters_it(rig: ProjectorRig) -> None:
+    """The ledger keeps the first final event and writes no dead letter for the second."""
+    (job_id,) = await rig.submit(1)
+    claims = await rig.claim()
+    await project_all(rig)
+    before = await save_data(rig)
+    await rig.settle(claims)
+    await project_all(rig)
+    await restore_data(rig, before)
+    await rig.settle(claims, DeadLetter(FAILURE))
+    assert await state_of(rig, job_id) is State.DLQ_PENDING
+    await rig.start()
+    await wait_failed(rig, job_id)
+    assert (await job(rig.ledger, job_id))["state"] == "succeeded"
+    assert await rows(rig.ledger, "SELECT * FROM dlq_items") == []
 
 
-async def test_a_stray_that_cannot_be_told_hinders_no_other(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    ids = [await die(world) for _ in range(3)]
-    projection = world.ledger.projection
+async def test_an_orphan_that_cannot_be_confirmed_does_not_stop_the_others(
+    rig: ProjectorRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = [await fail_job(rig) for _ in range(3)]
+    projection = rig.ledger.projection
     assert projection is not None
     await projection.ack_dead_letters(await projection.unacked_dead_letters(QUEUE, 10))
-    move = world.engine.move
+    move = rig.engine.move
 
-    async def break_down(queue: str, job_id: str, *arguments: Any, **options: Any) -> State:
+    async def fail_one(queue: str, job_id: str, *arguments: Any, **options: Any) -> State:
         if job_id == ids[1]:
-            raise RuntimeError("what is this?")
+            raise RuntimeError("unexpected")
         return await move(queue, job_id, *arguments, **options)
 
-    monkeypatch.setattr(world.engine, "move", break_down)
-    letters, at = DeadLetterConfirmer(world.engine, world.ledger), await projection.position(QUEUE)
+    monkeypatch.setattr(rig.engine, "move", fail_one)
+    confirmer, at = DeadLetterConfirmer(rig.engine, rig.ledger), await projection.position(QUEUE)
     for _ in range(2):
-        assert await letters.find_orphans(QUEUE, at) == []
-    assert [await state_of(world, job_id) for job_id in ids] == [State.FAILED, State.DLQ_PENDING, State.FAILED]
+        assert await confirmer.find_orphans(QUEUE, at) == []
+    assert [await state_of(rig, job_id) for job_id in ids] == [State.FAILED, State.DLQ_PENDING, State.FAILED]
 
 
-class Forgetful:
-    """A ledger that answers, but cannot say which keys it knows, until it is `well`."""
+class LedgerWithoutKeys:
+    """A ledger whose query for submission keys fails until `available` is set."""
 
     def __init__(self, real: Any) -> None:
         self._real = real
-        self.well = False
-        self.asked = 0
+        self.available = False
+        self.calls = 0
 
     @property
     def recovery(self) -> Any:
@@ -176,40 +178,40 @@ class Forgetful:
         return getattr(real if hasattr(real, name) else real.recovery, name)
 
     async def submission_keys(self, *arguments: Any) -> AsyncIterator[Any]:
-        self.asked += 1
-        if not self.well:
+        self.calls += 1
+        if not self.available:
             raise LedgerUnavailable("the query took too long")
         async for keys in self._real.recovery.submission_keys(*arguments):
             yield keys
 
 
-async def test_a_projector_opens_no_queue_without_its_keys(world: World) -> None:
-    """A fork whose keys cannot be put back is not passed: whoever submits would take the queue for whole."""
-    await world.submit(1, idempotency_key="order-7")
-    at = await read(world)
-    await go_back(world, {})
-    projector = world.projector()
-    projector._ledger = forgetful = Forgetful(projector._ledger)
+async def test_a_projector_does_not_reopen_intake_without_the_submission_keys(rig: ProjectorRig) -> None:
+    """The projector does not pass a fork before the keys are restored, because submitters would trust the queue."""
+    await rig.submit(1, idempotency_key="order-7")
+    at = await project_all(rig)
+    await restore_data(rig, {})
+    projector = rig.projector()
+    projector._ledger = ledger = LedgerWithoutKeys(projector._ledger)
 
-    async def has_given_up() -> bool:
-        return forgetful.asked > 6
+    async def has_failed_twice() -> bool:
+        return ledger.calls > 6
 
-    await world.start(projector)
-    await until(has_given_up, "it has tried in vain, twice")
+    await rig.start(projector)
+    await until(has_failed_twice, "it has failed twice")
     with pytest.raises(FeedDetached):
-        await world.submit(1, idempotency_key="order-7")
-    assert world.ledger.projection is not None
-    assert await world.ledger.projection.position(QUEUE) == at
-    forgetful.well = True
+        await rig.submit(1, idempotency_key="order-7")
+    assert rig.ledger.projection is not None
+    assert await rig.ledger.projection.position(QUEUE) == at
+    ledger.available = True
 
     async def is_open() -> bool:
         try:
-            await world.submit(1)
+            await rig.submit(1)
         except FeedDetached:
             return False
         return True
 
-    await until(is_open, "it takes jobs again")
-    await world.submit(1, idempotency_key="order-7")
-    assert world.engine.counters.duplicates == 1
+    await until(is_open, "intake is open")
+    await rig.submit(1, idempotency_key="order-7")
+    assert rig.engine.counters.duplicates == 1
     assert projector.counts.forks == 1

@@ -1,4 +1,4 @@
-"""Wipes of a real Redis under a real ledger: what was there comes back, once, and in its state."""
+"""Wipes of a real Redis with a real ledger: every job is restored once, in its state."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from holdfast.upkeep.projector import Projector
 from holdfast.upkeep.reconciler import Reconciler, ReconcileReport
 from holdfast.verification.chaos.servers import RedisServer
 from tests.conftest import MakePostgres, MakeServer
-from tests.upkeep.test_reconciler_histories import Hasty
+from tests.upkeep.test_reconciler_histories import HastyReconciler
 from tests.worker.support import eventually, working
 
 pytestmark = [pytest.mark.redis]
@@ -43,7 +43,7 @@ SEED: Final = int(os.environ.get("HOLDFAST_TEST_SEED", "20261115"))
 
 
 class Rig:
-    """An engine on a Redis of its own, a ledger, a projector between them, and a reconciler."""
+    """An engine on its own Redis, a ledger, a projector between them, and a reconciler."""
 
     def __init__(self, engine: Engine, ledger: Ledger, redis: RedisServer, projector: Projector) -> None:
         self.engine = engine
@@ -69,8 +69,8 @@ class Rig:
 
     async def submit(self, number: int = 1, **fields: Any) -> list[str]:
         envelopes = [
-            Envelope(job_id=job_id, task="noop", payload=b'{"n":%d}' % place, **fields)
-            for place, job_id in enumerate(new_job_ids(number))
+            Envelope(job_id=job_id, task="noop", payload=b'{"n":%d}' % index, **fields)
+            for index, job_id in enumerate(new_job_ids(number))
         ]
         return [receipt.job_id for receipt in await BatchingSubmitter(self.engine, self.ledger).submit_many(envelopes)]
 
@@ -80,13 +80,13 @@ class Rig:
     async def settle(self, claim: Claim, verdict: Verdict) -> None:
         await self.engine.settle([Settlement(claim, verdict, claim.claimed_at_ms)])
 
-    async def view(self, job_id: str) -> JobInfo:
-        (view,) = await self.engine.get(QUEUE, [job_id])
-        assert view is not None
-        return view
+    async def info(self, job_id: str) -> JobInfo:
+        (info,) = await self.engine.get(QUEUE, [job_id])
+        assert info is not None
+        return info
 
-    async def caught_up(self) -> None:
-        """The ledger has what the feed has now."""
+    async def wait_caught_up(self) -> None:
+        """Wait until the ledger has the feed as it is now."""
         end = await self.engine.snapshot(QUEUE, [])
 
         async def reached() -> bool:
@@ -94,8 +94,8 @@ class Rig:
 
         await eventually(reached, "the ledger to catch up")
 
-    async def reconciled(self) -> ReconcileReport:
-        """Passes until nothing is left to be put back."""
+    async def reconcile_all(self) -> ReconcileReport:
+        """Run passes until there is nothing left to restore."""
         total = ReconcileReport()
 
         async def settled() -> bool:
@@ -105,11 +105,11 @@ class Rig:
             total.skipped |= report.skipped
             return not report.lost and not report.skipped
 
-        await eventually(settled, "the reconciler to find nothing more")
+        await eventually(settled, "the reconciler to find no lost jobs")
         return total
 
-    async def restored_in_vain(self) -> list[Any]:
-        """Jobs that came back although the ledger had their end."""
+    async def restored_after_end(self) -> list[Any]:
+        """Jobs that were restored although the ledger had their final event."""
         query = select(anomalies.c.job_id).where(anomalies.c.event.like(f"%{RESTORED_EVENT}%"))
         async with self.ledger.store.read_engine.connect() as connection:  # type: ignore[attr-defined]
             return list((await connection.execute(query)).scalars())
@@ -120,50 +120,52 @@ class Rig:
             return int((await connection.execute(query)).scalar_one())
 
     async def state(self, job_id: str) -> State | None:
-        """As the ledger has it, if it is open."""
+        """The job's state in the ledger, if it is open."""
         found = await self.ledger.recovery.still_open([JobKey("default", QUEUE, job_id)])
         return found[0].state if found else None
 
-    async def all_is_well(self) -> None:
+    async def check_consistent(self) -> None:
         report = await verify_ledger(self.ledger.queries)
         assert report.faults == []
-        assert await self.restored_in_vain() == []
+        assert await self.restored_after_end() == []
 
 
 @asynccontextmanager
-async def rigged(redis: RedisServer, ledger_url: str, *, letters: bool = True, **options: Any) -> AsyncIterator[Rig]:
+async def run_rig(
+    redis: RedisServer, ledger_url: str, *, confirm_dead_letters: bool = True, **options: Any
+) -> AsyncIterator[Rig]:
     settings = Settings(url=redis.url, ledger=ledger_url, **options)
     engine = build_engine(settings)
     ledger = build_ledger(settings, engine)
     assert ledger is not None
     await engine.open()
     await ledger.open()
-    own_engine, own_ledger = engine.clone(), ledger.clone()
-    await own_engine.open()
-    projector = Projector(own_engine, own_ledger, [QUEUE], linger_s=0.01, round_s=0.1)
-    if not letters:
-        projector._confirmer.confirm_all = _never  # type: ignore[method-assign]
+    projector_engine, projector_ledger = engine.clone(), ledger.clone()
+    await projector_engine.open()
+    projector = Projector(projector_engine, projector_ledger, [QUEUE], linger_s=0.01, round_s=0.1)
+    if not confirm_dead_letters:
+        projector._confirmer.confirm_all = confirm_nothing  # type: ignore[method-assign]
     rig = Rig(engine, ledger, redis, projector)
     try:
         yield rig
     finally:
         await rig.stop_projecting()
-        for each in (own_engine, own_ledger, engine, ledger):
+        for each in (projector_engine, projector_ledger, engine, ledger):
             await each.close()
 
 
-async def _never(queue: str) -> int:
+async def confirm_nothing(queue: str) -> int:
     return 0
 
 
 @pytest.fixture
 async def rig(make_redis: MakeServer, ledger_url: str) -> AsyncIterator[Rig]:
-    async with rigged(make_redis(), ledger_url, letters=False) as rig:
+    async with run_rig(make_redis(), ledger_url, confirm_dead_letters=False) as rig:
         yield rig
 
 
-async def in_every_state(rig: Rig) -> dict[str, str]:
-    """One job in each state in which it can be lost: what it is → its id."""
+async def create_every_state(rig: Rig) -> dict[str, str]:
+    """Create one job in each state in which it can be lost: description → job id."""
     jobs: dict[str, str] = {}
 
     async def run(name: str, verdict: Verdict | None, **fields: Any) -> None:
@@ -177,7 +179,7 @@ async def in_every_state(rig: Rig) -> dict[str, str]:
     await run("retrying", RetryLater(HOUR_MS, FAILURE), meta=policy, tenant_id="acme", idempotency_key="k1")
     await run("waiting out an outage", RetryLater(HOUR_MS, FAILURE, counts=False))
     await run("suspended", Suspend(FAILURE), trace_id="trace")
-    await run("asked for approval", Hold("really?"))
+    await run("waiting for approval", Hold("really?"))
     await run("asleep", Release("sleeping", HOUR_MS, started=True))
     await run("a dead letter", DeadLetter(FAILURE))
     await run("running", None)
@@ -189,116 +191,116 @@ async def in_every_state(rig: Rig) -> dict[str, str]:
     return jobs
 
 
-def kept(view: JobInfo) -> dict[str, Any]:
-    """What must be the same after a wipe."""
-    meta = view.meta
+def comparable(info: JobInfo) -> dict[str, Any]:
+    """The fields that a restore must not change."""
+    meta = info.meta
     return {
-        "state": State.QUEUED if view.state is State.RUNNING else view.state,
-        "identity": (view.job_id, view.task, view.tenant_id, view.idempotency_key, view.trace_id, view.payload),
-        "counts": (view.attempt, meta.retry_count, meta.lost_leases, meta.unavailable_count, meta.unavailable_since_ms),
+        "state": State.QUEUED if info.state is State.RUNNING else info.state,
+        "identity": (info.job_id, info.task, info.tenant_id, info.idempotency_key, info.trace_id, info.payload),
+        "counts": (info.attempt, meta.retry_count, meta.lost_leases, meta.unavailable_count, meta.unavailable_since_ms),
         "policy": (meta.priority, meta.retry, meta.max_retries, meta.context, meta.dlq_id),
         "history": [(a.number, a.worker, a.started_at_ms, a.outcome, a.failure) for a in meta.history],
-        "failure": view.failure,
-        "due": view.next_attempt_at_ms,
-        "created_at": view.created_at_ms,
+        "failure": info.failure,
+        "due": info.next_attempt_at_ms,
+        "created_at": info.created_at_ms,
     }
 
 
-async def test_every_job_is_back_in_its_own_state(rig: Rig) -> None:
-    jobs = await in_every_state(rig)
-    before = {name: await rig.view(job_id) for name, job_id in jobs.items()}
-    await rig.caught_up()
+async def test_every_job_is_restored_in_its_own_state(rig: Rig) -> None:
+    jobs = await create_every_state(rig)
+    before = {name: await rig.info(job_id) for name, job_id in jobs.items()}
+    await rig.wait_caught_up()
     await rig.wipe()
     assert await rig.engine.get(QUEUE, list(jobs.values())) == [None] * len(jobs)
 
-    dry = await eventually(lambda: _dry(rig, len(jobs)), "the reconciler to see what is lost")
-    assert {(lost.key.job_id, lost.state) for lost in dry.jobs} == {
-        (view.job_id, kept(view)["state"]) for view in before.values()
+    dry_run_report = await eventually(lambda: _dry_run(rig, len(jobs)), "the reconciler to find the lost jobs")
+    assert {(lost.key.job_id, lost.state) for lost in dry_run_report.jobs} == {
+        (info.job_id, comparable(info)["state"]) for info in before.values()
     }
-    assert dry.restored == 0
+    assert dry_run_report.restored == 0
     assert await rig.engine.get(QUEUE, list(jobs.values())) == [None] * len(jobs)
 
-    report = await rig.reconciled()
+    report = await rig.reconcile_all()
     assert report.restored == len(jobs)
     for name, job_id in jobs.items():
-        after = await rig.view(job_id)
-        assert kept(after) == kept(before[name]), name
+        after = await rig.info(job_id)
+        assert comparable(after) == comparable(before[name]), name
         assert after.state is not State.RUNNING
-    await rig.caught_up()
+    await rig.wait_caught_up()
     for name, job_id in jobs.items():
         key = JobKey(before[name].tenant_id, QUEUE, job_id)
         (found,) = await rig.ledger.recovery.still_open([key])
-        assert found.state is kept(before[name])["state"]
+        assert found.state is comparable(before[name])["state"]
     assert await rig.count(RESTORED_EVENT) == len(jobs)
-    await rig.all_is_well()
+    await rig.check_consistent()
 
-    # And they go on from there.
+    # Restored jobs continue.
     claims = await rig.claim(10, "w2")
     assert {claim.job_id for claim in claims} == {jobs["running"], jobs["queued"]}
     attempts = {claim.job_id: claim.attempt for claim in claims}
     assert attempts == {jobs["running"]: 2, jobs["queued"]: 1}
     await rig.engine.move(QUEUE, jobs["suspended"], State.QUEUED, actor="ann", reason="mended")
-    await rig.engine.move(QUEUE, jobs["asked for approval"], State.QUEUED, actor="ann", reason="yes")
+    await rig.engine.move(QUEUE, jobs["waiting for approval"], State.QUEUED, actor="ann", reason="yes")
     for claim in [*claims, *await rig.claim(10, "w2")]:
         await rig.settle(claim, Succeed(b"1"))
-    await rig.caught_up()
-    await rig.all_is_well()
+    await rig.wait_caught_up()
+    await rig.check_consistent()
 
 
-async def _dry(rig: Rig, count: int) -> ReconcileReport | None:
+async def _dry_run(rig: Rig, count: int) -> ReconcileReport | None:
     report = await rig.reconciler.reconcile(dry_run=True)
     return report if report.lost == count else None
 
 
-async def test_a_second_pass_and_a_second_reconciler_change_nothing_more(rig: Rig) -> None:
+async def test_repeated_and_concurrent_passes_restore_each_job_once(rig: Rig) -> None:
     jobs = await rig.submit(700)
-    await rig.caught_up()
+    await rig.wait_caught_up()
     await rig.wipe()
     others = [Reconciler(rig.engine, rig.ledger, reach_s=10) for _ in range(3)]
     reports = await asyncio.gather(*(each.reconcile() for each in others))
-    assert sum(report.restored for report in reports) + (await rig.reconciled()).restored == len(jobs)
+    assert sum(report.restored for report in reports) + (await rig.reconcile_all()).restored == len(jobs)
     again = await rig.reconciler.reconcile()
     assert (again.checked, again.lost, again.restored, again.skipped) == (len(jobs), 0, 0, {})
-    await rig.caught_up()
+    await rig.wait_caught_up()
     assert await rig.count(RESTORED_EVENT) == len(jobs)
-    await rig.all_is_well()
+    await rig.check_consistent()
 
 
-async def test_jobs_that_are_there_are_left_alone(rig: Rig) -> None:
-    jobs = await in_every_state(rig)
-    await rig.caught_up()
+async def test_jobs_that_are_not_lost_are_not_changed(rig: Rig) -> None:
+    jobs = await create_every_state(rig)
+    await rig.wait_caught_up()
     report = await rig.reconciler.reconcile()
     assert (report.checked, report.lost, report.restored, report.skipped) == (len(jobs), 0, 0, {})
 
 
-async def test_idempotency_keys_are_known_again_after_a_wipe(rig: Rig) -> None:
+async def test_idempotency_keys_are_restored_after_a_wipe(rig: Rig) -> None:
     (first,) = await rig.submit(idempotency_key="order-17", tenant_id="acme")
     (ended,) = await rig.submit(idempotency_key="order-18")
     for claim in await rig.claim(5):
         if claim.job_id == ended:
             await rig.settle(claim, Succeed(b"1"))
-    await rig.caught_up()
+    await rig.wait_caught_up()
     await rig.wipe()
-    # At once, before any reconciler has looked: the submission itself brings the keys back.
+    # Before any reconciler pass: the submission itself restores the keys.
     assert await rig.submit(idempotency_key="order-17", tenant_id="acme") == [first]
     assert await rig.submit(idempotency_key="order-18") == [ended]
     assert await rig.submit(idempotency_key="order-17") != [first]
     assert await rig.submit(idempotency_key="order-19") != [ended]
-    assert (await rig.reconciled()).restored == 1
-    assert (await rig.view(first)).state is State.QUEUED
-    await rig.caught_up()
-    await rig.all_is_well()
+    assert (await rig.reconcile_all()).restored == 1
+    assert (await rig.info(first)).state is State.QUEUED
+    await rig.wait_caught_up()
+    await rig.check_consistent()
 
 
-@pytest.mark.parametrize("kind", [Reconciler, Hasty])
-async def test_a_job_whose_end_is_on_its_way_is_not_restored(
-    make_redis: MakeServer, ledger_url: str, kind: type[Reconciler]
+@pytest.mark.parametrize("reconciler_class", [Reconciler, HastyReconciler])
+async def test_a_job_whose_final_event_is_unread_is_not_restored(
+    make_redis: MakeServer, ledger_url: str, reconciler_class: type[Reconciler]
 ) -> None:
-    """Records of finished jobs expire at once here, and the projector stands still: the engine knows none of the jobs,
-    and the ledger has them all as open. A reconciler that does not wait runs every one of them again."""
-    async with rigged(make_redis(), ledger_url) as rig:
+    """Records of finished jobs are deleted and the projector is stopped: the engine knows none of the jobs,
+    and in the ledger all are open. A reconciler that does not wait restores every one of them."""
+    async with run_rig(make_redis(), ledger_url) as rig:
         jobs = await rig.submit(50)
-        await rig.caught_up()
+        await rig.wait_caught_up()
         await rig.stop_projecting()
         for claim in await rig.claim(50):
             await rig.settle(claim, Succeed(b"1"))
@@ -307,52 +309,52 @@ async def test_a_job_whose_end_is_on_its_way_is_not_restored(
         await client.aclose()
         assert await rig.engine.get(QUEUE, jobs) == [None] * len(jobs)
 
-        report = await kind(rig.engine, rig.ledger, reach_s=0.2).reconcile()
-        assert report.restored == (len(jobs) if kind is Hasty else 0)
-        if kind is Reconciler:
+        report = await reconciler_class(rig.engine, rig.ledger, reach_s=0.2).reconcile()
+        assert report.restored == (len(jobs) if reconciler_class is HastyReconciler else 0)
+        if reconciler_class is Reconciler:
             assert report.skipped == {module.LEDGER_BEHIND: len(jobs)}
             rig.start_projecting()
-            await rig.caught_up()
+            await rig.wait_caught_up()
             assert (await rig.reconciler.reconcile()).checked == 0
-            await rig.all_is_well()
+            await rig.check_consistent()
 
 
-async def test_the_ledger_going_down_stops_nothing_and_loses_nothing(
+async def test_an_outage_of_the_ledger_during_a_wipe_loses_nothing(
     make_redis: MakeServer, make_postgres: MakePostgres
 ) -> None:
     postgres = make_postgres()
-    async with rigged(make_redis(), postgres.url, reply_timeout_s=2.0, connect_timeout_s=2.0) as rig:
+    async with run_rig(make_redis(), postgres.url, reply_timeout_s=2.0, connect_timeout_s=2.0) as rig:
         jobs = await rig.submit(20, idempotency_key="")
-        await rig.caught_up()
+        await rig.wait_caught_up()
         postgres.kill()
         await rig.wipe()
         with pytest.raises(LedgerUnavailable):
             await rig.reconciler.reconcile()
-        # Intake goes on without it (requirement L3).
+        # Intake continues without the ledger (requirement L3).
         (new,) = await rig.submit()
         postgres.start()
-        await rig.reconciled()
-        assert all(view is not None for view in await rig.engine.get(QUEUE, [*jobs, new]))
-        await rig.caught_up()
-        await rig.all_is_well()
+        await rig.reconcile_all()
+        assert all(info is not None for info in await rig.engine.get(QUEUE, [*jobs, new]))
+        await rig.wait_caught_up()
+        await rig.check_consistent()
 
 
-async def test_random_histories_with_wipes_lose_nothing_and_repeat_no_end(
+async def test_random_histories_with_wipes_lose_no_job_and_repeat_no_final_event(
     make_redis: MakeServer, ledger_url: str
 ) -> None:
-    """Work, wipes and reconcilers at once; in the end every job that the ledger has seen has one end."""
+    """Work, wipes and reconcilers run concurrently; every job in the ledger gets one final event."""
     print(f"seed {SEED}")
     random = Random(SEED)
-    async with rigged(make_redis(), ledger_url, visibility_timeout_s=1, heartbeat_interval_s=0.5) as rig:
+    async with run_rig(make_redis(), ledger_url, visibility_timeout_s=1, heartbeat_interval_s=0.5) as rig:
         submitted: list[str] = []
-        for history in range(8):
-            submitted += await _one_history(rig, random, history)
-        await _work_off(rig)
-        await rig.caught_up()
+        for number in range(8):
+            submitted += await _one_history(rig, random, number)
+        await _finish_all(rig)
+        await rig.wait_caught_up()
         assert [job async for page in rig.ledger.recovery.open_jobs(QUEUE, 500) for job in page] == []
-        await rig.all_is_well()
+        await rig.check_consistent()
         assert await rig.count(RESTORED_EVENT) > 0
-        # Whatever was durable before a wipe has its end.
+        # Every job that was durable before a wipe is recorded.
         keys = [JobKey("default", QUEUE, job_id) for job_id in submitted]
         assert await rig.projection.wait_recorded(keys, 10_000) == set(keys)
 
@@ -381,22 +383,22 @@ _VERDICTS: Final[list[Verdict]] = [
 ]
 
 
-async def _work_off(rig: Rig) -> None:
+async def _finish_all(rig: Rig) -> None:
     async def done() -> bool:
         await rig.reconciler.reconcile()
         await rig.engine.promote([QUEUE], 500)
-        for view in await rig.engine.find(QUEUE, [State.SUSPENDED], 500):
-            await rig.engine.move(QUEUE, view.job_id, State.QUEUED, actor="ann", reason="go on")
+        for info in await rig.engine.find(QUEUE, [State.SUSPENDED], 500):
+            await rig.engine.move(QUEUE, info.job_id, State.QUEUED, actor="ann", reason="continue")
         claims = [*await rig.claim(500, "last"), *await rig.engine.reclaim("last", [QUEUE], 500)]
         for claim in claims:
             await rig.settle(claim, Succeed(b"1"))
-        await rig.caught_up()
+        await rig.wait_caught_up()
         return [page async for page in rig.ledger.recovery.open_jobs(QUEUE, 500)] == []
 
     await eventually(done, "every job to end")
 
 
-async def test_durable_jobs_survive_a_flush_in_mid_run(make_redis: MakeServer, ledger_url: str) -> None:
+async def test_durable_jobs_survive_a_wipe_during_their_run(make_redis: MakeServer, ledger_url: str) -> None:
     redis = make_redis()
     settings: dict[str, Any] = {
         "visibility_timeout_s": 2,
@@ -417,9 +419,9 @@ async def test_durable_jobs_survive_a_flush_in_mid_run(make_redis: MakeServer, l
         async with working(app, concurrency=20):
             client: Any = Redis.from_url(redis.url)
             jobs = await asyncio.gather(*(work.options(durable=True).submit(number) for number in range(200)))
-            more = asyncio.gather(*(work.options(durable=True).submit(number) for number in range(200, 400)))
+            later_jobs = asyncio.gather(*(work.options(durable=True).submit(number) for number in range(200, 400)))
             await client.flushall()
-            jobs += await more
+            jobs += await later_jobs
             await client.flushall()
             await client.aclose()
             ledger = backend_of(app).ledger
@@ -432,9 +434,11 @@ async def test_durable_jobs_survive_a_flush_in_mid_run(make_redis: MakeServer, l
             await eventually(ended, "every durable job to end")
             assert ledger.projection is not None
             assert await ledger.projection.wait_recorded(keys, 10_000) == set(keys)
-        stories = await ledger.recovery.histories(keys)
-        ends = [[event.to_state for event in story if event.to_state in FINAL] for story in stories.values()]
-        assert ends == [[State.SUCCEEDED]] * len(jobs)
+        histories = await ledger.recovery.histories(keys)
+        final_states = [
+            [event.to_state for event in history if event.to_state in FINAL] for history in histories.values()
+        ]
+        assert final_states == [[State.SUCCEEDED]] * len(jobs)
         assert set(runs) == set(range(400))
         report = await verify_ledger(ledger.queries)
         assert report.faults == []

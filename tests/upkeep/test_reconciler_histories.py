@@ -1,4 +1,4 @@
-"""Hundreds of random histories: the reconciler restores every lost job, and none whose end was on its way."""
+"""Hundreds of random histories: the reconciler restores every lost job, and none whose final event is unread."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.upkeep import reconciler as module
 from holdfast.upkeep.reconciler import Reconciler
-from tests.upkeep.reconciler_rig import World, WorldEngine, WorldLedger
+from tests.upkeep.reconciler_rig import SimulatedEngine, SimulatedLedger, Simulation
 
 HISTORIES: Final = 300
 STEPS: Final = 60
@@ -17,8 +17,8 @@ STEPS: Final = 60
 SEED: Final = int(os.environ.get("HOLDFAST_TEST_SEED", "20261115"))
 
 
-class Naive(Reconciler):
-    """Compares the two as they are: no wait for the ledger, no second look."""
+class NaiveReconciler(Reconciler):
+    """A reconciler that neither waits for the ledger nor reads the jobs a second time."""
 
     async def _wait_reached(self, *_: Any) -> bool:
         return True
@@ -27,8 +27,8 @@ class Naive(Reconciler):
         return set(suspects)
 
 
-class Hasty(Reconciler):
-    """Looks again, but neither waits for the ledger to reach the cut nor reads what the feed has beyond it."""
+class HastyReconciler(Reconciler):
+    """A reconciler that neither waits for the ledger to reach the snapshot nor reads the feed after it."""
 
     async def _wait_reached(self, *_: Any) -> bool:
         return True
@@ -38,70 +38,70 @@ class Hasty(Reconciler):
         return found and (found[0], set())
 
 
-def make(world: World, kind: type[Reconciler] = Reconciler) -> Reconciler:
-    return kind(
-        WorldEngine(world),  # type: ignore[arg-type]
-        WorldLedger(world),  # type: ignore[arg-type]
-        monotonic=lambda: world.now_ms / 1000,
+def make_reconciler(simulation: Simulation, reconciler_class: type[Reconciler] = Reconciler) -> Reconciler:
+    return reconciler_class(
+        SimulatedEngine(simulation),  # type: ignore[arg-type]
+        SimulatedLedger(simulation),  # type: ignore[arg-type]
+        monotonic=lambda: simulation.now_ms / 1000,
     )
 
 
-async def live(seed: int, kind: type[Reconciler] = Reconciler) -> World:
-    """A history: chance, and a reconciler that looks now and then."""
-    world = World(seed)
+async def run_history(seed: int, reconciler_class: type[Reconciler] = Reconciler) -> Simulation:
+    """Run one history: random steps with a reconciler pass now and then."""
+    simulation = Simulation(seed)
     for _ in range(5):
         for _ in range(STEPS):
-            world.step()
-        await make(world, kind).reconcile()
-    return world
+            simulation.step()
+        await make_reconciler(simulation, reconciler_class).reconcile()
+    return simulation
 
 
-async def test_every_lost_job_is_restored_once_and_none_whose_end_was_on_its_way() -> None:
+async def test_every_lost_job_is_restored_once_and_none_whose_final_event_is_unread() -> None:
     print(f"seed {SEED}")
     restores = lost = 0
     for seed in range(SEED, SEED + HISTORIES):
-        world = await live(seed)
-        assert world.wrong == [], f"seed {seed}"
-        restores += world.restores
-        if world.random.random() < 0.5:
-            world.wipe()
-        world.settle_down()
-        missing, restored, passes = world.lost(), 0, 0
-        while world.lost():
-            restored += (await make(world).reconcile()).restored
+        simulation = await run_history(seed)
+        assert simulation.wrong == [], f"seed {seed}"
+        restores += simulation.restores
+        if simulation.random.random() < 0.5:
+            simulation.wipe()
+        simulation.settle_down()
+        missing, restored, passes = simulation.lost(), 0, 0
+        while simulation.lost():
+            restored += (await make_reconciler(simulation).reconcile()).restored
             passes += 1
-            # The projector of this world is slow, and cuts grow old: some pages have to wait for the next pass.
-            assert passes < 20, f"seed {seed}: {world.lost()} are still lost"
+            # The simulated projector is slow and snapshots expire: some pages wait for the next pass.
+            assert passes < 20, f"seed {seed}: {simulation.lost()} are still lost"
         assert restored == len(missing), f"seed {seed}"
-        world.settle_down()
+        simulation.settle_down()
         # A second pass finds nothing.
-        again = await make(world).reconcile()
+        again = await make_reconciler(simulation).reconcile()
         assert (again.lost, again.restored, again.skipped) == (0, 0, {}), f"seed {seed}"
-        assert world.wrong == [], f"seed {seed}"
+        assert simulation.wrong == [], f"seed {seed}"
         lost += len(missing)
-    # Enough was at stake.
+    # The histories contain enough losses.
     assert restores > HISTORIES
     assert lost > HISTORIES
 
 
-@pytest.mark.parametrize("kind", [Naive, Hasty])
-async def test_without_the_wait_the_same_histories_go_wrong(kind: type[Reconciler]) -> None:
-    """So the check can fail."""
+@pytest.mark.parametrize("reconciler_class", [NaiveReconciler, HastyReconciler])
+async def test_without_the_wait_the_same_histories_fail(reconciler_class: type[Reconciler]) -> None:
+    """Shows that the check can fail."""
     wrong = 0
     for seed in range(SEED, SEED + HISTORIES // 6):
-        wrong += len((await live(seed, kind)).wrong)
+        wrong += len((await run_history(seed, reconciler_class)).wrong)
     assert wrong > 0
 
 
-async def test_cuts_that_took_too_long_are_thrown_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(SEED)
-    while not world.states:
-        world.create()
-        world.project()
-    world.wipe()
-    world.settle_down()
+async def test_snapshots_that_took_too_long_are_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulation = Simulation(SEED)
+    while not simulation.states:
+        simulation.create()
+        simulation.project()
+    simulation.wipe()
+    simulation.settle_down()
     monkeypatch.setattr(module, "_SNAPSHOT_SHARE", -1.0)
-    report = await make(world).reconcile()
+    report = await make_reconciler(simulation).reconcile()
     assert report.restored == 0
     assert set(report.skipped) <= {module.TOO_OLD, module.LEDGER_BEHIND}
     assert report.skipped

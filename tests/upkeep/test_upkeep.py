@@ -1,4 +1,4 @@
-"""Upkeep in a process without a worker."""
+"""Upkeep in a process that is not a worker."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.worker.support import TIMEOUT_S, Faults, eventually
 
 
 @asynccontextmanager
-async def keeping(app: Holdfast, *queues: str) -> AsyncIterator[Upkeep]:
+async def run_upkeep(app: Holdfast, *queues: str) -> AsyncIterator[Upkeep]:
     upkeep = Upkeep(app.engine, queues, app.settings)
     running = asyncio.create_task(upkeep.run())
     try:
@@ -28,7 +28,7 @@ async def keeping(app: Holdfast, *queues: str) -> AsyncIterator[Upkeep]:
 
 
 @pytest.mark.parametrize("queues", [(), ("default",)], ids=["all queues", "named"])
-async def test_jobs_of_a_lost_worker_are_given_back(app: Holdfast, clock: ManualClock, queues: tuple[str, ...]) -> None:
+async def test_jobs_of_a_lost_worker_are_released(app: Holdfast, clock: ManualClock, queues: tuple[str, ...]) -> None:
     @app.task
     async def work() -> None: ...
 
@@ -36,37 +36,37 @@ async def test_jobs_of_a_lost_worker_are_given_back(app: Holdfast, clock: Manual
     job = await work.submit()
     await app.engine.claim("dead", ["default"], 1, 0)
     clock.advance(31)
-    async with keeping(app, *queues):
-        await eventually(lambda: _state(app, job.id, State.QUEUED), "the job to be given back")
-    view = await job.info()
-    assert (view.meta.retry_count, view.meta.lost_leases) == (0, 1)
+    async with run_upkeep(app, *queues):
+        await eventually(lambda: _has_state(app, job.id, State.QUEUED), "the job to be released")
+    info = await job.info()
+    assert (info.meta.retry_count, info.meta.lost_leases) == (0, 1)
     (claim,) = await app.engine.claim("next", ["default"], 1, 0)
     assert claim.attempt >= 2
-    # The dead one, until it is pruned, and the next one; upkeep itself has left.
+    # The dead worker, until it is pruned, and the next one; upkeep has deregistered.
     assert (await app.engine.stats("default")).workers == 2
 
 
-async def _state(app: Holdfast, job_id: str, state: State) -> bool:
+async def _has_state(app: Holdfast, job_id: str, state: State) -> bool:
     return (await app.job(job_id).state()) is state
 
 
-async def test_due_jobs_are_put_in_line(both: Holdfast) -> None:
+async def test_due_jobs_are_promoted(both: Holdfast) -> None:
     @both.task
     async def work() -> None: ...
 
     await both.open()
-    async with keeping(both):
+    async with run_upkeep(both):
         job = await work.options(delay=0.2).submit()
-        await eventually(lambda: _delayed(both, 0), "the job to be promoted")
+        await eventually(lambda: _has_delayed(both, 0), "the job to be promoted")
         (claim,) = await both.engine.claim("w", ["default"], 1, 2_000)
         assert claim.job_id == job.id
 
 
-async def _delayed(app: Holdfast, number: int) -> bool:
+async def _has_delayed(app: Holdfast, number: int) -> bool:
     return (await app.engine.stats("default")).delayed == number
 
 
-async def test_an_outage_does_not_end_it(url: str, clock: ManualClock, faults: Faults) -> None:
+async def test_an_outage_does_not_end_upkeep(url: str, clock: ManualClock, faults: Faults) -> None:
     app = Holdfast(url, clock=clock, reclaim_interval_s=0)
 
     @app.task
@@ -75,20 +75,20 @@ async def test_an_outage_does_not_end_it(url: str, clock: ManualClock, faults: F
     async with app:
         job = await work.submit()
         await app.engine.claim("dead", ["default"], 1, 0)
-        async with keeping(app, "default"):
+        async with run_upkeep(app, "default"):
             faults.down.add("everything")
             await eventually(lambda: faults.count("reclaim") > 3)
             clock.advance(31)
             faults.down = {"settle"}
             before = faults.count("settle")
-            await eventually(lambda: faults.count("settle") > before, "a job that cannot be given back")
+            await eventually(lambda: faults.count("settle") > before, "a job that cannot be released")
             faults.down.clear()
-            await eventually(lambda: _state(app, job.id, State.QUEUED), "the job to be given back")
+            await eventually(lambda: _has_state(app, job.id, State.QUEUED), "the job to be released")
             faults.down.add("deregister_worker")
 
 
-async def test_reclaiming_can_be_switched_off(url: str, clock: ManualClock, faults: Faults) -> None:
+async def test_reclaiming_can_be_disabled(url: str, clock: ManualClock, faults: Faults) -> None:
     app = Holdfast(url, clock=clock, reclaim=False)
-    async with app, keeping(app, "default"):
+    async with app, run_upkeep(app, "default"):
         await eventually(lambda: faults.count("promote") and faults.count("prune"))
     assert faults.count("reclaim") == 0
