@@ -263,12 +263,12 @@ async def test_actions_on_a_whole_queue_need_all_tenants(deployment: SampleDeplo
     attempts: list[Any] = [
         queues.update_control(acme_admin, "default", reason="", verb="pause", paused=True),
         queues.update_tenant(acme_admin, "default", "acme", reason="", weight=2),
-        jobs.workers(acme_admin),
+        queues.workers(acme_admin),
     ]
     for attempt in attempts:
         with pytest.raises(Forbidden):
             await attempt
-    assert await jobs.workers(VIEWER) == []
+    assert await queues.workers(VIEWER) == []
 
 
 async def test_a_principal_of_one_tenant_sees_only_its_part_of_a_queue(deployment: SampleDeployment) -> None:
@@ -280,14 +280,14 @@ async def test_a_principal_of_one_tenant_sees_only_its_part_of_a_queue(deploymen
     for tenant in ("acme", "globex"):
         await queues.update_tenant(ADA, "default", tenant, reason="", weight=2)
     await deployment.wait_caught_up()
-    (part,) = await jobs.find(OF_ACME)
+    (part,) = await queues.find(OF_ACME)
     assert (part.queue, part.states[State.QUEUED], part.backlog) == ("default", 1, 1)
     assert part.control.tenants == {"acme": TenantControl(weight=2)}
     hidden = (part.tenants, part.workers, part.pending, part.dead_letters, part.delayed, part.feed_entries)
     assert hidden == (None,) * 6
-    assert await jobs.find(OF_ACME, ["theirs"]) == []
+    assert await queues.find(OF_ACME, ["theirs"]) == []
     assert "globex" not in (await queues.control(OF_ACME, "default")).tenants
-    whole = {info.queue: info for info in await jobs.find(ADMIN)}
+    whole = {info.queue: info for info in await queues.find(ADMIN)}
     assert (whole["default"].states[State.QUEUED], whole["theirs"].states[State.QUEUED]) == (4, 1)
 
 
