@@ -69,7 +69,7 @@ def test_a_commit_never_passes_what_is_in_hand(steps: list[tuple[str, int]]) -> 
         for stale in old:
             assert not holdings.can_deliver(stale)
             holdings.ack(stale)
-        assert holdings.room() == 1_000 - len(in_hand)
+        assert holdings.free_slots() == 1_000 - len(in_hand)
         assert all(holdings.can_deliver(held) for held in in_hand.values())
 
 
@@ -80,7 +80,7 @@ def test_what_comes_again_from_further_back_replaces_what_came_before() -> None:
     again = taken(holdings, 0, 3)
     assert [holdings.holds(old) for old in before] == [False, False]
     assert holdings.holds(again)
-    assert (holdings.room(), holdings.to_commit()) == (9, {0: 3})
+    assert (holdings.free_slots(), holdings.to_commit()) == (9, {0: 3})
 
 
 def test_a_failed_commit_is_tried_again() -> None:
@@ -124,9 +124,9 @@ def test_room_is_waited_for() -> None:
     holdings = InFlightOffsets(1)
     holdings.assign([0])
     held = taken(holdings, 0, 0)
-    assert not holdings.wait_for_room(0.01)
+    assert not holdings.wait_for_capacity(0.01)
     Thread(target=holdings.ack, args=(held,)).start()
-    assert holdings.wait_for_room(20)
+    assert holdings.wait_for_capacity(20)
 
 
 def test_who_waits_for_room_is_woken_when_there_is_plenty() -> None:
@@ -136,11 +136,11 @@ def test_who_waits_for_room_is_woken_when_there_is_plenty() -> None:
     held = [taken(holdings, 0, offset) for offset in range(8)]
     holdings.ack(held[0])
     began = monotonic()
-    assert holdings.wait_for_room(0.05)
+    assert holdings.wait_for_capacity(0.05)
     assert monotonic() - began > 0.04
     Thread(target=holdings.ack, args=(held[1],)).start()
     began = monotonic()
-    assert holdings.wait_for_room(20)
+    assert holdings.wait_for_capacity(20)
     assert monotonic() - began < 10
 
 

@@ -179,9 +179,9 @@ class ClientLog:
         self._logged_at: dict[str, float] = {}
 
     def log(self, level: int, text: str, *values: object) -> None:
-        line = redact(text % values if values else text)
-        # Lines that differ only in numbers are equal.
-        gist = "".join(char for char in line if not char.isdigit())
+        record = redact(text % values if values else text)
+        # Records that differ only in numbers are equal.
+        gist = "".join(char for char in record if not char.isdigit())
         now = monotonic()
         if now - self._logged_at.get(gist, -_REPEAT_AFTER_S) < _REPEAT_AFTER_S:
             return
