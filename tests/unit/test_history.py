@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.history import REMEMBERED_MOVES, JobHistory, check_history, read_history
+from holdfast.core.history import KEPT_MOVES, JobHistory, check_history, read_history
 from holdfast.core.job import Event
 from holdfast.core.states import FINAL, MOVES, State, event_for
 
@@ -167,5 +167,5 @@ def test_a_long_story_is_read_in_constant_memory() -> None:
     story = JobHistory("j")
     events = told(S.QUEUED, *[S.RUNNING, S.RETRYING] * 500)
     assert not [fault for seq, event in enumerate(events) for fault in story.add(event, seq + 1)]
-    assert (story.events, len(story.moves)) == (1001, REMEMBERED_MOVES)
+    assert (story.events, len(story.moves)) == (1001, KEPT_MOVES)
     assert "so far … [" in story.add(events[0], 1002)[0]

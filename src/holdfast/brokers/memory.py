@@ -151,7 +151,9 @@ class MemoryBroker:
         if self._down:
             return None
         with self._lock:
-            elsewhere = {waiting.message.key for waiting, holder in group.in_flight.values() if holder is not adapter} - {""}
+            elsewhere = {
+                waiting.message.key for waiting, holder in group.in_flight.values() if holder is not adapter
+            } - {""}
             for index, waiting in enumerate(group.ready):
                 if waiting.message.key not in elsewhere:
                     del group.ready[index]

@@ -188,7 +188,7 @@ class ClientLog:
         if len(self._logged_at) > 1_000:
             self._logged_at.clear()
         self._logged_at[gist] = now
-        _log.log(level if level >= logging.CRITICAL else logging.DEBUG, "%s", line)
+        _log.log(level if level >= logging.CRITICAL else logging.DEBUG, "%s", record)
 
 
 #: Timeout of one connection attempt. Between attempts `check_topic` checks for a refusal.
