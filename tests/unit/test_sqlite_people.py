@@ -122,7 +122,7 @@ async def test_a_question_in_the_middle_of_a_run_is_asked_in_the_same_step(path:
     ("to", "reason", "told"),
     [
         (State.CANCELLED, "typo", "typo"),
-        (State.QUEUED, "", "the job went on without an answer"),
+        (State.QUEUED, "", "the job continued without a decision"),
     ],
 )
 async def test_a_job_that_goes_on_without_an_answer_withdraws_its_question(

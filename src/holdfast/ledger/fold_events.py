@@ -156,7 +156,7 @@ Row = tuple[Any, ...]
 
 
 #: Why an approval request is withdrawn, if the event gives no reason.
-SUPERSEDED: Final = "the job went on without an answer"
+SUPERSEDED: Final = "the job continued without a decision"
 
 #: Status of an open approval request when its job continues; a decided one keeps its status.
 _STATUS: Final = {

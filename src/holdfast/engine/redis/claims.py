@@ -87,12 +87,12 @@ class Claims:
         claims: list[Claim] = []
         self._round += 1
         for offset in range(len(queues)):
-            room = min(limit - len(claims), MAX_BATCH)
-            if room <= 0:
+            free = min(limit - len(claims), MAX_BATCH)
+            if free <= 0:
                 break
             # Each round starts at another queue, so that a busy one does not starve the others.
             queue = queues[(self._round + offset) % len(queues)]
-            claims += await self._claim_queue(worker, queue, room)
+            claims += await self._claim_queue(worker, queue, free)
         self._store.counts.claimed += len(claims)
         return claims
 
@@ -125,8 +125,8 @@ class Claims:
         self._round += 1
 
         async def step(queue: str) -> bool | None:
-            room = min(limit - len(claims), MAX_BATCH)
-            if room <= 0:
+            free = min(limit - len(claims), MAX_BATCH)
+            if free <= 0:
                 return None
             found: list[Claim] = []
             if outages.may_have_lost_reply(queue):
@@ -134,7 +134,7 @@ class Claims:
                 found = await self._resume(worker, queue, in_flight())
                 outages.confirm(queue)
             if not found:
-                found = await self._claim_queue(worker, queue, room)
+                found = await self._claim_queue(worker, queue, free)
                 self._store.counts.claimed += len(found)
             claims.extend(found)
             return True
@@ -372,7 +372,7 @@ class Claims:
         store.counts.claimed += len(claims)
         return claims
 
-    async def take(self, worker: str, queue: str, job_id: str) -> Claim:
+    async def claim_job(self, worker: str, queue: str, job_id: str) -> Claim:
         """Claim one queued or retrying job, wherever it waits."""
         store, keys = self._store, self._store.keys(queue)
         names = [
@@ -399,7 +399,7 @@ class Claims:
         parse = wire.parse_entry if wire.is_native(entry[1]) else wire.parse_adopted
         return parse(entry, index, queue, worker, 1, int(now_ms))
 
-    async def leave(self, worker: str, queues: Sequence[str]) -> None:
+    async def remove_worker(self, worker: str, queues: Sequence[str]) -> None:
         await self._store.outages.for_each(queues, lambda queue: remove_consumers(self._store, queue, worker, 0))
 
 

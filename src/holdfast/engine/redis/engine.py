@@ -181,21 +181,21 @@ class RedisEngine(Engine):
         claims: list[Claim] = []
 
         async def step(queue: str) -> bool | None:
-            room = limit - len(claims)
-            if room <= 0:
+            free = limit - len(claims)
+            if free <= 0:
                 return None
             # Regardless of the settings: another process, or this one before a change, may have left retries there.
-            claims.extend(await self._leases.claim_due_retries(worker, queue, room))
-            room = limit - len(claims)
-            if room > 0:
-                claims.extend(await self._without_poison(await self._leases.reclaim(worker, queue, room)))
+            claims.extend(await self._leases.claim_due_retries(worker, queue, free))
+            free = limit - len(claims)
+            if free > 0:
+                claims.extend(await self._without_poison(await self._leases.reclaim(worker, queue, free)))
             return True
 
         await self._store.outages.for_each(queues, step)
         return claims
 
     async def deregister_worker(self, worker: str, queues: Sequence[str]) -> None:
-        await self._leases.leave(worker, queues)
+        await self._leases.remove_worker(worker, queues)
 
     # Operators -------------------------------------------------------------------------------------
 
@@ -235,7 +235,7 @@ class RedisEngine(Engine):
         await self._operators.expedite(queue, job_id, AuditContext(actor, reason, audit))
 
     async def claim_job(self, worker: str, queue: str, job_id: str) -> Claim:
-        return await self._leases.take(worker, queue, job_id)
+        return await self._leases.claim_job(worker, queue, job_id)
 
     # Reads -----------------------------------------------------------------------------------------
 
@@ -310,16 +310,16 @@ class RedisEngine(Engine):
         return await self._readers.wait_feed(positions, wait_ms)
 
     async def trim_feed(self, queue: str, position: str) -> None:
-        await self._readers.forget(queue, position)
+        await self._readers.trim_feed(queue, position)
 
     async def snapshot(self, queue: str, job_ids: Sequence[str]) -> EngineSnapshot:
-        return await self._recovery.survey(queue, job_ids)
+        return await self._recovery.snapshot(queue, job_ids)
 
     async def restore(self, queue: str, snapshot: EngineSnapshot, jobs: Sequence[JobInfo]) -> list[bool]:
         return await self._recovery.restore(queue, snapshot, jobs)
 
     async def restore_keys(self, queue: str, keys: Sequence[SubmissionKey]) -> None:
-        await self._recovery.remember_keys(queue, keys)
+        await self._recovery.restore_keys(queue, keys)
 
     async def prune(self, queues: Sequence[str]) -> int:
         return await self._readers.prune(queues)

@@ -231,7 +231,7 @@ class Reads:
         arguments = [epoch or await self.incarnation(queue), self._store.nonce()]
         await self._store.run(Purpose.OTHER, "attach_reader", queue, names, arguments)
 
-    async def forget(self, queue: str, position: str) -> None:
+    async def trim_feed(self, queue: str, position: str) -> None:
         keys, tail = self._store.keys(queue), self._store.options.feed_tail
         kept = self._kept.get(queue)
         if kept is not None and tail > _SMALL_TAIL:

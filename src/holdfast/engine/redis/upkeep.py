@@ -21,7 +21,7 @@ class EngineRecovery:
     def __init__(self, store: RedisStore) -> None:
         self._store = store
 
-    async def survey(self, queue: str, job_ids: Sequence[str]) -> EngineSnapshot:
+    async def snapshot(self, queue: str, job_ids: Sequence[str]) -> EngineSnapshot:
         if len(job_ids) > MAX_BATCH:
             raise InvalidOption(f"a snapshot takes at most {MAX_BATCH} jobs, got {len(job_ids)}")
         keys = self._store.keys(queue)
@@ -77,7 +77,7 @@ class EngineRecovery:
             bodies.append(wire.encode_record(wire.record_from_info(job, job.meta, failure=failure)))
         return [*names, *key_indexes], [len(jobs), wire.pack(values), *bodies]
 
-    async def remember_keys(self, queue: str, restored: Sequence[SubmissionKey]) -> None:
+    async def restore_keys(self, queue: str, restored: Sequence[SubmissionKey]) -> None:
         keys = self._store.keys(queue)
         for start in range(0, len(restored), MAX_BATCH):
             part = restored[start : start + MAX_BATCH]
