@@ -176,7 +176,7 @@ async def _strike(deployment: Deployment, load: Load, options: Options) -> Round
     rate = (len(load.accepted) - before) / (time.monotonic() - began_at)
     old = await asyncio.to_thread(deployment.owner)
     if options.behind_s:
-        deployment.topology.node(old).cut_off_replicas()
+        deployment.topology.node(old).disconnect_replicas()
         await asyncio.sleep(options.behind_s)
     this = Round(began_at, time.monotonic(), accepted_per_s=rate)
     await asyncio.to_thread(deployment.topology.fail_over, kill=not options.hand_over, target=old)

@@ -17,7 +17,7 @@ import sys
 import tokenize
 from enum import Enum
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -272,7 +272,7 @@ def _is_allowed(banned: str, path: str, text: str, start: int, end: int) -> bool
     )
 
 
-@lru_cache(maxsize=None)
+@cache
 def _split(name: str) -> tuple[tuple[str, int, int], ...]:
     """The words of a name, and where each starts and ends: `_DeadLetter` has dead and letter."""
     return tuple((part.group().lower(), *part.span()) for part in _PART.finditer(name))

@@ -167,7 +167,7 @@ async def test_a_commit_never_passes_a_message_in_hand(harness: KafkaHarness) ->
     bench = BrokerRig(harness, await harness.new_queue(partitions=1))
     await bench.publish(*[b"%d" % number for number in range(10)])
     first = await bench.reader()
-    taken = await first.take(10)
+    taken = await first.receive(10)
     for message in taken:
         if message.body != b"3":
             await first.adapter.ack(message)
@@ -175,7 +175,7 @@ async def test_a_commit_never_passes_a_message_in_hand(harness: KafkaHarness) ->
     await first.stop()
     assert await _is(harness, bench.queue, {0: 3})
     second = await bench.reader()
-    again = await second.take(7)
+    again = await second.receive(7)
     assert [message.body for message in again] == [b"%d" % number for number in range(3, 10)]
     for message in reversed(again):
         await second.adapter.ack(message)
@@ -189,13 +189,13 @@ async def test_requeued_messages_come_in_order_before_all_others(harness: KafkaH
     await reader.adapter.pause()
     await bench.publish(*[b"%d" % number for number in range(6)], key="k")
     await reader.adapter.resume()
-    taken = await reader.take(5)
+    taken = await reader.receive(5)
     await reader.adapter.pause()
     await reader.adapter.nack(taken[2], requeue=True)
     await reader.adapter.nack(taken[1], requeue=True)
     await reader.adapter.ack(taken[0])
     await reader.adapter.resume()
-    again = await reader.take(3)
+    again = await reader.receive(3)
     assert [message.body for message in again] == [b"1", b"2", b"5"]
     assert [message.deliveries for message in again] == [2, 2, 1]
     # The first delivery counts no more.
@@ -287,7 +287,7 @@ async def test_a_partition_that_leaves_waits_for_what_is_being_handed_over(harne
         await bench.publish(b"begun", b"waits", key=key)
     begun: dict[str, RawMessage] = {}
     waiting: dict[str, RawMessage] = {}
-    for message in await first.take(4):
+    for message in await first.receive(4):
         (begun if message.body == b"begun" else waiting)[message.key] = message
     assert all(first.adapter.owns(message) for message in begun.values())
     second = await bench.reader()
@@ -334,7 +334,7 @@ async def test_odd_messages_of_other_writers_come_through(harness: KafkaHarness)
     )
     await harness.write(queue, b"body", key=b"", headers=None)
     reader = MessageReader(await _connected(harness.adapter(queue)))
-    tombstone, plain = await reader.take(2)
+    tombstone, plain = await reader.receive(2)
     assert (tombstone.body, tombstone.key, tombstone.headers) == (None, "\xff\xfe", {"x-odd": "last", "x-none": ""})
     assert tombstone.message_id == f"{queue}-0-0"
     assert {name: tombstone.metadata[name] for name in ("topic", "partition", "offset")} == {

@@ -53,7 +53,7 @@ async def test_a_marker_is_not_passed_before_the_message_in_front_of_it(
 ) -> None:
     reader = await bench.reader()
     await _transaction(harness, bench.queue, [b"in flight", b"done"])
-    in_flight, done = await reader.take(2)
+    in_flight, done = await reader.receive(2)
     await reader.adapter.ack(done)
     # The next transaction has been read when its message has come.
     await _transaction(harness, bench.queue, [b"later"])
@@ -81,11 +81,11 @@ async def test_a_partition_that_comes_back_is_committed_from_where_it_is(
     """The client may remember how far it was before: that position is not this assignment's."""
     await _transaction(harness, bench.queue, [b"one", b"two"])
     reader = await bench.reader()
-    await reader.take(2)
+    await reader.receive(2)
     # The only partition goes to the member that stays, unsettled messages and all.
     await reader.stop()
     again = await bench.reader()
-    (first,) = await again.take(1)
+    (first,) = await again.receive(1)
     assert first.body == b"one"
     await again.stop()
     assert await _committed(harness, bench.queue) in (None, 0)

@@ -388,12 +388,12 @@ async def test_messages_of_other_writers_come_whatever_is_in_them(bench: BrokerR
 async def test_equal_messages_without_id_are_two_messages(bench: BrokerRig, harness: RabbitHarness) -> None:
     await harness.write_plain(bench.queue, b"tick", b"tick")
     reader = await bench.reader(prefetch=2)
-    first = await reader.take(2)
+    first = await reader.receive(2)
     assert len({message.message_id for message in first}) == 2
     for message in first:
         await reader.adapter.nack(message, requeue=True)
     # Nothing says which of the two it is: each delivery is a message of its own.
-    again = await reader.take(2)
+    again = await reader.receive(2)
     assert len({message.message_id for message in first + again}) == 4
     assert [message.deliveries for message in again] == [2, 2]
 
@@ -403,11 +403,11 @@ async def test_a_message_without_id_can_be_known_by_what_is_in_it(bench: BrokerR
     adapter = RabbitAdapter(connection_to(harness.server, without_id="digest"), bench.queue, "readers")
     await adapter.connect()
     reader = bench.read(adapter)
-    one, two, equal = first = await reader.take(3)
+    one, two, equal = first = await reader.receive(3)
     assert one.message_id != two.message_id == equal.message_id
     for message in first:
         await adapter.nack(message, requeue=True)
-    again = await reader.take(3)
+    again = await reader.receive(3)
     assert sorted(message.message_id for message in again) == sorted(message.message_id for message in first)
 
 

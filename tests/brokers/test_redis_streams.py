@@ -246,7 +246,7 @@ async def test_what_is_acknowledged_is_deleted_on_request(bench: BrokerRig, harn
     adapter = harness.adapter(bench.queue, delete_acknowledged=True)
     await adapter.connect()
     reader = bench.read(adapter)
-    one, two, _ = await reader.take(3)
+    one, two, _ = await reader.receive(3)
     await adapter.ack(one)
     await adapter.send_to_dlq(two, "why")
     assert await harness.redis.xlen(bench.queue) == 1

@@ -213,7 +213,7 @@ async def test_settled_messages_are_told_once_sqs_is_reached_again(bench: Broker
     async with Proxy(sqs_server.port) as proxy:
         adapter = await bench.adapter(port=proxy.port, prefetch=20)
         reader = bench.read(adapter)
-        taken = await reader.take(12)
+        taken = await reader.receive(12)
         proxy.refuse = True
         await proxy.cut()
         for message in taken:
@@ -266,7 +266,7 @@ async def test_with_a_message_that_is_lost_go_those_behind_it_in_its_group(fifo_
     reader = await fifo_bench.reader(visibility_timeout_s=2)
     adapter = reader.adapter
     assert isinstance(adapter, SqsAdapter)
-    taken = {message.body: message for message in await reader.take(4)}
+    taken = {message.body: message for message in await reader.receive(4)}
     # As if SQS had not answered for long, when it was the first one's turn to be prolonged.
     adapter._in_flight[taken[b"1"]].prolonged_at -= 1000
     assert [adapter.owns(taken[body]) for body in (b"1", b"2", b"3", b"4")] == [False, False, False, True]

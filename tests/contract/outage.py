@@ -63,7 +63,7 @@ class Scene:
     async def raw(self, queue: str, *words: Any) -> Any:
         """A command to the node of a queue, past everybody."""
         node = self.cluster.node(self.cluster.owner(self.harness.keys(queue).control.decode()))
-        return await asyncio.to_thread(node.ask, *words)
+        return await asyncio.to_thread(node.call, *words)
 
     async def heal(self) -> None:
         await asyncio.to_thread(self.cluster.heal)

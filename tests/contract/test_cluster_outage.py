@@ -316,4 +316,4 @@ async def _answered(rig: Rig, job_id: str) -> Any:
 
 async def _replicated(cluster: ClusterRedis, master: str) -> None:
     """Everything so far has reached its replica."""
-    assert await asyncio.to_thread(cluster.node(master).ask, "WAIT", 1, 5_000) == 1
+    assert await asyncio.to_thread(cluster.node(master).call, "WAIT", 1, 5_000) == 1

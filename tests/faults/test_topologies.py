@@ -238,10 +238,10 @@ async def test_the_ledger_brings_back_what_it_had_seen(scene: Scene, ahead_s: in
     and its feed begins before the place up to which the ledger had read."""
     both_know = [await scene.submit(number, durable=True) for number in range(5)]
     await scene.site.ended(both_know)
-    scene.master().cut_off_replicas()
+    scene.master().disconnect_replicas()
     if ahead_s:
         # What the master writes from now on bears the time of a clock that is so far ahead.
-        scene.master().ask("XSETID", scene.feed(), f"{int((time.time() + ahead_s) * 1000)}-0")
+        scene.master().call("XSETID", scene.feed(), f"{int((time.time() + ahead_s) * 1000)}-0")
     gate = scene.site.gate()
     held = [(await scene.site.tasks.hold.options(durable=True).submit(str(gate))).id for _ in range(5)]
     await scene.site.has_runs(held, 1)
@@ -275,7 +275,7 @@ async def test_a_key_that_the_replica_never_saw_still_names_one_job(scene: Scene
     """In the ledger, ended, lost by the fail-over, and submitted again under its key: there is one job, once a worker
     has seen that this is not the feed that it knew. (It looks as soon as it has a connection to the new master.)"""
     before = await scene.submit(0, durable=True)
-    scene.master().cut_off_replicas()
+    scene.master().disconnect_replicas()
     first = await scene.submit(1, durable=True)
     await scene.site.ended([before, first])
     await scene.site.app.ledger.wait_caught_up()
@@ -295,17 +295,17 @@ def never_alone(topologies: Callable[[str], Topology]) -> Iterator[Topology]:
     for node in nodes:
         node.options |= NEVER_ALONE
         for name, value in NEVER_ALONE.items():
-            node.ask("CONFIG", "SET", name, value)
+            node.call("CONFIG", "SET", name, value)
     yield topology
     topology.heal()
     for node in nodes:
         node.options = {name: value for name, value in node.options.items() if name not in NEVER_ALONE}
-        node.ask("CONFIG", "SET", "min-replicas-to-write", 0)
+        node.call("CONFIG", "SET", "min-replicas-to-write", 0)
 
 
 def _offsets(master: Node) -> tuple[int, int]:
     """How much it has written, and how much of that its replica has said to have."""
-    said = dict(line.split(":", 1) for line in str(master.ask("INFO", "replication")).splitlines() if ":" in line)
+    said = dict(line.split(":", 1) for line in str(master.call("INFO", "replication")).splitlines() if ":" in line)
     replica = dict(field.split("=") for field in said.get("slave0", "offset=-1").split(","))
     return int(said["master_repl_offset"]), int(replica["offset"])
 
@@ -319,7 +319,7 @@ async def test_a_master_that_has_no_replica_accepts_nothing(
     # What it accepted while the replica was near is on its way there, not more.
     written, _ = _offsets(scene.master())
     await eventually(lambda: _offsets(scene.master())[1] >= written, "the replica to have all")
-    scene.master().cut_off_replicas()
+    scene.master().disconnect_replicas()
     await eventually(lambda: scene.refuses("too few replicas"), "the master to notice")
     await scene.fail_over()
     await eventually(lambda: scene.refuses("too few replicas"), "the new master to be alone")

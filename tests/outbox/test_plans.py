@@ -77,7 +77,7 @@ async def test_what_is_behind_a_line_that_waits_is_found_in_few_steps(ledger: Po
     window = window_for(100, 1)
     begin = ([LANE], [""], [""], [""])
     read = {
-        "take": await rows_read(ledger, sql.TAKE, "me", ["kafka"], lease, True, WINDOW, 64, []),
+        "take": await rows_read(ledger, sql.LEASE_LANES, "me", ["kafka"], lease, True, WINDOW, 64, []),
         "due": await rows_read(ledger, sql.DUE, "me", [LANE], ["kafka"], 100, True, window, BATCH_BYTES),
         "walk": await rows_read(ledger, sql.WALK, *begin, STEPS, ["kafka"], True, 100, 100, BATCH_BYTES),
         "walk lanes": await rows_read(ledger, sql.WALK_LANES, *begin, STEPS, ["kafka"], True, 1, STEPS),

@@ -24,9 +24,9 @@ async def test_of_each_key_one_at_a_time() -> None:
     for number, key in enumerate("aab"):
         lines.put(_One(key, number))
     lines.put(_One("", 3))
-    taken = [await lines.take() for _ in range(3)]
+    taken = [await lines.next_item() for _ in range(3)]
     assert [one.number for one in taken if one] == [0, 2, 3]
-    waiting = asyncio.ensure_future(lines.take())
+    waiting = asyncio.ensure_future(lines.next_item())
     await asyncio.sleep(0)
     assert not waiting.done()
     first = taken[0]
@@ -34,7 +34,7 @@ async def test_of_each_key_one_at_a_time() -> None:
     lines.requeue(first)
     assert await waiting is first
     lines.done(first)
-    second = await lines.take()
+    second = await lines.next_item()
     assert second is not None
     assert second.number == 1
     assert lines.size == 3
@@ -42,7 +42,7 @@ async def test_of_each_key_one_at_a_time() -> None:
 
 async def test_a_cancelled_taker_wakes_another() -> None:
     lines: KeyedQueue[_One] = KeyedQueue(10)
-    takers = [asyncio.ensure_future(lines.take()) for _ in range(2)]
+    takers = [asyncio.ensure_future(lines.next_item()) for _ in range(2)]
     await asyncio.sleep(0)
     lines.put(_One("", 1))
     takers[0].cancel()
@@ -56,7 +56,7 @@ async def test_shut_for_two_reasons_and_closed() -> None:
     lines.block("a")
     lines.block("b")
     lines.put(_One("", 1))
-    taker = asyncio.ensure_future(lines.take())
+    taker = asyncio.ensure_future(lines.next_item())
     await asyncio.sleep(0)
     lines.unblock("a")
     await asyncio.sleep(0)
@@ -65,13 +65,13 @@ async def test_shut_for_two_reasons_and_closed() -> None:
     taken = await asyncio.wait_for(taker, 1)
     assert taken is not None
     lines.put(_One("", 2))
-    room = asyncio.ensure_future(lines.wait_for_room())
+    room = asyncio.ensure_future(lines.wait_for_capacity())
     await asyncio.sleep(0)
     assert not room.done()
     lines.done(taken)
     await asyncio.wait_for(room, 1)
     lines.close()
-    assert await lines.take() is None
+    assert await lines.next_item() is None
 
 
 @pytest.mark.parametrize("concurrency", [1, 8])

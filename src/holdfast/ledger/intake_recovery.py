@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from holdfast.ledger.port.ledger import Ledger, Projection
 
 
-_log: Final = logging.getLogger("holdfast.admission")
+_log: Final = logging.getLogger("holdfast.ledger")
 
 T = TypeVar("T")
 

@@ -85,11 +85,13 @@ class PostgresProjection(Projection):
 
     async def acquire(self, queue: str, projector: str, lease_ms: int) -> FeedPosition | None:
         values = (queue, projector, lease_ms * _MILLISECOND)
-        rows = await self._store.fetch(sql.TAKE, *values) or await self._store.fetch(sql.TAKE_FIRST, *values)
+        rows = await self._store.fetch(sql.LEASE_FEED, *values) or await self._store.fetch(
+            sql.INSERT_LEASED_FEED, *values
+        )
         return FeedPosition(*rows[0]) if rows else None
 
     async def held_by_others(self, queues: Sequence[str], projector: str) -> set[str]:
-        return {feed for (feed,) in await self._store.fetch(sql.TAKEN, queues, projector)}
+        return {feed for (feed,) in await self._store.fetch(sql.LEASED_FEEDS, queues, projector)}
 
     async def release(self, queue: str, projector: str) -> None:
         await self._store.execute(sql.RELEASE, queue, projector)
@@ -251,7 +253,7 @@ class _BatchWriter:
     async def _write_carefully(self, connection: Connection, events: list[Event]) -> tuple[int, int]:
         await connection.execute("SAVEPOINT part")
         try:
-            folded = fold_known(events, await self._look_up(connection, events))
+            folded = fold_known(events, await self._read_jobs(connection, events))
             done = await self._write(connection, _PreparedBatch(folded, self._queue))
         except Exception as exc:
             if not _is_refused(exc):
@@ -275,10 +277,10 @@ class _BatchWriter:
             _log.error("cannot record the event as an anomaly: %s", exc)
         return 1
 
-    async def _look_up(self, connection: Connection, events: Iterable[Event]) -> dict[Name, RecordedJob]:
+    async def _read_jobs(self, connection: Connection, events: Iterable[Event]) -> dict[Name, RecordedJob]:
         names = list(dict.fromkeys((event.tenant_id, event.job_id) for event in events))
         rows = await connection.fetch(
-            sql.LOOK_UP, self._queue, [name[0] for name in names], [name[1] for name in names]
+            sql.READ_JOBS, self._queue, [name[0] for name in names], [name[1] for name in names]
         )
         return {names[number - 1]: RecordedJob(State(state), *counts) for number, state, *counts in rows}
 
