@@ -6,7 +6,7 @@ from typing import Final
 
 BEFORE: Final = """\
 Written by `python -m benchmarks.versus` from a run of `make bench-peers`; the method: \
-[here](README.md#beside-other-task-systems). holdfast runs at default settings, on Redis alone and with its ledger in \
+[here](README.md#compared-with-other-task-systems). holdfast runs at default settings, on Redis alone and with its ledger in \
 PostgreSQL (the worker is also the projector). Peers run at the best settings that were found for each, with results \
 off."""
 

@@ -128,7 +128,7 @@ class Rivals(Stage):
     """One by one, in bulk, then drained; by two workers after another bulk."""
 
     name = "peers"
-    title = "Beside other task systems: submit and drain"
+    title = "Compared with other task systems: submit and drain"
     measures = (
         Measure("peers.single", "submit one by one", "jobs/s", more_is_better=True),
         Measure("peers.bulk", "submit in bulk", "jobs/s", more_is_better=True),
@@ -187,7 +187,7 @@ class RivalsLatency(Latency):
     """The same as `latency`, for everybody."""
 
     name = "peers-latency"
-    title = "Beside other task systems: latency at low load, submit to start"
+    title = "Compared with other task systems: latency at low load, submit to start"
 
     def __init__(self, hall: Hall) -> None:
         super().__init__(hall)
