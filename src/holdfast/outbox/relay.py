@@ -333,7 +333,7 @@ def _to_result(event: OutboxEvent, answer: Answer, settings: Settings, now_ms: i
         status=OutboxStatus.DEAD if dead else OutboxStatus.RETRYING,
         attempt_count=attempts,
         next_retry_at_ms=None if dead else now_ms + _backoff_ms(attempts, answer, settings),
-        last_error=redact_and_truncate(answer.why, _ERROR_LIMIT),
+        last_error=redact_and_truncate(answer.reason, _ERROR_LIMIT),
     )
 
 

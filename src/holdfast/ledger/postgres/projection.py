@@ -134,7 +134,7 @@ class PostgresProjection(Projection):
         )
         events = list(feed_events(entries, queue))
         batch = _BatchWriter(queue, self._publishing)
-        looked_up = False
+        jobs_read = False
 
         async def write(how: Callable[[Connection], Any], connection: Connection) -> tuple[int, int]:
             if await connection.fetchrow(sql.MOVE, *move) is None:
@@ -149,11 +149,11 @@ class PostgresProjection(Projection):
             if not _is_refused(exc):
                 raise
             _log.debug("batch of queue %s does not match the ledger, looking its jobs up: %r", queue, exc)
-            looked_up, careful = True, [sanitize_event(event) for event in events]
+            jobs_read, careful = True, [sanitize_event(event) for event in events]
             anomalies, dead_letters = await self._store.transact(partial(write, batch.careful_writer(careful)))
         if self._unplanned is not None:
             await self._analyse_new_tables(len(events))
-        return ProjectionResult(at, len(events), anomalies, dead_letters, looked_up)
+        return ProjectionResult(at, len(events), anomalies, dead_letters, jobs_read)
 
     async def _analyse_new_tables(self, events: int) -> None:
         """New tables have no statistics until autovacuum runs a minute later; until then, look-ups use a bad index."""
