@@ -227,7 +227,9 @@ def _is_failed(last: Event, events: Sequence[Event], facts: JobFacts) -> _WhyAnd
     failure = next((event for event in reversed(events) if event.type == "task.dlq_pending"), last)
     decided = facts.dead_letter_status not in (None, "open")
     state = f" and is {name_phrase(facts.dead_letter_status or '')}" if decided else ""
-    reason = [f"It failed{error_of(failure) or ' for good'}. Its dead letter{_dead_letter_id(facts)} is written{state}."]
+    reason = [
+        f"It failed{error_of(failure) or ' for good'}. Its dead letter{_dead_letter_id(facts)} is written{state}."
+    ]
     then = "This job will not run again."
     if facts.replayed_as:
         return reason, [f"{then} It was replayed as job {facts.replayed_as}."]
