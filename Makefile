@@ -1,5 +1,5 @@
-# Every target sets up what it needs on a fresh machine: .venv, pinned dependencies and, for the targets
-# that want them, servers. Repeated runs skip what is there.
+# Every target sets up what it needs on a fresh machine: .venv, pinned dependencies and, where needed, servers.
+# Repeated runs skip what exists.
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
@@ -8,22 +8,22 @@ SHELL := /bin/bash
 BIN   := .venv/bin
 STAMP := .venv/.holdfast-stamp
 DEMO_STAMP := .venv-demo/.holdfast-stamp
-# Hundreds of Python processes start in a test run: none should compile what the one before it has compiled.
+# Hundreds of Python processes start in a test run: they share compiled modules.
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest
-# Each test has its own store or namespace, so any process may run any of them. Most wait now and then, so there are more
-# processes than cores; fewer of those that kill, stop and starve things against the clock of a lease, or that start a
-# Kafka and a RabbitMQ for each process: they wait half of their time. Searches take minutes each, are not traced, and
-# run beside all of them on what these leave over. They are not so nice that another program could starve them.
+# Each test has its own store or namespace, so any process may run any of them. Most wait at times, so there are more
+# processes than cores; fewer for tests that kill and stop processes against the clock of a lease, or that start a Kafka
+# and a RabbitMQ per process. Searches take minutes each, are not traced, and run concurrently with all others at a lower
+# priority, but not so low that another program could starve them.
 PYTEST_WORKERS ?= 5
 FAULT_WORKERS  ?= 3
 SEARCH_WORKERS ?= 2
 SEARCH_LOG := .pytest-search.log
-# Whoever runs the searches need not load the tests that are none.
+# Only these files are loaded for searches.
 SEARCHES = $(sort $(shell grep -rl --include='test_*.py' 'pytest\.mark\.search' tests))
 SOURCES := src tests tools examples benchmarks
 
-help: ## show this list
+help: ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
 
 $(STAMP): pyproject.toml requirements/dev.txt tools/bootstrap.sh
@@ -34,7 +34,7 @@ $(DEMO_STAMP): requirements/base.txt tools/bootstrap.sh
 	@tools/bootstrap.sh base .venv-demo
 	@touch $@
 
-demo: $(DEMO_STAMP) ## a few hundred jobs on one SQLite file, a worker killed on the way; no server needed
+demo: $(DEMO_STAMP) ## a few hundred jobs on one SQLite file, with a worker that is killed; no server needed
 	@PYTHONPATH=$(CURDIR)/src .venv-demo/bin/python -m holdfast demo
 
 test: $(STAMP) ## the whole test suite on real servers, with coverage (at least 90 %)
@@ -46,10 +46,10 @@ test: $(STAMP) ## the whole test suite on real servers, with coverage (at least 
 	wait $$search; searches=$$?; tail -n 100 $(SEARCH_LOG); exit $$searches
 	@$(BIN)/python -m tools.pythons test
 
-test-pythons: $(STAMP) ## unit and SQLite contract tests from the wheel on Python 3.12 and 3.13, where these are here
+test-pythons: $(STAMP) ## unit and SQLite contract tests from the wheel on Python 3.12 and 3.13, where installed
 	@$(BIN)/python -m tools.pythons test
 
-check: $(STAMP) ## formatting, lint, types, import directions, what the base loads, names, spec coverage
+check: $(STAMP) ## formatting, lint, types, import directions, imports of the base, names, words, docs, spec coverage
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy
@@ -57,36 +57,37 @@ check: $(STAMP) ## formatting, lint, types, import directions, what the base loa
 	$(BIN)/lint-imports
 	$(BIN)/python -m tools.check_base_imports
 	$(BIN)/python -m tools.check_names
+	$(BIN)/python -m tools.check_words
 	$(BIN)/python -m tools.gen_docs --check
 	$(BIN)/python -m tools.check_spec_coverage
 
-bench: $(STAMP) ## speed beside a bare Redis loop and, with a ledger, other task systems; table, JSON and plot
+bench: $(STAMP) ## speed compared with a bare Redis loop and, with a ledger, other task systems; table, JSON and plot
 	@$(BIN)/python tools/servers.py ensure
 	$(BIN)/python -m benchmarks $(ARGS)
 
-bench-peers: $(STAMP) ## holdfast beside thirteen other task systems, kill -9 included; about 25 minutes
+bench-peers: $(STAMP) ## comparison with thirteen other task systems, including kill -9; about 25 minutes
 	@$(BIN)/python tools/servers.py ensure
 	$(BIN)/python -m benchmarks --only rivals $(ARGS)
 
-endurance: $(STAMP) ## half an hour at half of the top rate: what grows?
+endurance: $(STAMP) ## half an hour at half of the top rate: detect growth
 	@$(BIN)/python tools/servers.py ensure
 	$(BIN)/python -m benchmarks.endurance $(ARGS)
 
-mutants: $(STAMP) ## take out each safety check in turn; the contract suite must notice
+mutants: $(STAMP) ## remove each safety check, one at a time; the contract suite must fail
 	@$(BIN)/python tools/servers.py ensure
 	$(BIN)/python -m tools.mutants $(ARGS)
 
-docs: $(STAMP) ## write the generated parts of docs/ anew
+docs: $(STAMP) ## regenerate the generated parts of docs/
 	$(BIN)/python -m tools.gen_docs
 
-fmt: $(STAMP) ## format, and fix what can be fixed
+fmt: $(STAMP) ## format, and apply automatic fixes
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 
 dist: $(STAMP) ## sdist, wheel, its bill of materials (CycloneDX) and checksums, in dist/
 	@$(BIN)/python -m tools.dist
 
-pins: ## requirements/ again from pyproject.toml, with hashes; ARGS=--upgrade for newer versions
+pins: ## regenerate requirements/ from pyproject.toml, with hashes; ARGS=--upgrade for newer versions
 	@tools/pins.sh $(ARGS)
 
 clean: ## remove everything that was built or downloaded

@@ -19,8 +19,8 @@ QUEUE: Final = "default"
 NO_UPKEEP: Final = "no-upkeep"
 _TEMPLATE: Final = "bench_template"
 _FEED: Final = "stream:feed"
-_LOOK_S: Final = 0.005
-#: Without the position moving for so long the projector has failed.
+_POLL_S: Final = 0.005
+#: The projector has failed if its position does not move for this time.
 _STUCK_S: Final = 60.0
 #: A queued no-op has these: created, claimed, succeeded.
 EVENTS_PER_JOB: Final = 3
@@ -64,17 +64,17 @@ class Audit:
         return entries[0][0].decode() if entries else ""
 
     def until_caught_up(self) -> None:
-        """Wait until the ledger has all that the feed holds; nobody may be writing to it."""
-        end, seen, moved_at = self.feed_end, "", time.monotonic()
+        """Wait until the ledger has the whole feed. No process may write to it."""
+        end, position, moved_at = self.feed_end, "", time.monotonic()
         while (now := self.position) != end:
-            if now != seen:
-                seen, moved_at = now, time.monotonic()
+            if now != position:
+                position, moved_at = now, time.monotonic()
             elif time.monotonic() - moved_at > _STUCK_S:
                 raise ProbeFailed(f"stuck: the ledger is at {now or 'the beginning'}, the feed ends at {end}")
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
     def check(self, jobs: int, before: tuple[int, int] = (0, 0)) -> None:
-        """Every job has its row, in its final state, and every event; or the measurement counts for nothing."""
+        """Raise unless every job has a final row and all its events: otherwise the measurement is invalid."""
         rows, events = self.count()
         found = (rows - before[0], events - before[1])
         if found != (jobs, jobs * EVENTS_PER_JOB):
@@ -88,7 +88,7 @@ class Audit:
 
 @contextmanager
 def keeper(side: Contestant) -> Iterator[Child]:
-    """`holdfast upkeep` in a process of its own, connected, not yet at work."""
+    """`holdfast upkeep` in a separate process, connected, not yet started."""
     with side.child("keep") as child:
         yield child
 

@@ -1,4 +1,4 @@
-"""Counters in shared memory: tasks count themselves, the parent looks on without asking the store.
+"""Counters in shared memory: tasks count themselves, and the parent reads the counters without calling the store.
 
 One row per worker process. Instants are `time.monotonic_ns`, which all processes of a Linux machine share.
 """
@@ -26,7 +26,7 @@ class Board:
         self._cells = _map(path)
 
     def clear(self) -> None:
-        """Everything back to 0; nobody may be counting."""
+        """Reset all counters. No worker may be counting."""
         for index in range(ROWS * _CELLS):
             self._cells[index] = 0
 
@@ -63,12 +63,12 @@ class Gauge:
         self._cpu_at_first = 0.0
 
     def begin(self) -> None:
-        """The first job starts now."""
+        """Record the start of the first job."""
         self._cells[_FIRST] = time.monotonic_ns()
         self._cpu_at_first = cpu_s()
 
     def tick(self, count: int = 1) -> None:
-        """So many jobs were executed just now."""
+        """Count executed jobs."""
         cells = self._cells
         if not cells[_FIRST]:
             self.begin()

@@ -1,5 +1,4 @@
-"""Kafka and RabbitMQ of our own, started by the first stage that needs them; probes have topics and queues of their
-own."""
+"""Kafka and RabbitMQ servers, started by the first stage that needs them. Each probe has its own topics and queues."""
 
 from __future__ import annotations
 
@@ -38,13 +37,13 @@ class Kafka:
         return self._running.address
 
     def start(self) -> None:
-        """Start it, unless it runs."""
+        """Start the server unless it runs."""
         if self._server is None:
             self._server = KafkaServer(_binary(KAFKA), self._folder)
             self._server.start()
 
     def topic(self) -> str:
-        """A new one. The broker stamps its messages, with its clock, when it writes them."""
+        """Create a topic. The broker sets the timestamps of messages when it writes them."""
         name = f"bench-{next(_numbers)}"
         settings = {"message.timestamp.type": "LogAppendTime"}
         # Named, so that it lives until it has the answer.
@@ -69,7 +68,7 @@ class Kafka:
         return _cpu_s(self._running)
 
     def close(self) -> None:
-        """Stop it and delete what it had."""
+        """Stop the server and delete its data."""
         if self._server is not None:
             self._server.remove()
 
@@ -94,13 +93,13 @@ class RabbitMQ:
         return self._running.url
 
     def start(self) -> None:
-        """Start it, unless it runs."""
+        """Start the server unless it runs."""
         if self._server is None:
             self._server = RabbitServer(_binary(RABBITMQ), self._folder)
             self._server.start()
 
     def topic(self) -> str:
-        """A queue's name, for a quorum queue that whoever fills it makes."""
+        """Name of a new quorum queue, which the process that fills it declares."""
         return f"bench-{next(_numbers)}"
 
     def cpu_s(self) -> float:
@@ -108,7 +107,7 @@ class RabbitMQ:
         return _cpu_s(self._running)
 
     def close(self) -> None:
-        """Stop it and delete what it had."""
+        """Stop the server and delete its data."""
         if self._server is not None:
             self._server.remove()
 

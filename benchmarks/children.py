@@ -1,4 +1,4 @@
-"""The parent's end of a contestant's process: questions go down as JSON lines, answers come up.
+"""The parent's end of a contestant's process: requests and replies are lines of JSON.
 
 A child that dies, or does not answer in time, is a `ProbeFailed` with the end of its log.
 """
@@ -29,7 +29,7 @@ _numbers: Final = count(1)
 
 
 class ProbeFailed(Exception):
-    """One measurement could not be made; the others go on."""
+    """One measurement failed; the others continue."""
 
 
 class Child:
@@ -52,12 +52,12 @@ class Child:
             )
 
     def call(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Ask and wait for the answer."""
-        self.tell(do, **arguments)
+        """Send a request and wait for the reply."""
+        self.send(do, **arguments)
         return self.answer()
 
-    def tell(self, do: str, **arguments: Any) -> None:
-        """Ask; `answer` fetches what comes of it."""
+    def send(self, do: str, **arguments: Any) -> None:
+        """Send a request; `answer` returns the reply."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
@@ -133,11 +133,11 @@ class Child:
         """The end of what it has logged."""
         return self._log.read_text(errors="replace").strip()[-1500:]
 
-    def _failed(self, why: str) -> ProbeFailed:
-        return ProbeFailed(f"a child process {why}\n{self.log_tail}".strip())
+    def _failed(self, reason: str) -> ProbeFailed:
+        return ProbeFailed(f"a child process {reason}\n{self.log_tail}".strip())
 
 
 def _environment() -> dict[str, str]:
-    """Without the caller's holdfast settings: everyone measures the defaults."""
+    """The environment without holdfast's settings: the defaults are measured."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HOLDFAST_")}
     return {**kept, "PYTHONPATH": str(ROOT)}

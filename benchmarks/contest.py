@@ -14,10 +14,10 @@ from benchmarks.board import Board
 from benchmarks.children import Child, ProbeFailed
 from benchmarks.stores import Store
 
-_LOOK_S: Final = 0.005
+_POLL_S: Final = 0.005
 #: One call of a million jobs would hold them all in the producer's memory.
 _PART: Final = 50_000
-#: Without a single execution for so long a drain has failed.
+#: A drain has failed if no job is executed for this time.
 _STUCK_S: Final = 60.0
 
 
@@ -31,7 +31,7 @@ class Contestant:
     scratch: Path
     flavour: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    #: Peers have an environment of their own.
+    #: Peers have separate environments.
     python: str = sys.executable
 
     def producer(self) -> Child:
@@ -88,7 +88,7 @@ class Drained:
 
 
 def fill(side: Contestant, jobs: int) -> float:
-    """Queue so many jobs; what each takes in the store, in bytes."""
+    """Queue jobs; returns the bytes in the store per job."""
     before = side.store.used_bytes()
     with side.producer() as producer:
         for start in range(0, jobs, _PART):
@@ -105,11 +105,11 @@ def drain(
     limit: int | None = None,
     watch: Callable[[int], None] | None = None,
 ) -> Drained:
-    """Let workers execute so many queued jobs, each exactly once."""
+    """Let workers execute the queued jobs, each exactly once."""
     with side.workers(workers, board) as children:
         cpu_s = side.store.cpu_s()
         for child in children:
-            child.tell("start", limit=limit)
+            child.send("start", limit=limit)
         for child in children:
             child.answer()
         until_done(board, jobs, watch)
@@ -121,10 +121,10 @@ def drain(
 
 
 def until_done(board: Board, jobs: int, watch: Callable[[int], None] | None = None) -> None:
-    """Look on until so many jobs were executed."""
+    """Wait until this number of jobs is executed."""
     done, moved_at = 0, time.monotonic()
     while done < jobs:
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
         now = board.done
         if now != done:
             done, moved_at = now, time.monotonic()

@@ -1,9 +1,9 @@
 """What a fail-over of Redis costs: `python -m benchmarks.failover --topology sentinel --rounds 5`.
 
-A deployment of its own (Redis in that topology, PostgreSQL as ledger, two workers) under steady load. In each round a
-master is lost, by kill -9 or by a hand-over, and its replica takes over; then all is healed. At the end every job
-that was ever accepted is accounted for in the ledger. `--behind` cuts the replica off for so long before the master
-dies: on one machine replication lags by less than a millisecond, between machines by more.
+A separate deployment (Redis in that topology, PostgreSQL as ledger, two workers) under steady load. In each round a
+master is lost, by kill -9 or by a planned fail-over, and its replica is promoted; then the topology is repaired. At
+the end every accepted job is accounted for in the ledger. `--behind` disconnects the replica for this time before the
+master is killed: on one machine replication lags by less than a millisecond, between machines by more.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ QUEUE: Final = "default"
 WORKERS: Final = 2
 #: Submissions are under way for so long before a master is lost, and after it is back.
 WARM_UP_S: Final = 1.5
-PATIENCE_S: Final = 90.0
+TIMEOUT_S: Final = 90.0
 #: Leases are short: a round is over sooner, and more jobs run again than with the default of 30 s.
 SETTINGS: Final[dict[str, Any]] = {
     "visibility_timeout_s": 3.0,
@@ -77,15 +77,15 @@ class Round:
     """One fail-over."""
 
     began_at: float
-    #: When the master was dead, or was asked to hand over.
-    struck_at: float
+    #: When the master was killed, or the planned fail-over was requested.
+    lost_at: float
     ended_at: float = 0.0
     accepted_per_s: float = 0.0
     #: How long no submission was answered well; and how long it took until one that was made after that had ended.
     accepts_after_s: float = 0.0
     ends_after_s: float = 0.0
     accepted: int = 0
-    #: Accepted, and known to nobody: neither Redis nor the ledger.
+    #: Accepted, but neither in Redis nor in the ledger.
     lost: int = 0
     lost_durable: int = 0
     #: Lost by Redis, put back from the ledger.
@@ -114,7 +114,7 @@ class Deployment:
 
     async def settled(self) -> LedgerReport:
         """The ledger's report once all that it knows has ended."""
-        give_up_at = time.monotonic() + PATIENCE_S
+        give_up_at = time.monotonic() + TIMEOUT_S
         while True:
             try:
                 await self.app.ledger.wait_caught_up(5)
@@ -124,10 +124,10 @@ class Deployment:
             except (Unavailable, LedgerUnavailable) as exc:
                 note(f"not yet: {exc}")
             if time.monotonic() > give_up_at:
-                raise SystemExit(f"jobs of the ledger are still open after {PATIENCE_S:g} s; that is a defect")
+                raise SystemExit(f"jobs of the ledger are still open after {TIMEOUT_S:g} s; that is a defect")
             await asyncio.sleep(0.2)
 
-    async def remembered(self) -> tuple[set[str], set[str]]:
+    async def recorded_jobs(self) -> tuple[set[str], set[str]]:
         """Jobs that the ledger knows, and those of them that had to be put back."""
         async with self.app.ledger.queries.snapshot() as snapshot:
             known = {str(row.job_id) async for row in snapshot.rows(select(jobs.c.job_id))}
@@ -176,7 +176,7 @@ async def _strike(deployment: Deployment, load: Load, options: Options) -> Round
     rate = (len(load.accepted) - before) / (time.monotonic() - began_at)
     old = await asyncio.to_thread(deployment.owner)
     if options.behind_s:
-        deployment.topology.node(old).cut_off_replicas()
+        deployment.topology.node(old).disconnect_replicas()
         await asyncio.sleep(options.behind_s)
     this = Round(began_at, time.monotonic(), accepted_per_s=rate)
     await asyncio.to_thread(deployment.topology.fail_over, kill=not options.hand_over, target=old)
@@ -185,9 +185,9 @@ async def _strike(deployment: Deployment, load: Load, options: Options) -> Round
         await asyncio.to_thread(deployment.topology.heal)
     taken_over_at = time.monotonic()
     first: Accepted = await load.until(lambda load: load.first_since(taken_over_at), "a job to be accepted")
-    this.accepts_after_s = load.longest_gap(this.struck_at, first.at)
+    this.accepts_after_s = load.longest_gap(this.lost_at, first.at)
     await _ended(deployment, first)
-    this.ends_after_s = time.monotonic() - this.struck_at
+    this.ends_after_s = time.monotonic() - this.lost_at
     await asyncio.sleep(WARM_UP_S)
     await asyncio.to_thread(deployment.topology.heal)
     this.ended_at = time.monotonic()
@@ -195,19 +195,19 @@ async def _strike(deployment: Deployment, load: Load, options: Options) -> Round
 
 
 async def _ended(deployment: Deployment, job: Accepted) -> None:
-    give_up_at = time.monotonic() + PATIENCE_S
+    give_up_at = time.monotonic() + TIMEOUT_S
     while time.monotonic() < give_up_at:
         try:
             if await deployment.app.engine.wait_final(job.queue, job.job_id, 1_000):
                 return
         except Unavailable:
             await asyncio.sleep(0.02)
-    raise SystemExit(f"job {job.job_id} had not ended after {PATIENCE_S:g} s; that is a defect")
+    raise SystemExit(f"job {job.job_id} had not ended after {TIMEOUT_S:g} s; that is a defect")
 
 
 async def _account(deployment: Deployment, accepted: Sequence[Accepted], rounds: Sequence[Round]) -> None:
-    """What became of each round's jobs."""
-    known, restored = await deployment.remembered()
+    """The outcome of each round's jobs."""
+    known, restored = await deployment.recorded_jobs()
     again = {job_id for job_id, count in Counter(runs(deployment.runs_file)).items() if count > 1}
     for this in rounds:
         own = [job for job in accepted if this.began_at <= job.at < this.ended_at]
@@ -261,7 +261,7 @@ def _worker(log: Path, url: str, ledger: str, runs_file: Path) -> subprocess.Pop
 
 
 async def _started(logs: Sequence[Path]) -> None:
-    give_up_at = time.monotonic() + PATIENCE_S
+    give_up_at = time.monotonic() + TIMEOUT_S
     while not all(" started on " in log.read_text() for log in logs):
         if time.monotonic() > give_up_at:
             raise SystemExit("a worker does not start:\n" + "\n".join(log.read_text() for log in logs))
@@ -324,8 +324,10 @@ def _parse(words: Sequence[str] | None) -> tuple[Options, bool]:
     parser.add_argument("--topology", choices=("sentinel", "cluster"), default="sentinel")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--submitters", type=int, default=32)
-    parser.add_argument("--hand-over", action="store_true", help="ask the master to hand over instead of killing it")
-    parser.add_argument("--behind", type=float, default=0.0, metavar="S", help="cut the replica off so long before")
+    parser.add_argument("--hand-over", action="store_true", help="planned fail-over instead of kill -9")
+    parser.add_argument(
+        "--behind", type=float, default=0.0, metavar="S", help="disconnect the replica this long before"
+    )
     parser.add_argument("--min-replicas", action="store_true", help="with min-replicas-to-write 1")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args(words)

@@ -15,7 +15,7 @@ app: Final = Holdfast()
 
 @app.task(retry=Retry(max_retries=3, base=0.05, jitter=None))
 async def step(ctx: Context, number: int) -> int:
-    """One write to the end of the file is whole, whoever else writes."""
+    """Append with a single write, which is atomic among processes."""
     file = os.open(os.environ[RUNS_VARIABLE], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         os.write(file, f"{ctx.job_id}\n".encode())

@@ -1,4 +1,4 @@
-"""Submitters that go on whatever happens, and remember what they were told."""
+"""Submitters that continue through failures and record every answer."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _PAUSE_S: Final = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """One job that somebody was told is safe."""
+    """One accepted job."""
 
     job_id: str
     queue: str
     durable: bool
     #: When it was asked for the last time, and when the answer came.
-    asked_at: float
+    requested_at: float
     at: float
 
 
@@ -33,7 +33,7 @@ Submit = Callable[[int, str, bool], Awaitable[str]]
 
 
 class Load:
-    """`async with Load(submit) as load:`: so many submitters, each of whom repeats a call until it is answered well.
+    """`async with Load(submit) as load:`: submitters that each repeat a call until it succeeds.
 
     The same number is submitted again under the same idempotency key, so a lost answer makes no second job.
     """
@@ -57,7 +57,7 @@ class Load:
         self._running = False
         self._tasks: list[asyncio.Task[None]] = []
         self.accepted: list[Accepted] = []
-        #: Calls that had to be repeated, by what they were told.
+        #: Calls that had to be repeated, by error.
         self.refused: dict[str, int] = {}
 
     async def __aenter__(self) -> Self:
@@ -77,30 +77,30 @@ class Load:
             return
         await asyncio.gather(*self._tasks)
 
-    async def until(self, wanted: Callable[[Self], Any], what: str, within_s: float = 60.0) -> Any:
-        """What `wanted` gives once that is true."""
+    async def until(self, condition: Callable[[Self], Any], what: str, within_s: float = 60.0) -> Any:
+        """Wait until `condition` returns a true value, and return it."""
         give_up_at = time.monotonic() + within_s
-        while not (seen := wanted(self)):
+        while not (value := condition(self)):
             for task in self._tasks:
                 if task.done():
                     task.result()
             if time.monotonic() > give_up_at:
                 raise TimeoutError(f"waited {within_s:g} s for {what} in vain; calls were refused: {self.refused}")
             await asyncio.sleep(_PAUSE_S)
-        return seen
+        return value
 
     async def more(self, jobs: int, queue: str | None = None) -> None:
-        """Wait until so many more are accepted that were asked for from now on."""
+        """Wait until this number of submissions that start from now on is accepted."""
         now = time.monotonic()
 
         def enough(load: Self) -> bool:
-            return sum(job.asked_at >= now and queue in (None, job.queue) for job in load.accepted) >= jobs
+            return sum(job.requested_at >= now and queue in (None, job.queue) for job in load.accepted) >= jobs
 
         await self.until(enough, f"{jobs} more accepted jobs{f' of queue {queue}' if queue else ''}")
 
     def first_since(self, moment: float, queue: str | None = None) -> Accepted | None:
-        """The first that was asked for after a moment, and accepted."""
-        later = (job for job in self.accepted if job.asked_at >= moment and queue in (None, job.queue))
+        """The first accepted job that was submitted after this instant."""
+        later = (job for job in self.accepted if job.requested_at >= moment and queue in (None, job.queue))
         return min(later, key=lambda job: job.at, default=None)
 
     def longest_gap(self, start: float, end: float) -> float:
@@ -119,13 +119,13 @@ class Load:
 
     async def _insist(self, number: int, queue: str, durable: bool) -> None:
         while True:
-            asked_at = time.monotonic()
+            requested_at = time.monotonic()
             try:
                 job_id = await self._submit(number, queue, durable)
             except (Unavailable, IntakeRefused, NotDurableYet) as exc:
-                said = f"{type(exc).__name__}: {exc}"[:160]
-                self.refused[said] = self.refused.get(said, 0) + 1
+                text = f"{type(exc).__name__}: {exc}"[:160]
+                self.refused[text] = self.refused.get(text, 0) + 1
                 await asyncio.sleep(_PAUSE_S)
             else:
-                self.accepted.append(Accepted(job_id, queue, durable, asked_at, time.monotonic()))
+                self.accepted.append(Accepted(job_id, queue, durable, requested_at, time.monotonic()))
                 return

@@ -152,15 +152,15 @@ async def _measure(url: str) -> list[Timed]:
     engine = create_async_engine(url.replace("postgresql://", "postgresql+asyncpg://"))
     queries = Queries(engine)
     try:
-        timed = [await _time(name, partial(_first_page, queries, wanted)) for name, wanted in lists().items()]
+        timed = [await _time(name, partial(_first_page, queries, filters)) for name, filters in lists().items()]
         timed.append(await _time("counts", partial(_counted, queries)))
         return timed
     finally:
         await engine.dispose()
 
 
-async def _first_page(queries: Queries, wanted: JobFilter) -> int:
-    return len((await queries.jobs(wanted)).jobs)
+async def _first_page(queries: Queries, filters: JobFilter) -> int:
+    return len((await queries.jobs(filters)).jobs)
 
 
 async def _counted(queries: Queries) -> int:

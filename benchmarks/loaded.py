@@ -40,7 +40,7 @@ _MODULE: Final = "benchmarks.sides.loaded"
 STEPS: Final = (
     "sent", "received", "submitting", "submitted", "claimed", "started", "settling", "settled", "answered", "got",
 )  # fmt: skip
-#: What is taken as evidence: p95 at most this many times the median.
+#: What counts as evidence: p95 at most this many times the median.
 SPREAD: Final = 3.0
 #: Requests before the first that counts: connections are opened, scripts loaded.
 _WARM_UP: Final = 20
@@ -106,7 +106,7 @@ class Caller:
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         )
         before, sent = self._scheduled(), time.monotonic_ns()
-        await connection.ask(head.encode() + body, 200)
+        await connection.send(head.encode() + body, 200)
         got, after = time.monotonic_ns(), self._scheduled()
         self._free.append((time.monotonic(), connection))
         ran, waited = ({name: (after[name][n] - before[name][n]) / 1e6 for name in before} for n in (0, 1))
@@ -159,13 +159,13 @@ async def measure(options: Options, scratch: Path) -> list[Request]:
         with _busy_loops(options.busy, options.seconds + 30):
             sent = await caller.run(_WARM_UP, options.requests, options.rate)
         caller.close()
-        taken = [part.call("taken")["stamps"] for part in parts.values()]
-        return [_merged(request, taken) for request in sent]
+        collected = [part.call("collected")["stamps"] for part in parts.values()]
+        return [_merged(request, collected) for request in sent]
 
 
-def _merged(request: Request, taken: Sequence[Mapping[str, Mapping[str, int]]]) -> Request:
+def _merged(request: Request, collected: Sequence[Mapping[str, Mapping[str, int]]]) -> Request:
     stamps = dict(request.stamps)
-    for part in taken:
+    for part in collected:
         stamps |= part.get(str(request.number), {})
     return replace(request, stamps=stamps)
 
@@ -206,7 +206,7 @@ def report(requests: Sequence[Request], options: Options) -> bool:
     """Print it; whether the spread is within its limit."""
     totals = sorted(request.total_ms for request in requests)
     p50, p95, p99 = (percentile(totals, share) for share in (0.5, 0.95, 0.99))
-    print(f"{len(totals)} requests at {options.rate:g}/s beside {options.busy} busy loops, submit to finish over HTTP:")
+    print(f"{len(totals)} requests at {options.rate:g}/s with {options.busy} busy loops, submit to finish over HTTP:")
     print(f"  p50 {p50:.1f} ms, p95 {p95:.1f} ms ({p95 / p50:.1f} × p50), p99 {p99:.1f} ms, max {totals[-1]:.1f} ms")
     print("\nstep               p50 ms    p95 ms")
     for first, last in pairwise(STEPS):

@@ -68,7 +68,7 @@ def round_trip_us(port: int) -> float:
 
 
 def describe() -> dict[str, str]:
-    """Versions and hardware, for whoever compares later."""
+    """Versions and hardware, for later comparisons."""
     facts = {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",

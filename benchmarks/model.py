@@ -13,7 +13,7 @@ OURS_SQLITE: Final = "holdfast · SQLite"
 BARE_PY: Final = "bare loop · redis-py"
 BARE_RAW: Final = "bare loop · raw"
 SKETCH: Final = "yardstick"
-#: With the ledger: projected by the worker itself, or by `holdfast upkeep` in a process of its own.
+#: With the ledger: projected by the worker itself, or by `holdfast upkeep` in a separate process.
 OURS_LEDGER: Final = "holdfast · Redis + PostgreSQL"
 OURS_UPKEEP: Final = "holdfast · the same, upkeep apart"
 PGQUEUER: Final = "pgqueuer"

@@ -1,4 +1,4 @@
-"""What was asked for on the command line."""
+"""Options of the command line."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class Options:
     sketch: Path | None
     #: The same for the projector.
     ledger_sketch: Path | None
-    #: Other systems that are measured beside ours, by name.
+    #: Other systems to measure, by name.
     peers: tuple[str, ...]
     #: Jobs of which the projector gets a prepared feed.
     feed_jobs: int
     lag_s: float
     #: Events in the ledger before `history` begins.
     history_events: int
-    #: Jobs in the ledger when a page of their list is asked for over HTTP.
+    #: Jobs in the ledger when a page of their list is read over HTTP.
     listed_jobs: int
     #: Messages in a broker, or events in the outbox, before they are taken.
     messages: int
@@ -97,30 +97,30 @@ def parse(arguments: Sequence[str]) -> Options:
 
 
 def _stages(parser: argparse.ArgumentParser, only: str, full: bool) -> tuple[str, ...]:
-    asked = [name for name in only.split(",") if name]
-    if unknown := set(asked) - set(STAGES) - set(GROUPS):
+    names = [name for name in only.split(",") if name]
+    if unknown := set(names) - set(STAGES) - set(GROUPS):
         parser.error(f"--only knows {', '.join((*STAGES, *GROUPS))}; not {', '.join(sorted(unknown))}")
-    wanted = {stage for name in asked or _DEFAULT for stage in GROUPS.get(name, (name,))}
-    if not full and _LONG not in asked:
-        wanted.discard(_LONG)
-    return tuple(stage for stage in STAGES if stage in wanted)
+    selected = {stage for name in names or _DEFAULT for stage in GROUPS.get(name, (name,))}
+    if not full and _LONG not in names:
+        selected.discard(_LONG)
+    return tuple(stage for stage in STAGES if stage in selected)
 
 
 def _peers(parser: argparse.ArgumentParser, given: str) -> tuple[str, ...]:
     known = tuple(PEERS)
     if given in ("all", "none"):
         return known if given == "all" else ()
-    asked = tuple(name for name in given.split(",") if name)
-    if unknown := set(asked) - set(known):
+    names = tuple(name for name in given.split(",") if name)
+    if unknown := set(names) - set(known):
         parser.error(f"--peers knows {', '.join(known)}, all and none; not {', '.join(sorted(unknown))}")
-    return asked
+    return names
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Measures holdfast on Redis and on SQLite beside a bare Redis loop, and with a ledger in "
-        "PostgreSQL beside other task systems there, and with brokers beside FastStream; on servers of its own.",
+        description="Compares holdfast on Redis and on SQLite with a bare Redis loop, with a ledger in "
+        "PostgreSQL with other task systems there, and with brokers with FastStream; on separate servers.",
     )
     parser.add_argument(
         "--only", default="", metavar="NAMES", help=f"some of {','.join((*STAGES, *GROUPS))}; default all"

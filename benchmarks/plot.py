@@ -69,12 +69,12 @@ def draw(path: Path, results: Results, stages: Sequence[Stage]) -> bool:
     columns = min(count, 2)
     rows = -(-count // columns)
     figure, grid = plt.subplots(rows, columns, figsize=(5.6 * columns, 3.8 * rows + 0.6), squeeze=False)
-    places = list(grid.flat)
-    for axes, stage in zip(places, panels, strict=False):
+    axes_left = list(grid.flat)
+    for axes, stage in zip(axes_left, panels, strict=False):
         _bars(axes, results, stage)
     if curves:
-        _curve(places[len(panels)], results)
-    for axes in places[count:]:
+        _curve(axes_left[len(panels)], results)
+    for axes in axes_left[count:]:
         axes.set_axis_off()
     figure.suptitle(f"holdfast {results.machine['holdfast']} · {results.began_at}", fontsize=10)
     handles, across = [_patch(side) for side in _drawn(results)], _LEGEND_PER_COLUMN * columns
@@ -91,12 +91,12 @@ def _bars(axes: Any, results: Results, stage: Stage) -> None:
     sides = list(dict.fromkeys(side for measure in measures for side in results.sides(measure.key)))
     width = 0.8 / len(sides)
     for index, side in enumerate(sides):
-        for place, measure in enumerate(measures):
+        for index, measure in enumerate(measures):
             row = results.summary(measure.key, side)
             if row is None:
                 continue
             low, high = sorted((row.best, row.worst))
-            at = place + (index - (len(sides) - 1) / 2) * width
+            at = index + (index - (len(sides) - 1) / 2) * width
             error = [[row.median - low], [high - row.median]]
             axes.bar(at, row.median, width, yerr=error, color=_COLOURS[side], ecolor="#333333", capsize=2)
     axes.set_yscale("log")
@@ -126,8 +126,8 @@ def _curve(axes: Any, results: Results) -> None:
 
 
 def _drawn(results: Results) -> list[str]:
-    seen = {sample.side for sample in results.samples} | set(results.curves)
-    return [side for side in _COLOURS if side in seen]
+    sides = {sample.side for sample in results.samples} | set(results.curves)
+    return [side for side in _COLOURS if side in sides]
 
 
 def _patch(side: str) -> Any:

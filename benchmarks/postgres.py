@@ -1,6 +1,6 @@
-"""A PostgreSQL of our own, as durable as a user's: `fsync` and `synchronous_commit` on. Probes have fresh databases.
+"""A PostgreSQL server, as durable as a user's: `fsync` and `synchronous_commit` on. Probes have fresh databases.
 
-It is started by the first stage that needs it, and lies beside the results where user postgres can get there.
+It is started by the first stage that needs it, with its data next to the results if user postgres can access them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.usage import tree_cpu_s
 from holdfast.verification.chaos.servers import PostgresServer
 from tools.servers import POSTGRES, find
 
-#: For everybody alike. No checkpoint falls due by size while somebody is measured.
+#: The same for all sides. No checkpoint is triggered by size during a measurement.
 SETTINGS: Final[Mapping[str, str]] = {
     "fsync": "on",
     "synchronous_commit": "on",
@@ -110,7 +110,7 @@ class Database(Store):
         return self.server.running.url_of(self.database)
 
     def reset(self) -> None:
-        """A new one, copied from its template; what others have written is on disk and burdens nobody."""
+        """Create it from its template, after a checkpoint, so that earlier writes do not disturb the measurement."""
         self.drop()
         self.server.execute(f"CREATE DATABASE {self.database} TEMPLATE {self._template}")
         self.server.execute("CHECKPOINT")
@@ -152,7 +152,7 @@ class Database(Store):
 
 
 def _reachable(scratch: Path) -> Path:
-    """Where user postgres may go: beside the results if every folder above lets it through."""
+    """A folder that user postgres can access: next to the results if possible."""
     if os.geteuid() != 0:
         return scratch
     scratch.chmod(0o711)

@@ -1,4 +1,4 @@
-"""Tables for people, JSON for programs."""
+"""Tables and JSON."""
 
 from __future__ import annotations
 

@@ -117,8 +117,8 @@ class _Rounds:
         self._progress.update(self._bar, total=total)
 
     def _finish(self) -> None:
-        if said := self._stage.finish():
-            self._say(said)
+        if summary := self._stage.finish():
+            self._say(summary)
 
     def _calibrate(self, number: int) -> None:
         loop_ms = machine.loop_ms()
@@ -153,7 +153,7 @@ class _Rounds:
 
 @contextmanager
 def _hall(options: Options, began_at: datetime) -> Iterator[Hall]:
-    # Beside the results and not in the system's folder for temporary files: that may be memory, where a sync is free.
+    # Next to the results and not in the system's folder for temporary files: that may be memory, where a sync is free.
     scratch = Path(tempfile.mkdtemp(prefix="scratch-", dir=options.out))
     with ExitStack() as cleanup:
         cleanup.callback(shutil.rmtree, scratch, ignore_errors=True)

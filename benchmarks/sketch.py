@@ -1,4 +1,4 @@
-"""An external yardstick: a script that produces and works, run in the same rounds as everybody else.
+"""An external yardstick: a script that produces and works, run in the same rounds as all sides.
 
 RPORT=port python SCRIPT produce N BATCH       prints "submit …: 123,456/s"
 RPORT=port python SCRIPT work N BATCH NAME     prints "worker …: done 20000 45,000/s" once the queue is empty
@@ -32,17 +32,17 @@ class Sketch:
 
     def submit(self, jobs: int) -> float:
         """Jobs per second, by its own clock."""
-        (said,) = self._run([["produce", str(jobs), str(_SUBMIT_BATCH)]])
-        return _number(_RATE, said)
+        (output,) = self._run([["produce", str(jobs), str(_SUBMIT_BATCH)]])
+        return _number(_RATE, output)
 
     def drain(self, jobs: int, workers: int) -> float:
         """Jobs per second of all its workers together: all jobs over the longest of their times."""
-        said = self._run([["work", str(jobs), str(_WORK_BATCH), f"w{number}"] for number in range(workers)])
-        done = [_number(_DONE, line) for line in said]
+        output = self._run([["work", str(jobs), str(_WORK_BATCH), f"w{number}"] for number in range(workers)])
+        done = [_number(_DONE, line) for line in output]
         # It submits whole batches only, so there may be a few more.
         if sum(done) < jobs:
             raise ProbeFailed(f"the yardstick finished {sum(done):,.0f} of {jobs:,} jobs")
-        return sum(done) / max(count / _number(_RATE, line) for count, line in zip(done, said, strict=True) if count)
+        return sum(done) / max(count / _number(_RATE, line) for count, line in zip(done, output, strict=True) if count)
 
     def _run(self, calls: Sequence[Sequence[str]]) -> list[str]:
         environment = {**os.environ, "RPORT": str(self.store.port)}
@@ -71,8 +71,8 @@ def _output(process: subprocess.Popen[str]) -> str:
     return output
 
 
-def _number(pattern: re.Pattern[str], said: str) -> float:
-    found = pattern.search(said)
+def _number(pattern: re.Pattern[str], output: str) -> float:
+    found = pattern.search(output)
     if found is None:
-        raise ProbeFailed(f"the yardstick said {said!r}")
+        raise ProbeFailed(f"the yardstick output {output!r}")
     return float(found[1].replace(",", ""))

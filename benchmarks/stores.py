@@ -1,4 +1,4 @@
-"""Where jobs lie: a Redis of our own, or a SQLite file. Fresh for every probe, so that nobody inherits."""
+"""Stores of jobs: a Redis server or a SQLite file, empty for every probe."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class RedisStore(Store):
 
 
 class SqliteStore(Store):
-    """One file after another in a folder of its own."""
+    """A new file for each probe, in a separate folder."""
 
     name = "SQLite"
 

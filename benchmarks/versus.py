@@ -1,7 +1,7 @@
 """The page about holdfast and its peers, from runs: `python -m benchmarks.versus JSON [JSON …] --page PATH`.
 
-All that can be computed is: tables with ratios, the targets, where a peer is ahead. Pictures lie beside the page, and
-so do the samples, of which this program makes the same page again.
+All that can be computed is: tables with ratios, the targets, where a peer is ahead. Pictures are next to the page, and
+so are the samples, from which this program can write the same page again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Target:
     less_is_better: bool = False
 
     @property
-    def said(self) -> str:
+    def text(self) -> str:
         if self.measured is None:
             return "not measured"
         good = self.measured <= self.must if self.less_is_better else self.measured >= self.must
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
     """Write the page, or print it."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.versus", description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="JSON", help="of `make bench-peers`")
-    parser.add_argument("--page", type=Path, metavar="PATH", help="write it here, pictures and samples beside it")
+    parser.add_argument("--page", type=Path, metavar="PATH", help="write it here, pictures and samples next to it")
     given = parser.parse_args(arguments)
     runs = [msgspec.json.decode(file.read_bytes(), type=Results) for file in given.runs]
     if given.page is None:
@@ -114,15 +114,15 @@ def page(runs: Sequence[Results], pictures: Sequence[str]) -> str:
 
 def targets(run: Results) -> list[Target]:
     """The targets, computed."""
-    on_redis, everybody = _rivals(run, ON_REDIS), _rivals(run)
+    on_redis, all_sides = _rivals(run, ON_REDIS), _rivals(run)
     rows = [
         Target("drain, 1 worker, × the fastest peer on Redis", 6, 9, _times(run, "peers.1", OURS_REDIS, on_redis)),
         Target("drain, 1 worker, × pgqueuer", 2, 3.5, _times(run, "peers.1", OURS_REDIS, [PGQUEUER])),
-        Target("drain, 2 workers, × the fastest peer", 1, None, _times(run, "peers.2", OURS_REDIS, everybody)),
-        Target("submit in bulk, × the fastest peer", 1, None, _times(run, "peers.bulk", OURS_REDIS, everybody)),
-        Target("submit one by one, × the fastest peer", 0.6, None, _times(run, "peers.single", OURS_REDIS, everybody)),
-        Target("latency p50, the best peer's ÷ ours", 1, None, _times(run, "latency.p50", OURS_REDIS, everybody)),
-        Target("latency p99, the best peer's ÷ ours", 1, None, _times(run, "latency.p99", OURS_REDIS, everybody)),
+        Target("drain, 2 workers, × the fastest peer", 1, None, _times(run, "peers.2", OURS_REDIS, all_sides)),
+        Target("submit in bulk, × the fastest peer", 1, None, _times(run, "peers.bulk", OURS_REDIS, all_sides)),
+        Target("submit one by one, × the fastest peer", 0.6, None, _times(run, "peers.single", OURS_REDIS, all_sides)),
+        Target("latency p50, the best peer's ÷ ours", 1, None, _times(run, "latency.p50", OURS_REDIS, all_sides)),
+        Target("latency p99, the best peer's ÷ ours", 1, None, _times(run, "latency.p99", OURS_REDIS, all_sides)),
         Target("fully audited, × pgqueuer", 1, 1.5, _times(run, "audited", OURS_LEDGER, [PGQUEUER])),
         Target("fully audited, upkeep apart, × pgqueuer", 1, 1.5, _times(run, "audited", OURS_UPKEEP, [PGQUEUER])),
         Target(
@@ -153,7 +153,7 @@ def ahead(run: Results) -> list[str]:
         if measure.compared
         for ours in (OURS_REDIS, OURS_LEDGER)
     ]
-    return [f"- {name}: {said}" for name, said in found if said]
+    return [f"- {name}: {text}" for name, text in found if text]
 
 
 def _ahead_of(run: Results, measure: Measure, ours: str) -> str:
@@ -200,7 +200,7 @@ def _targets_table(run: Results) -> str:
     for target in targets(run):
         sign = "at most " if target.less_is_better else ""
         measured = "–" if target.measured is None else f"{_shown(target, target.measured)} {target.unit}"
-        rows.append([target.what, f"{sign}{target.must:g} {target.unit}", measured, target.said])
+        rows.append([target.what, f"{sign}{target.must:g} {target.unit}", measured, target.text])
     return lines(rows)
 
 

@@ -26,7 +26,7 @@ _MEASURES: Final = {
 
 
 def draw(page: Path, run: Results) -> list[str]:
-    """SVG files beside the page, named after it; those that there is something to show for."""
+    """Write SVG files next to the page, named after it, for the measures of the run."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -60,8 +60,8 @@ def _bars(axes: Any, run: Results, key: str, logarithmic: bool) -> None:
     rows.sort(key=lambda row: row.median, reverse=not measure.more_is_better)
     values = [row.median for row in rows]
     axes.barh([row.side for row in rows], values, color=[_COLOURS.get(row.side, _OTHERS) for row in rows])
-    for place, row in enumerate(rows):
-        axes.annotate(f" {row.median:,.{measure.digits}f}", (row.median, place), va="center", fontsize=7)
+    for index, row in enumerate(rows):
+        axes.annotate(f" {row.median:,.{measure.digits}f}", (row.median, index), va="center", fontsize=7)
     if logarithmic:
         axes.set_xscale("log")
     axes.margins(x=0.15)

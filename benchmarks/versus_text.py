@@ -1,4 +1,4 @@
-"""What the page about the peers says in words, beside its figures."""
+"""Texts of the page about the peers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Final
 
 BEFORE: Final = """\
 Written by `python -m benchmarks.versus` from a run of `make bench-peers`; the method: \
-[here](README.md#beside-other-task-systems). holdfast runs at default settings, on Redis alone and with its ledger in \
-PostgreSQL (the worker is also the projector). Peers run at the best settings that were found for each, with results \
-off."""
+[here](README.md#compared-with-other-task-systems). holdfast runs at default settings, on Redis alone and with its \
+ledger in PostgreSQL (the worker is also the projector). Peers run at the best settings that were found for each, \
+with results off."""
 
 NOTHING_AHEAD: Final = "No peer is ahead in any measure of this run."
 

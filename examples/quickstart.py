@@ -15,7 +15,7 @@ async def charge(order: str, cents: int) -> str:
 async def main() -> None:
     async with app:
         job = await charge.options(idempotency_key="order-7").submit("order-7", cents=1999)  # typed like the function
-        worker = Worker(app)  # usually a process of its own: holdfast worker shop.py:app
+        worker = Worker(app)  # usually a separate process: holdfast worker shop.py:app
         running = asyncio.create_task(worker.run())
         print(await job.result(timeout=10))
         worker.drain()

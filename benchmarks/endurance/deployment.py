@@ -22,7 +22,7 @@ WORKERS: Final = ("worker 1", "worker 2")
 UPKEEP: Final = "upkeep"
 _READY_WITHIN_S: Final = 30.0
 _END_WITHIN_S: Final = 60.0
-_LOOK_S: Final = 0.05
+_POLL_S: Final = 0.05
 _EXECUTED: Final = re.compile(r"^holdfast_task_process_total\{[^}]*\} ([0-9.e+]+)$", re.MULTILINE)
 
 
@@ -84,14 +84,14 @@ class Deployment:
         return sum(_executions(port) for port in self._ports.values())
 
     def died(self) -> str:
-        """Who ended without being told to, and its last words; else nothing."""
+        """The process that ended unexpectedly and the end of its log; empty if none."""
         for name, process in self.processes.items():
             if process.poll() is not None:
                 return f"{name} ended with exit code {process.returncode}: {self._log(name)}"
         return ""
 
-    def complaints(self) -> list[str]:
-        """Errors in anybody's log: there is no reason for any."""
+    def logged_errors(self) -> list[str]:
+        """Errors in the logs of all processes; none are expected."""
         names = (*self.processes, "submitter")
         return [f"{name}: {text}" for name in names if (text := self._log(name))]
 
@@ -110,15 +110,15 @@ class Deployment:
     def _until_ready(self) -> None:
         deadline = time.monotonic() + _READY_WITHIN_S
         while True:
-            if why := self.died():
-                raise ProbeFailed(why)
+            if reason := self.died():
+                raise ProbeFailed(reason)
             try:
                 self.executions()
                 return
             except OSError as exc:
                 if time.monotonic() > deadline:
                     raise ProbeFailed(f"the workers do not serve metrics: {exc}") from exc
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
 
     def _stop(self) -> None:
         for process in self.processes.values():

@@ -26,10 +26,10 @@ class Endurance(msgspec.Struct):
     verdicts: dict[str, Verdict] = {}
     failures: list[str] = []
 
-    def add(self, at_s: float, seen: dict[str, float]) -> None:
+    def add(self, at_s: float, values: dict[str, float]) -> None:
         """One more look; all of them see the same things."""
         self.at_s.append(round(at_s, 2))
-        for name, value in seen.items():
+        for name, value in values.items():
             self.series.setdefault(name, []).append(round(value, 3))
 
     def of(self, name: str) -> list[tuple[float, float]]:

@@ -23,7 +23,7 @@ _PANELS: Final[Mapping[str, tuple[tuple[str, ...], float]]] = {
 
 
 def write(path: Path, found: Endurance) -> None:
-    """The page, and its picture beside it."""
+    """Write the page, and its picture next to it."""
     picture = path.with_suffix(".png")
     draw(picture, found)
     path.write_text(text(found, picture.name))
@@ -54,18 +54,18 @@ def text(found: Endurance, picture: str) -> str:
         "highest value of the whole run. Series marked reported are not judged: the ledger is expected to grow until "
         "its rows expire, and PostgreSQL keeps the space of expired rows for new ones."
     )
-    said = f"**{_said(found)}**"
+    summary = f"**{_summary(found)}**"
     failed = [f"Failed: {failure}" for failure in found.failures]
-    parts = ["# A long run, figures", made, where, what, said, *failed]
+    parts = ["# A long run, figures", made, where, what, summary, *failed]
     parts += [f"![every series over time]({picture})", table(found), how]
     return "\n\n".join(parts) + "\n"
 
 
-def _said(found: Endurance) -> str:
+def _summary(found: Endurance) -> str:
     grew = [name for name, verdict in found.verdicts.items() if verdict.fails]
     if grew:
         return f"Growing: {', '.join(grew)}"
-    # Too few looks are no proof of anything.
+    # Too few samples prove nothing.
     short = any(verdict.word == TOO_SHORT for verdict in found.verdicts.values())
     return "Too short to say what grows." if short else "Nothing grows."
 

@@ -30,14 +30,14 @@ from benchmarks.options import RESULTS
 _EXPIRE_SHARE: Final = 1 / 15
 _EXPIRE_MOST_S: Final = 60.0
 _EXPIRE_LEAST_S: Final = 5.0
-_LOOK_S: Final = 0.02
+_POLL_S: Final = 0.02
 _CAUGHT_UP_WITHIN_S: Final = 120.0
 #: Below this share of the rate that was asked for, the run has not shown what it was meant to.
 _RATE_HELD: Final = 0.95
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run and report; 1 if something grows, the rate was not held, or somebody complained."""
+    """Run and report; 1 if a series grows, the rate was not reached, or a process logged an error."""
     options = _parser().parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     options.out.mkdir(parents=True, exist_ok=True)
@@ -62,14 +62,14 @@ def _run(
 ) -> Endurance:
     _say(f"top rate: measuring for {options.top_seconds:g} s")
     top = top_rate(deployment, options.top_seconds)
-    wanted = top * options.share
-    _say(f"top rate {top:,.0f} jobs/s; {options.minutes:g} minutes at {wanted:,.0f} jobs/s")
+    target = top * options.share
+    _say(f"top rate {top:,.0f} jobs/s; {options.minutes:g} minutes at {target:,.0f} jobs/s")
     found = Endurance(
         began_at.isoformat(timespec="seconds"),
         {**machine.describe(), "Redis": deployment.redis.version, "PostgreSQL": deployment.postgres.description},
         minutes=options.minutes,
         top_per_s=top,
-        wanted_per_s=wanted,
+        wanted_per_s=target,
         expire_s=expire_s,
         every_s=options.every,
     )
@@ -77,24 +77,24 @@ def _run(
     for name in found.series:
         found.verdicts[name] = judge(found.of(name), limit_of(name))
     found.failures += [f"{name} grows" for name, verdict in found.verdicts.items() if verdict.fails]
-    if found.submitted_per_s < _RATE_HELD * wanted:
-        found.failures.append(f"{found.submitted_per_s:,.0f} jobs/s were submitted of {wanted:,.0f}")
-    found.failures += deployment.complaints()
+    if found.submitted_per_s < _RATE_HELD * target:
+        found.failures.append(f"{found.submitted_per_s:,.0f} jobs/s were submitted of {target:,.0f}")
+    found.failures += deployment.logged_errors()
     return found
 
 
 def top_rate(deployment: Deployment, seconds: float) -> float:
-    """Jobs executed and recorded in the ledger per second, with always some in line."""
+    """Jobs executed and recorded in the ledger per second, while some are always ready."""
     began, before = time.monotonic(), deployment.executions()
     process = deployment.submitter(0, seconds)
     if process.wait(seconds + _CAUGHT_UP_WITHIN_S):
-        raise ProbeFailed("; ".join(deployment.complaints()) or "the submitter failed")
+        raise ProbeFailed("; ".join(deployment.logged_errors()) or "the submitter failed")
     executed, end = deployment.executions() - before, feed_end(deployment)
     deadline = time.monotonic() + _CAUGHT_UP_WITHIN_S
     while _order(position(deployment)) < _order(end):
         if time.monotonic() > deadline:
             raise ProbeFailed(f"the ledger did not catch up within {_CAUGHT_UP_WITHIN_S:.0f} s")
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     return executed / (time.monotonic() - began)
 
 
@@ -108,11 +108,11 @@ def _watch(deployment: Deployment, found: Endurance, seconds: float) -> None:
             process.wait(max(0.0, began + due - time.monotonic()))
             break
         except subprocess.TimeoutExpired:
-            if why := deployment.died():
-                raise ProbeFailed(why) from None
-        seen = watch.look()
-        found.add(time.monotonic() - began, seen)
-        _progress(due, seconds, seen)
+            if reason := deployment.died():
+                raise ProbeFailed(reason) from None
+        values = watch.read()
+        found.add(time.monotonic() - began, values)
+        _progress(due, seconds, values)
         due += found.every_s
     assert process.stdout is not None
     sent = json.loads(process.stdout.read() or b"{}")
@@ -120,10 +120,10 @@ def _watch(deployment: Deployment, found: Endurance, seconds: float) -> None:
     found.submitted_per_s = sum(sent.values()) / (time.monotonic() - began)
 
 
-def _progress(at: float, seconds: float, seen: dict[str, float]) -> None:
+def _progress(at: float, seconds: float, values: dict[str, float]) -> None:
     _say(
-        f"{at:6.0f} of {seconds:.0f} s · {seen['executed, jobs/s']:,.0f} jobs/s · "
-        f"Redis {seen['Redis: memory, bytes'] / 1e6:,.1f} MB · lag {seen['ledger: lag, s']:.2f} s"
+        f"{at:6.0f} of {seconds:.0f} s · {values['executed, jobs/s']:,.0f} jobs/s · "
+        f"Redis {values['Redis: memory, bytes'] / 1e6:,.1f} MB · lag {values['ledger: lag, s']:.2f} s"
     )
 
 
@@ -152,12 +152,12 @@ def _say(line: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.endurance",
-        description="Runs a deployment of its own at a share of its top rate and says what grows; exit code 1 if so.",
+        description="Runs a separate deployment at a share of its top rate and says what grows; exit code 1 if so.",
     )
     parser.add_argument("--minutes", type=float, default=30, help="how long (default 30)")
     parser.add_argument("--share", type=float, default=0.5, help="of the top rate (default 0.5)")
     parser.add_argument("--top-seconds", type=float, default=30, help="how long the top rate is measured (default 30)")
-    parser.add_argument("--every", type=float, default=5, help="seconds between two looks (default 5)")
-    parser.add_argument("--page", type=Path, metavar="PATH", help="write a page here, and its picture beside it")
+    parser.add_argument("--every", type=float, default=5, help="seconds between two samples (default 5)")
+    parser.add_argument("--page", type=Path, metavar="PATH", help="write a page here, and its picture next to it")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for JSON, plot and scratch files")
     return parser

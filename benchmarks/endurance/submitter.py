@@ -1,6 +1,6 @@
 """Submits a mix of jobs: `python -m benchmarks.endurance.submitter RATE SECONDS`; RATE 0 is flat out.
 
-Flat out it keeps a few thousand jobs in line, so that workers never wait and nothing piles up. Prints what was
+Flat out it keeps a few thousand jobs ready, so that workers never wait and no backlog grows. Prints what was
 submitted as JSON at its end, which SIGTERM brings about sooner.
 """
 
@@ -30,7 +30,7 @@ DELAY_S: Final = 2
 _TENANTS: Final = ("default", "acme", "globex")
 _STEP_S: Final = 0.02
 _BATCH: Final = 500
-_IN_LINE: Final = 4_000
+_READY_JOBS: Final = 4_000
 
 
 class Submitter:
@@ -62,7 +62,7 @@ class Submitter:
         began = time.monotonic()
         try:
             while time.monotonic() - began < seconds and not self._stopped:
-                if await client.xlen("stream:task") < _IN_LINE:
+                if await client.xlen("stream:task") < _READY_JOBS:
                     await self._some(_BATCH)
                 else:
                     await asyncio.sleep(_STEP_S / 4)
@@ -70,7 +70,7 @@ class Submitter:
             await client.aclose()
 
     async def _some(self, count: int) -> int:
-        """So many jobs of all kinds; a kind's turn comes when its share of what was sent makes a whole job."""
+        """The next jobs, of all kinds; a kind is due when its share of the jobs sent is a whole job."""
         total = self.sent.total() + count
         shares = {"flaky": FLAKY, "failing": FAILING, "delayed": DELAYED, "keyed": KEYED}
         due = {kind: int(total * share) - self.sent[kind] for kind, share in shares.items()}

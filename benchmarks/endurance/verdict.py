@@ -9,7 +9,7 @@ quarter of the samples may be off without moving it. It counts as growth if
   the growth. What is swept now and then has high peaks and a steady floor, whatever the phase it is caught in; a leak
   raises the floor.
 
-What grows only in the last quarter of the time judged is not seen: there the peak, which is reported, tells.
+What grows only in the last quarter of the time judged is not detected; the reported peak shows it.
 """
 
 from __future__ import annotations

@@ -64,12 +64,12 @@ class Watch:
         self._client = deployment.redis.client
         self._last = (time.monotonic(), deployment.executions())
 
-    def look(self) -> dict[str, float]:
+    def read(self) -> dict[str, float]:
         """Everything now, by name."""
-        seen: dict[str, float] = {}
+        values: dict[str, float] = {}
         for name, pid in self._pids.items():
-            seen |= {f"{name}: {what}": value for what, value in process(pid).items()}
-        return seen | self._redis() | self._postgres() | {"executed, jobs/s": self._rate()}
+            values |= {f"{name}: {what}": value for what, value in process(pid).items()}
+        return values | self._redis() | self._postgres() | {"executed, jobs/s": self._rate()}
 
     def _rate(self) -> float:
         then, before = self._last
@@ -78,37 +78,37 @@ class Watch:
 
     def _redis(self) -> dict[str, float]:
         client = self._client
-        lines = [stream for lane in range(_LANES) for stream in _KEYS.lane(lane)]
+        streams = [stream for lane in range(_LANES) for stream in _KEYS.lane(lane)]
         pipe = client.pipeline(transaction=False)
-        for stream in (*lines, *_STREAMS.values()):
+        for stream in (*streams, *_STREAMS.values()):
             pipe.xlen(stream)
         for name in _SETS.values():
             pipe.zcard(name)
         pipe.dbsize()
         *lengths, keys = pipe.execute()
-        told = dict(zip(_STREAMS, lengths[len(lines) :], strict=False))
-        sizes = dict(zip(_SETS, lengths[len(lines) + len(_STREAMS) :], strict=True))
-        pending, consumers = self._groups(lines)
+        by_name = dict(zip(_STREAMS, lengths[len(streams) :], strict=False))
+        sizes = dict(zip(_SETS, lengths[len(streams) + len(_STREAMS) :], strict=True))
+        pending, consumers = self._groups(streams)
         return {
             "Redis: memory, bytes": float(client.info("memory")["used_memory"]),
             "Redis: keys": float(keys),
             "Redis: connections": float(client.info("clients")["connected_clients"]),
-            "lines: entries": float(sum(lengths[: len(lines)])),
-            "lines: pending": float(pending),
-            "lines: consumers": float(consumers),
-            **{f"{name}: entries": float(length) for name, length in told.items()},
+            "streams: entries": float(sum(lengths[: len(streams)])),
+            "streams: pending": float(pending),
+            "streams: consumers": float(consumers),
+            **{f"{name}: entries": float(length) for name, length in by_name.items()},
             **{f"{name}: members": float(length) for name, length in sizes.items()},
             "ledger: lag, s": self._lag_s(),
         }
 
-    def _groups(self, lines: list[bytes]) -> tuple[int, int]:
-        """Pending of the workers' group, and consumers of all groups, over all lines."""
+    def _groups(self, streams: list[bytes]) -> tuple[int, int]:
+        """Pending of the workers' group, and consumers of all groups, over all streams."""
         pending = consumers = 0
-        for stream in (*lines, _KEYS.wake):
+        for stream in (*streams, _KEYS.wake):
             try:
                 groups: Any = self._client.xinfo_groups(stream)
             except redis.ResponseError:
-                # A line that nobody has used yet, or that went when it was empty.
+                # The stream was not used yet, or was deleted when it was empty.
                 continue
             for group in groups:
                 consumers += group["consumers"]

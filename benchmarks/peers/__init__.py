@@ -1,9 +1,9 @@
 """Other task systems on Redis and on PostgreSQL, measured in the same run as ours.
 
-They live in environments of their own (`venv.py`), never in ours: a script here runs there, and imports nothing of
+They are installed in separate environments (`venv.py`), never in ours: a script here runs there, and imports nothing of
 holdfast. `field.py` lists them. Each has three roles, and is asked the same over `benchmarks.sides.channel`:
 
-`produce` submits. Nobody works meanwhile, unless told otherwise.
+`produce` submits, while no worker runs unless stated otherwise.
 
 - `install()`: what a fresh store needs (tables); nothing on Redis. Called once after every reset of the store.
 - `single(jobs)`: one by one, each acknowledged before the next. → `rate`, `cpu_us`
@@ -23,6 +23,6 @@ setting `log` names when it starts and when it ends (`benchmarks.sides.diary`).
 - `start()`: begins.
 
 `Child.kill()` ends it, and all that it has forked, in the middle of its work; a second `slow_work` with the same
-settings goes on. The setting `tuned` is true where its documented settings for crashes are asked for and not its
+settings continues. The setting `tuned` is true where its documented settings for crashes are asked for and not its
 defaults (`Peer.tuned` says which; empty where there are none to set). `produce` and `slow_work` are given the same.
 """

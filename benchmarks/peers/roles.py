@@ -33,7 +33,7 @@ Jobs = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]
 
 
 def main(roles: Mapping[str, Role]) -> None:
-    """Run the role that the command line names: in an event loop, or, where it is no coroutine, without one."""
+    """Run the role that the command line names: in an event loop if it is a coroutine, else without one."""
     role = roles[sys.argv[1]]
     if inspect.iscoroutinefunction(role):
         channel.main({sys.argv[1]: role})
@@ -89,7 +89,7 @@ class Record:
         return {"cpu_s": self._gauge.cpu_s, "rss": resident_bytes()}
 
     def latencies(self) -> Answer:
-        """Of the jobs since the last question."""
+        """Of the jobs since the last request."""
         late_ns, self._late_ns = self._late_ns, []
         return {"late_ns": late_ns}
 
@@ -131,7 +131,7 @@ def jobs_in_threads(record: Record | None) -> Jobs:
 
 
 def parts(jobs: int, size: int) -> Iterator[int]:
-    """So many jobs in calls of this size: how many in each."""
+    """Split a number of jobs into calls of this size."""
     for start in range(0, jobs, size):
         yield min(size, jobs - start)
 
@@ -186,7 +186,7 @@ async def produce_by(
 
 
 def blocking(call: Callable[..., object]) -> Send:
-    """A call that blocks, where one that can be awaited is wanted; nobody else is waiting in these processes."""
+    """Make a blocking call awaitable; these processes run nothing else meanwhile."""
 
     async def awaited(*arguments: Any) -> None:
         call(*arguments)
@@ -212,8 +212,8 @@ async def work_in_loop(record: Record, run: Callable[[], Awaitable[object]]) -> 
     _end(0)
 
 
-def work_beside(record: Record, run: Callable[[], object]) -> NoReturn:
-    """The role of a worker process whose worker blocks: it has the main thread, for its signals; we listen beside."""
+def work_blocking(record: Record, run: Callable[[], object]) -> NoReturn:
+    """The role of a blocking worker: it has the main thread, for its signals; another thread reads requests."""
     begun = threading.Event()
     # Some greet on the standard output, which is our line to the parent.
     line = os.fdopen(os.dup(1), "wb")
@@ -251,9 +251,9 @@ def _listen(handlers: Mapping[str, Callable[..., Answer]], line: BinaryIO) -> No
 
     say({})
     # Unbuffered: a worker that forks would inherit the lock of a buffer that this thread is reading, and wait for ever.
-    with open(os.dup(0), "rb", buffering=0) as questions:
-        for question in questions:
-            request = msgspec.json.decode(question)
+    with open(os.dup(0), "rb", buffering=0) as requests:
+        for request in requests:
+            request = msgspec.json.decode(request)
             say(handlers[request.pop("do")](**request))
     _end(0)
 

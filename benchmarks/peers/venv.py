@@ -30,7 +30,7 @@ class Environment:
     """One peer, and its drivers at their fastest."""
 
     peer: str
-    beside: tuple[str, ...] = ()
+    with_packages: tuple[str, ...] = ()
 
     @property
     def version(self) -> str:
@@ -38,11 +38,11 @@ class Environment:
 
     @property
     def pins(self) -> tuple[str, ...]:
-        """All that is asked for by name."""
-        return (self.peer, *self.beside, *_COMMON)
+        """All that is requested by name."""
+        return (self.peer, *self.with_packages, *_COMMON)
 
 
-#: Name → what is in its environment. arq and saq take no newer client of Redis, streaq has one of its own; saq does
+#: Name → what is in its environment. arq and saq take no newer client of Redis, streaq has its own; saq does
 #: not name all that it imports.
 PEERS: Final = {
     "celery": Environment("celery[redis]==5.7.0", ("kombu==5.7.0", *_REDIS)),
@@ -68,23 +68,23 @@ def python(name: str) -> str:
 
 
 def ensure(names: Iterable[str], say: Callable[[str], None] | None = None) -> dict[str, str]:
-    """Install what is missing; for each peer its version, or why it is not there (then in brackets)."""
-    asked = tuple(dict.fromkeys(names))
-    found = {name: PEERS[name].version for name in asked if _is_installed(name)}
-    missing = [name for name in asked if name not in found]
-    tell = say or _on_stderr
+    """Install what is missing; for each peer its version, or the reason why it is missing (in brackets)."""
+    requested = tuple(dict.fromkeys(names))
+    found = {name: PEERS[name].version for name in requested if _is_installed(name)}
+    missing = [name for name in requested if name not in found]
+    report = say or _on_stderr
     if missing:
-        tell(f"installing {', '.join(missing)} in {FOLDER}")
+        report(f"installing {', '.join(missing)} in {FOLDER}")
 
     def install(name: str) -> str:
-        why = _install(name)
-        tell(f"{name}: {why}" if why else f"{name} {PEERS[name].version}: installed")
-        return f"({why})" if why else PEERS[name].version
+        reason = _install(name)
+        report(f"{name}: {reason}" if reason else f"{name} {PEERS[name].version}: installed")
+        return f"({reason})" if reason else PEERS[name].version
 
     # Each for itself: one that cannot be had does not keep the others away.
     with ThreadPoolExecutor(_AT_ONCE) as threads:
         found |= zip(missing, threads.map(install, missing), strict=True)
-    return {name: found[name] for name in asked}
+    return {name: found[name] for name in requested}
 
 
 def is_there(version: str) -> bool:
@@ -109,7 +109,7 @@ def _is_installed(name: str) -> bool:
 
 
 def _install(name: str) -> str:
-    """Nothing, or why it failed. The stamp comes last: what was cut short is made again."""
+    """Empty, or the reason of the failure. The stamp is written last: an interrupted installation is repeated."""
     folder, pins = _folder(name), PEERS[name].pins
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -120,10 +120,10 @@ def _install(name: str) -> str:
     else:
         make = [sys.executable, "-m", "venv", str(folder)]
         install = [python(name), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    why = _run(make) or _run([*install, *pins])
-    if not why:
+    reason = _run(make) or _run([*install, *pins])
+    if not reason:
         _stamp(name).write_text(json.dumps(pins))
-    return why
+    return reason
 
 
 def _run(command: Sequence[str]) -> str:

@@ -1,6 +1,6 @@
 """celery: results off, no gossip, mingle or events; drains in its solo pool, with its default of 4 prefetched.
 
-More prefetched is no faster, and from 1,000 on slower.
+A larger prefetch is not faster, and slower from 1,000 on.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from celery import Celery, group  # type: ignore[import-not-found]
 
-from benchmarks.peers.roles import Record, blocking, is_tuned, jobs_in_threads, main, parts, produce_by, work_beside
+from benchmarks.peers.roles import Record, blocking, is_tuned, jobs_in_threads, main, parts, produce_by, work_blocking
 from benchmarks.sides.channel import ARGUMENT, Spec
 from benchmarks.sides.diary import AT_ONCE
 
@@ -52,14 +52,14 @@ def work(spec: Spec) -> None:
     record = Record(spec)
     app = _app(spec, record)
     app.conf.update(worker_enable_remote_control=False)
-    work_beside(record, lambda: _run(app, "solo", 1))
+    work_blocking(record, lambda: _run(app, "solo", 1))
 
 
 def slow_work(spec: Spec) -> None:
     """Ten processes, as it is by default on ten cores."""
     record = Record(spec)
     app = _app(spec, record)
-    work_beside(record, lambda: _run(app, "prefork", AT_ONCE))
+    work_blocking(record, lambda: _run(app, "prefork", AT_ONCE))
 
 
 def _run(app: Any, pool: str, concurrency: int) -> None:

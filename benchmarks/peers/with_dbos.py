@@ -10,17 +10,17 @@ from typing import Any, Final
 import sqlalchemy
 from dbos import DBOS, DBOSClient, DBOSConfig  # type: ignore[import-not-found]
 
-from benchmarks.peers.roles import Record, blocking, main, parts, produce_by, work_beside
+from benchmarks.peers.roles import Record, blocking, main, parts, produce_by, work_blocking
 from benchmarks.sides.channel import ARGUMENT, Spec
 from benchmarks.sides.diary import AT_ONCE
 
 _CONCURRENCY: Final = 100
 _POLL_S: Final = 0.010
 _POOL: Final = 20
-#: Enqueued in one transaction, which is its way for many: threads beside one another are slower than one by one.
+#: Enqueued in one transaction, which is its way for many: concurrent threads are slower than one by one.
 _PART: Final = 100
 _VERSION: Final = "bench"
-#: The kill test has a queue of its own, with ten at a time.
+#: The kill test has a separate queue, with ten at a time.
 _QUEUES: Final = {"noops": _CONCURRENCY, "slow": AT_ONCE}
 
 
@@ -96,7 +96,7 @@ def work(spec: Spec) -> None:
         _launch(spec)
         threading.Event().wait()
 
-    work_beside(record, run)
+    work_blocking(record, run)
 
 
 if __name__ == "__main__":

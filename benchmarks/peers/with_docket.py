@@ -15,7 +15,7 @@ from benchmarks.sides.diary import AT_ONCE
 _CONCURRENCY: Final = 20
 #: How long it sleeps when all coroutines are taken, whether or not one is free again sooner; 250 ms by default.
 _CHECK: Final = timedelta(milliseconds=5)
-#: Each has a connection of its own, which takes longer to make than many jobs.
+#: Each has its own connection, which takes longer to make than many jobs.
 _CALLERS: Final = 10
 #: After which time a task of a silent worker is delivered again; five minutes by default.
 _REDELIVERY: Final = timedelta(seconds=10)
@@ -42,7 +42,7 @@ async def produce(spec: Spec) -> None:
 
 
 async def _add(docket: Docket, function: Any, argument: Any) -> None:
-    # Each by a call of its own: what `add` returns has one key, and the second job of a key is dropped.
+    # Each by a separate call: what `add` returns has one key, and the second job of a key is dropped.
     await docket.add(function)(argument)
 
 

@@ -10,7 +10,7 @@ import sys
 import threading
 from typing import Any, Final
 
-from benchmarks.peers.roles import Record, blocking, is_tuned, jobs_in_threads, main, produce_by, work_beside
+from benchmarks.peers.roles import Record, blocking, is_tuned, jobs_in_threads, main, produce_by, work_blocking
 from benchmarks.sides.channel import Spec
 from benchmarks.sides.diary import AT_ONCE
 
@@ -62,7 +62,7 @@ def _work(spec: Spec, threads: int) -> None:
         dramatiq.Worker(broker, worker_threads=threads).start()
         threading.Event().wait()
 
-    work_beside(record, run)
+    work_blocking(record, run)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """FastStream: consumers that do nothing, or push every message to a Redis list. Without log lines, on uvloop.
 
-Kafka by aiokafka: offsets are committed now and then, whatever became of the messages; up to 500 handlers at a time
-where they wait for Redis. RabbitMQ by aio-pika: acknowledged after the handler, 500 in hand.
+Kafka by aiokafka: offsets are committed periodically, regardless of the outcome; up to 500 handlers at a time
+where they wait for Redis. RabbitMQ by aio-pika: acknowledged after the handler, 500 in flight.
 """
 
 from __future__ import annotations

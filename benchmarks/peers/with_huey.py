@@ -11,7 +11,7 @@ from typing import Any
 
 from huey import RedisHuey  # type: ignore[import-not-found]
 
-from benchmarks.peers.roles import Record, blocking, jobs_in_threads, main, produce_by, work_beside
+from benchmarks.peers.roles import Record, blocking, jobs_in_threads, main, produce_by, work_blocking
 from benchmarks.sides.channel import Spec
 from benchmarks.sides.diary import AT_ONCE
 
@@ -43,7 +43,7 @@ def _work(spec: Spec, threads: int) -> None:
     record = Record(spec)
     huey, *_ = _huey(spec, record)
     consumer = huey.create_consumer(workers=threads, worker_type="thread", periodic=False)
-    work_beside(record, consumer.run)
+    work_blocking(record, consumer.run)
 
 
 if __name__ == "__main__":

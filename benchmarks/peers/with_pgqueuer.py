@@ -17,7 +17,7 @@ from benchmarks.sides.diary import AT_ONCE
 _BATCH: Final = 500
 _PART: Final = 1_000
 _CONNECTIONS: Final = 4
-#: After which silence a job is picked again, and how often it looks when nothing tells it to; 30 s each by default.
+#: After which silence a job is picked again, and how often it polls without a notification; 30 s each by default.
 _TUNED: Final = {"heartbeat_timeout": timedelta(seconds=10), "dequeue_timeout": timedelta(seconds=2)}
 
 

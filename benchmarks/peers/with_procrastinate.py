@@ -15,10 +15,10 @@ _CONCURRENCY: Final = 5
 _PART: Final = 1_000
 #: Workers show that they live so often (10 s by default), jobs of those that are silent for so long are tried again
 #: (30 s where they are asked for), looked for so often. Its guide "Retry stalled jobs" does the latter in a periodic
-#: task, which is once a minute at most; here it is a loop beside the worker.
+#: task, which is once a minute at most; here it is a loop next to the worker.
 _ALIVE_S: Final = 3
 _SILENCE_S: Final = 10
-_LOOK_S: Final = 2
+_POLL_S: Final = 2
 
 
 def _app(spec: Spec, connections: int, record: Record | None = None) -> procrastinate.App:
@@ -93,7 +93,7 @@ async def _retry_stalled(app: procrastinate.App) -> None:
     while True:
         for job in await app.job_manager.get_stalled_jobs(seconds_since_heartbeat=_SILENCE_S):
             await app.job_manager.retry_job(job)
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_POLL_S)
 
 
 if __name__ == "__main__":

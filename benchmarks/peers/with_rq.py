@@ -13,7 +13,7 @@ from redis import Redis
 from rq import Queue, SimpleWorker  # type: ignore[import-not-found]
 from rq.worker_pool import WorkerPool  # type: ignore[import-not-found]
 
-from benchmarks.peers.roles import Record, blocking, main, parts, produce_by, work_beside
+from benchmarks.peers.roles import Record, blocking, main, parts, produce_by, work_blocking
 from benchmarks.sides.channel import ARGUMENT, Spec
 from benchmarks.sides.diary import AT_ONCE
 
@@ -64,14 +64,14 @@ def work(spec: Spec) -> None:
     record = Record(spec)
     _records.append(record)
     worker = SimpleWorker([Queue(connection=(redis := Redis.from_url(spec.url)))], connection=redis)
-    work_beside(record, lambda: worker.work(logging_level="ERROR"))
+    work_blocking(record, lambda: worker.work(logging_level="ERROR"))
 
 
 def slow_work(spec: Spec) -> None:
     """`rq worker-pool` with ten workers."""
     redis = Redis.from_url(spec.url)
     pool = WorkerPool(["default"], connection=redis, num_workers=AT_ONCE)
-    work_beside(Record(spec), lambda: pool.start(logging_level="ERROR"))
+    work_blocking(Record(spec), lambda: pool.start(logging_level="ERROR"))
 
 
 if __name__ == "__main__":

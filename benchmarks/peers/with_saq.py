@@ -13,7 +13,7 @@ from benchmarks.sides.diary import AT_ONCE
 
 _CALLERS: Final = 100
 _NOT_KEPT: Final = -1
-#: Jobs that may run again and are given up after a while; looked after so often. Never, 10 s and 60 s by default.
+#: Retries of a job, its timeout, and the interval of the sweep: none, 10 s and 60 s by default.
 #: Its sweep waits 5 s for the dead worker at each job, one after the other, and with less it aborts the second try too.
 _RETRIES, _TIMEOUT_S, _SWEEP_S = 5, 2, 1
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from taskito import Queue  # type: ignore[import-not-found]
 
-from benchmarks.peers.roles import Record, blocking, is_tuned, jobs_in_threads, main, parts, produce_by, work_beside
+from benchmarks.peers.roles import Record, blocking, is_tuned, jobs_in_threads, main, parts, produce_by, work_blocking
 from benchmarks.sides.channel import ARGUMENT, Spec
 from benchmarks.sides.diary import AT_ONCE
 
@@ -59,7 +59,7 @@ def slow_work(spec: Spec) -> None:
 def _work(spec: Spec, **settings: Any) -> None:
     record = Record(spec)
     queue, *_ = _queue(spec, record, **settings)
-    work_beside(record, queue.run_worker)
+    work_blocking(record, queue.run_worker)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ class Submitting(Producer):
         return {**answer, "late_ms": sorted(late_ms)}
 
     async def steady(self, per_s: int, seconds: float) -> Answer:
-        """So many jobs a second, in small bulks."""
+        """A steady rate of jobs, in small bulks."""
         began, sent = time.perf_counter(), 0
         while (passed := time.perf_counter() - began) < seconds:
             if (count := int(passed * per_s) - sent) > 0:
@@ -61,7 +61,7 @@ class Submitting(Producer):
         return {}
 
     async def lives(self, jobs: int, created: int, run: int) -> Answer:
-        """Whole lives of jobs on the feed: so many are created at a time, and of these so many claimed and settled."""
+        """Write whole histories to the feed: jobs are created in batches, then claimed and settled in batches."""
         for start in range(0, jobs, created):
             count = min(created, jobs - start)
             await self._noop.submit_many((ARGUMENT,) for _ in range(count))

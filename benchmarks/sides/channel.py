@@ -23,11 +23,11 @@ _ARGUMENT_BYTES: Final = 200
 ARGUMENT: Final = {"n": 1, "a": "x" * (_ARGUMENT_BYTES - len('{"n":1,"a":""}'))}
 #: Jobs between a call and the next one at low load come with this pause on average.
 PACE_S: Final = 0.010
-_LOOK_S: Final = 0.002
+_POLL_S: Final = 0.002
 
 
 class Spec(msgspec.Struct, frozen=True):
-    """What a child is told when it is started."""
+    """Start parameters of a child."""
 
     url: str
     board: str = ""
@@ -70,16 +70,16 @@ async def watched(done: Callable[[], int], jobs: int) -> Answer:
     """What these jobs take: from the last look that sees none done to the one that sees all."""
     while True:
         with timed(jobs) as answer:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
             if not done():
                 continue
-            while done() < jobs:  # noqa: ASYNC110 - whoever counts has no event for this
-                await asyncio.sleep(_LOOK_S)
+            while done() < jobs:  # noqa: ASYNC110 - the counter has no event for this
+                await asyncio.sleep(_POLL_S)
         return answer
 
 
 async def in_parallel(callers: int, jobs: int, call: Callable[[], Awaitable[object]]) -> None:
-    """So many callers, each with one call under way, share the jobs."""
+    """Concurrent callers with one call in flight each share the jobs."""
 
     async def caller(count: int) -> None:
         for _ in range(count):
@@ -90,7 +90,7 @@ async def in_parallel(callers: int, jobs: int, call: Callable[[], Awaitable[obje
 
 
 async def at_low_load(jobs: int, send: Callable[[int], Awaitable[object]]) -> None:
-    """One call after the other with uneven pauses, so that nobody's polling falls into step."""
+    """One call after the other with uneven pauses, so that polling does not fall into step."""
     for number in range(jobs):
         await asyncio.sleep(PACE_S * (0.5 + (number * 0.618) % 1))
         await send(time.monotonic_ns())

@@ -1,4 +1,4 @@
-"""Fills topics and queues, for whoever is measured: JSON of 200 bytes, a thousand keys."""
+"""Fills topics and queues for a measurement: JSON of 200 bytes, a thousand keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.core.codec import encode_json
 
 KEYS = 1_000
 _BODY = encode_json(ARGUMENT, "a message", 1_000)
-#: The client's own queue is let out after so many.
+#: The client's own queue is flushed after this number of messages.
 _PART = 10_000
 
 

@@ -77,11 +77,11 @@ class _Caller:
         took_ms: list[float] = []
 
         async def one() -> None:
-            line = free.get_nowait()
+            connection = free.get_nowait()
             began = time.perf_counter()
-            await line.ask(request, 202)
+            await connection.send(request, 202)
             took_ms.append((time.perf_counter() - began) * 1e3)
-            free.put_nowait(line)
+            free.put_nowait(connection)
 
         began = time.perf_counter()
         await in_parallel(connections, jobs, one)
@@ -91,32 +91,34 @@ class _Caller:
         return {"rate": jobs / seconds, "p99_ms": percentile(sorted(took_ms), 0.99)}
 
     async def open_streams(self, count: int) -> Answer:
-        """Each of a job of its own, that does not end."""
-        line = HttpConnection(*await asyncio.open_connection(self._host, self._port))
+        """Open one stream per job; the jobs do not end."""
+        connection = HttpConnection(*await asyncio.open_connection(self._host, self._port))
         opened = 0
         for _ in range(count):
             body = msgspec.json.encode({"task": "noop", "payload": {"argument": {}}, "delay_s": 3_600})
-            job_id = msgspec.json.decode(await line.ask(self._request("POST", "/api/v1/jobs", body), 202))["job_id"]
+            job_id = msgspec.json.decode(await connection.send(self._request("POST", "/api/v1/jobs", body), 202))[
+                "job_id"
+            ]
             reader, writer = await asyncio.open_connection(self._host, self._port)
             writer.write(self._request("GET", f"/api/v1/stream?job_id={job_id}"))
             self._streams.append(writer)
             opened += await reader.readline() == b"HTTP/1.1 200 OK\r\n"
-        line.close()
+        connection.close()
         return {"open": opened}
 
     async def list(self, pages: int) -> Answer:
         """First pages of several lists."""
-        line = HttpConnection(*await asyncio.open_connection(self._host, self._port))
-        took: dict[str, float] = {}
+        connection = HttpConnection(*await asyncio.open_connection(self._host, self._port))
+        durations: dict[str, float] = {}
         for query in _LISTS:
             request, times = self._request("GET", f"/api/v1/jobs{query}"), list[float]()
             for _ in range(pages):
                 began = time.perf_counter()
-                await line.ask(request, 200)
+                await connection.send(request, 200)
                 times.append((time.perf_counter() - began) * 1e3)
-            took[query] = statistics.median(times)
-        line.close()
-        return {"median_ms": took}
+            durations[query] = statistics.median(times)
+        connection.close()
+        return {"median_ms": durations}
 
     def close(self) -> None:
         for writer in self._streams:
@@ -136,7 +138,7 @@ class HttpConnection:
         self._reader = reader
         self._writer = writer
 
-    async def ask(self, request: bytes, status: int) -> bytes:
+    async def send(self, request: bytes, status: int) -> bytes:
         self._writer.write(request)
         head = await self._reader.readuntil(b"\r\n\r\n")
         length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r")[0])

@@ -24,11 +24,11 @@ class Stamps:
 
     def __init__(self) -> None:
         #: In ns of the clock that all processes share.
-        self.taken: dict[str, dict[str, int]] = {}
+        self.collected: dict[str, dict[str, int]] = {}
 
-    def take(self, number: str, step: str) -> None:
+    def add(self, number: str, step: str) -> None:
         # The last one counts: a job that runs again is as late as its last run.
-        self.taken.setdefault(number, {})[step] = time.monotonic_ns()
+        self.collected.setdefault(number, {})[step] = time.monotonic_ns()
 
 
 def _make_app(spec: Spec, stamps: Stamps) -> Holdfast:
@@ -36,7 +36,7 @@ def _make_app(spec: Spec, stamps: Stamps) -> Holdfast:
 
     @app.task
     async def noop(number: str) -> int:
-        stamps.take(number, "started")
+        stamps.add(number, "started")
         return 1
 
     return app
@@ -49,24 +49,24 @@ def _watch(app: Holdfast, stamps: Stamps) -> None:
 
     async def stamped_submit(envelopes: Sequence[Any]) -> Any:
         for envelope in envelopes:
-            stamps.take(envelope.idempotency_key, "submitting")
+            stamps.add(envelope.idempotency_key, "submitting")
         receipts = await submit(envelopes)
         for envelope in envelopes:
-            stamps.take(envelope.idempotency_key, "submitted")
+            stamps.add(envelope.idempotency_key, "submitted")
         return receipts
 
     async def stamped_claim(*arguments: Any) -> Any:
         claims = await claim(*arguments)
         for each in claims:
-            stamps.take(each.idempotency_key, "claimed")
+            stamps.add(each.idempotency_key, "claimed")
         return claims
 
     async def stamped_settle(settlements: Sequence[Any]) -> Any:
         for each in settlements:
-            stamps.take(each.claim.idempotency_key, "settling")
+            stamps.add(each.claim.idempotency_key, "settling")
         answers = await settle(settlements)
         for each in settlements:
-            stamps.take(each.claim.idempotency_key, "settled")
+            stamps.add(each.claim.idempotency_key, "settled")
         return answers
 
     engine.submit, engine.claim, engine.settle = stamped_submit, stamped_claim, stamped_settle
@@ -81,10 +81,10 @@ def _stamped(api: Any, stamps: Stamps) -> Callable[..., Any]:
         async def stamped_send(message: Any) -> None:
             await send(message)
             if number and message["type"] == "http.response.body":
-                stamps.take(number, "answered")
+                stamps.add(number, "answered")
 
         if number:
-            stamps.take(number, "received")
+            stamps.add(number, "received")
         await api(scope, receive, stamped_send)
 
     return call
@@ -103,10 +103,10 @@ async def server(spec: Spec) -> None:
     async def where() -> Answer:
         return {"url": http.address}
 
-    async def taken() -> Answer:
-        return {"stamps": stamps.taken}
+    async def collected() -> Answer:
+        return {"stamps": stamps.collected}
 
-    await serve({"where": where, "taken": taken})
+    await serve({"where": where, "collected": collected})
     http.stop()
     await running
 
@@ -120,10 +120,10 @@ async def worker(spec: Spec) -> None:
         working = Worker(app)
         running = asyncio.create_task(working.run())
 
-        async def taken() -> Answer:
-            return {"stamps": stamps.taken}
+        async def collected() -> Answer:
+            return {"stamps": stamps.collected}
 
-        await serve({"taken": taken})
+        await serve({"collected": collected})
         working.drain()
         await running
 

@@ -1,4 +1,4 @@
-"""holdfast between brokers and stores: a trigger, a relay, and who writes for it; each in a process of its own."""
+"""holdfast between brokers and stores: a trigger, a relay, and writers for it; each in a separate process."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ async def write(spec: Spec) -> None:
         return {}
 
     async def steady(topic: str, per_s: int, seconds: float) -> Answer:
-        """A few events in a transaction, at an even pace; who is late hurries."""
+        """A few events in a transaction, at a steady pace; a late writer catches up."""
         total, began = round(per_s * seconds), time.monotonic()
 
         async def writer(first: int) -> None:

@@ -14,7 +14,7 @@ from benchmarks.usage import resident_bytes
 from holdfast import Holdfast, Task, Worker
 from holdfast.cli.lifecycle import freeze_gc
 
-_LOOK_S: Final = 0.002
+_POLL_S: Final = 0.002
 
 
 class Tasks:
@@ -92,7 +92,7 @@ class Work:
         self._running: asyncio.Task[Any] | None = None
 
     async def start(self, limit: int | None) -> Answer:
-        """Begin to work; with a limit, take only so many jobs."""
+        """Start to work; with a limit, claim only that number of jobs."""
         # As `holdfast worker` does.
         freeze_gc()
         self._worker = Worker(self._tasks.app, upkeep=self._upkeep, max_jobs=limit)
@@ -106,7 +106,7 @@ class Work:
     async def report(self) -> Answer:
         """What was used, once every verdict has been answered."""
         while self._worker is not None and self._worker.in_flight:  # noqa: ASYNC110 - it has no event for this
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
         return {"cpu_s": self._gauge.cpu_s, "rss": resident_bytes()}
 
     async def latencies(self) -> Answer:

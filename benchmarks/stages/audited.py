@@ -1,6 +1,6 @@
-"""Full audit in PostgreSQL, end to end: queued first, then run, settled and recorded, beside other task systems there.
+"""Full audit in PostgreSQL, end to end: jobs queued, run, settled and recorded, compared with other task systems.
 
-Ours begins when the worker is told to start and ends when the ledger has a final row of every job and every event, at
+Ours begins when the worker starts and ends when the ledger has a final row of every job and every event, at
 the end of the feed. A peer begins with its first execution, which is to its favour, and ends when its own tables say
 that all is settled. Its jobs are in PostgreSQL by then, ours are not: the ledger hears of them after the start. So
 there is a second figure, with the time that their submission took.
@@ -23,7 +23,7 @@ from benchmarks.peers import venv
 from benchmarks.peers.field import ON_POSTGRES, Peer, on
 from benchmarks.stages.stage import Hall, Probe, Stage
 
-_LOOK_S: Final = 0.005
+_POLL_S: Final = 0.005
 _SETTLED_WITHIN_S: Final = 60.0
 
 
@@ -76,11 +76,11 @@ class Audited(Stage):
 
     def prepare(self) -> None:
         self._audit.prepare()
-        asked = [peer for peer in on(ON_POSTGRES) if peer.name in self._hall.options.peers]
-        found = venv.ensure(peer.name for peer in asked)
-        self._peers = [peer for peer in asked if venv.is_there(found[peer.name])]
-        said = [f"{peer.side} {found[peer.name]}" for peer in asked]
-        self._hall.results.settings["peers"] = ", ".join(said) or "none"
+        peers = [peer for peer in on(ON_POSTGRES) if peer.name in self._hall.options.peers]
+        found = venv.ensure(peer.name for peer in peers)
+        self._peers = [peer for peer in peers if venv.is_there(found[peer.name])]
+        summary = [f"{peer.side} {found[peer.name]}" for peer in peers]
+        self._hall.results.settings["peers"] = ", ".join(summary) or "none"
 
     def probes(self) -> Sequence[Probe]:
         ours = [
@@ -140,9 +140,9 @@ class Audited(Stage):
             if hall.board.done != jobs:
                 raise ProbeFailed(f"{hall.board.done:,} executions of {jobs:,} jobs")
         size = (database.used_bytes() - base) / jobs
-        said = self._note(peer.side, round_number, spent, jobs / hall.board.span_s, size)
+        summary = self._note(peer.side, round_number, spent, jobs / hall.board.span_s, size)
         database.drop()
-        return said
+        return summary
 
     def _note(self, side: str, round_number: int, spent: Spent, run_rate: float, size: float) -> str:
         add, us = self._hall.results.add, 1e6 / spent.jobs
@@ -160,13 +160,13 @@ class Audited(Stage):
 
 
 def _submit(producer: Child, jobs: int) -> float:
-    """Queue so many; the seconds that took."""
+    """Queue jobs; returns the seconds it took."""
     return float(jobs / producer.call("bulk", jobs=jobs)["rate"])
 
 
 def _start(children: Sequence[Child]) -> None:
     for child in children:
-        child.tell("start", limit=None)
+        child.send("start", limit=None)
     for child in children:
         child.answer()
 
@@ -176,4 +176,4 @@ def _until_none(left: Callable[[], int]) -> None:
     while rest := left():
         if time.monotonic() > deadline:
             raise ProbeFailed(f"{rest:,} jobs were executed and are not settled")
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)

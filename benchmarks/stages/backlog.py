@@ -1,6 +1,6 @@
 """Flat cost: the same number of jobs taken from a shallow and from a deep queue must cost the same.
 
-Both queues stand on servers of their own, so that the shallow one does not share the deep one's memory. At
+Both queues are on separate servers, so that the shallow one does not share the deep one's memory. At
 the end the deep queue on Redis is drained to its last job, and once all has expired Redis must have given
 its memory back; what its bounded streams (feed and results) keep is shown apart.
 """
@@ -22,7 +22,7 @@ from benchmarks.stores import RedisStore, SqliteStore, Store
 _TTL_S: Final = 20
 _SETTINGS: Final[dict[str, Any]] = {"finished_ttl_s": _TTL_S, "result_ttl_s": _TTL_S}
 _EXPIRED_WITHIN_S: Final = 180.0
-#: A queue's own keys, beside its jobs: streams, sets and the like.
+#: A queue's own keys, besides its jobs: streams, sets and the like.
 _OWN_KEYS: Final = 50
 _BOUNDED: Final = ("stream:feed", "stream:result")
 _CURVE_POINTS: Final = 100

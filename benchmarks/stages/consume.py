@@ -2,7 +2,7 @@
 
 A message counts once its job is accepted by the engine and the message is acknowledged. Keys, deduplication and rows of
 `queue_executions` are on, and every message must have its job and its row at the end. FastStream empties the same kind
-of queue beside it: with a handler that does nothing, and with one that does the nearest thing to a hand-over.
+of queue: with a handler that does nothing, and with one that does the closest equivalent of a submission.
 """
 
 from __future__ import annotations

@@ -62,6 +62,6 @@ class Durable(Stage):
         return f"{answer['rate']:,.0f} /s · p50 {shares['p50']:.1f} · p99 {shares['p99']:.1f} ms"
 
     def _check(self, jobs: int) -> None:
-        """Nobody may have been told too early."""
+        """No submission may return before the ledger has its job."""
         if (found := int(self._audit.database.value("SELECT count(*) FROM jobs"))) != jobs:
             raise ProbeFailed(f"{jobs:,} durable submissions returned, {found:,} jobs are in the ledger")

@@ -17,7 +17,7 @@ _DONE: Final = "SELECT count(*) FROM idempotency_keys WHERE state = 'done'"
 
 
 class Effects(Stage):
-    """In PostgreSQL beside Redis, and in the embedded engine's own file. The effect itself does nothing."""
+    """In PostgreSQL with Redis, and in the embedded engine's own file. The effect itself does nothing."""
 
     name = "effects"
     title = "Jobs with one effect each, 1 worker"

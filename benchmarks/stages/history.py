@@ -20,8 +20,8 @@ from holdfast.core.job import MAX_BATCH
 EMPTY: Final = "empty ledger"
 #: Else the reconciler would find that the engine has lost them, and put them back.
 _SET_ASIDE: Final = "UPDATE jobs SET queue = 'past' WHERE queue = 'default' AND finished_at IS NULL"
-#: The feed starts anew for every probe, and must not look like a fork of the last one.
-_FORGET: Final = "DELETE FROM feed_positions", "DELETE FROM feed_entries"
+#: The feed starts again for every probe, and must not be taken for a fork of the last one.
+_RESET_FEED: Final = "DELETE FROM feed_positions", "DELETE FROM feed_entries"
 
 
 class History(Stage):
@@ -63,7 +63,7 @@ class History(Stage):
         if audit is self._empty:
             audit.database.reset()
         else:
-            for statement in _FORGET:
+            for statement in _RESET_FEED:
                 audit.database.rows(statement)
             hall.postgres.execute("CHECKPOINT")
         before = audit.count()
@@ -74,7 +74,7 @@ class History(Stage):
         add("history.cpu", side, round_number, (spent.projector + spent.postgres) * us)
         add("history.postgres", side, round_number, spent.postgres * us)
         add("history.rate", side, round_number, jobs / spent.seconds)
-        return spent.said(jobs)
+        return spent.summary(jobs)
 
     def _run_pages(self, round_number: int) -> str:
         took_ms = history.first_pages(self._full.database.url)

@@ -1,8 +1,8 @@
 """The HTTP service: how many submissions one process takes, a page of a long list, and what open event streams cost.
 
-The generator is a process of its own, with plain sockets, so that one core is the server's. Submissions are single jobs
+The generator is a separate process with plain sockets, so that one core is the server's. Submissions are single jobs
 on 32 connections that stay open, each request answered before the next is sent. The streams are callers that each wait
-for a job of their own, which is what they are for.
+for their own job, which is their purpose.
 """
 
 from __future__ import annotations
@@ -77,19 +77,19 @@ class Http(Stage):
             sent = caller.call("submit", connections=CONNECTIONS, jobs=self._hall.options.jobs)
         self._hall.results.add("http.rate", side, round_number, sent["rate"])
         self._hall.results.add("http.p99", side, round_number, sent["p99_ms"])
-        said = f"{sent['rate']:,.0f} jobs/s, p99 {sent['p99_ms']:.1f} ms"
+        summary = f"{sent['rate']:,.0f} jobs/s, p99 {sent['p99_ms']:.1f} ms"
         if streams:
             self._hall.results.add("http.memory", OURS_LEDGER, round_number, grown / 1e6)
-            said += f", streams {grown / 1e6:.0f} MB"
-        return said
+            summary += f", streams {grown / 1e6:.0f} MB"
+        return summary
 
     def _list(self, round_number: int) -> str:
         with self._server(self._long) as server, self._caller(server) as caller:
-            took: dict[str, float] = caller.call("list", pages=_PAGES)["median_ms"]
-        for query, value in took.items():
+            durations: dict[str, float] = caller.call("list", pages=_PAGES)["median_ms"]
+        for query, value in durations.items():
             self._hall.results.add("http.page", query, round_number, value)
-        slowest = max(took, key=lambda query: took[query])
-        return f"{len(took)} lists, slowest {took[slowest]:.1f} ms: {slowest}"
+        slowest = max(durations, key=lambda query: durations[query])
+        return f"{len(durations)} lists, slowest {durations[slowest]:.1f} ms: {slowest}"
 
     def _server(self, audit: Audit) -> Child:
         spec = {"url": self._hall.redis.url, "settings": {"ledger": audit.database.url}}

@@ -19,7 +19,7 @@ from benchmarks.postgres import Database
 from benchmarks.stages.stage import Hall, Probe, Stage
 
 PER_S: Final = 2_000
-_LOOK_S: Final = 0.005
+_POLL_S: Final = 0.005
 _WARM_UP: Final = 200
 _SHARES: Final = {"p50": 0.50, "p95": 0.95, "p99": 0.99, "p99.9": 0.999}
 _SEEN_WITHIN_S: Final = 60.0
@@ -64,9 +64,9 @@ class Lag(Stage):
             worker.call("report")
             audit.until_caught_up()
             reader = _Reader(audit.database)
-            reader.look()
+            reader.read()
             reader.late_ms.clear()
-            producer.tell("steady", per_s=PER_S, seconds=hall.options.lag_s)
+            producer.send("steady", per_s=PER_S, seconds=hall.options.lag_s)
             sent = reader.watch(producer)
             reader.until(sent["jobs"] * EVENTS_PER_JOB)
         late_ms = sorted(reader.late_ms)
@@ -74,8 +74,8 @@ class Lag(Stage):
         for name, value in shares.items():
             hall.results.add(f"lag.{name}", side, round_number, value)
         hall.results.add("lag.rate", side, round_number, sent["rate"])
-        said = " · ".join(f"{name} {value:.0f}" for name, value in shares.items())
-        return f"{said} ms of {len(late_ms):,} events at {sent['rate']:,.0f} jobs/s"
+        summary = " · ".join(f"{name} {value:.0f}" for name, value in shares.items())
+        return f"{summary} ms of {len(late_ms):,} events at {sent['rate']:,.0f} jobs/s"
 
 
 class _Reader:
@@ -83,37 +83,37 @@ class _Reader:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._seen: set[str] = set()
+        self._positions: set[str] = set()
         self._block = 0
         self.late_ms: list[float] = []
 
-    def look(self, from_block: int | None = None) -> int:
+    def read(self, from_block: int | None = None) -> int:
         """Take what is new, and say how much. Counts the time of the query itself as lag."""
         start = max(0, self._block - _BLOCKS_BACK) if from_block is None else from_block
         rows = self._database.rows(_NEW, f"({start},0)")
         now = time.time()
-        fresh = [row for row in rows if row["place"] not in self._seen]
+        fresh = [row for row in rows if row["place"] not in self._positions]
         if fresh:
             self._block = int(rows[-1]["place"][1:].partition(",")[0])
-            self._seen.update(row["place"] for row in fresh)
+            self._positions.update(row["place"] for row in fresh)
             self.late_ms += [(now - row["at"]) * 1e3 for row in fresh]
         return len(fresh)
 
     def watch(self, producer: Child) -> dict[str, Any]:
-        """Look again and again until the producer has its answer."""
+        """Read repeatedly until the producer has its answer."""
         while not producer.ready():
-            self.look()
-            time.sleep(_LOOK_S)
+            self.read()
+            time.sleep(_POLL_S)
         return producer.answer()
 
     def until(self, events: int) -> None:
-        """Look until all have come. The few that lie where nobody looked are counted as late as they are found."""
+        """Read until all events have arrived. Rows in blocks that were not read count as late as they are found."""
         deadline, quiet_at = time.monotonic() + _SEEN_WITHIN_S, time.monotonic() + _QUIET_S
         while len(self.late_ms) < events:
-            if self.look():
+            if self.read():
                 quiet_at = time.monotonic() + _QUIET_S
-            elif time.monotonic() > quiet_at and (found := self.look(0)) > events * _HIDDEN:
+            elif time.monotonic() > quiet_at and (found := self.read(0)) > events * _HIDDEN:
                 raise ProbeFailed(f"{found:,} events lay where the reader did not look")
             if time.monotonic() > deadline:
                 raise ProbeFailed(f"{len(self.late_ms):,} of {events:,} events were seen in the ledger")
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)

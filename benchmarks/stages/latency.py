@@ -15,7 +15,7 @@ from benchmarks.stages.stage import Hall, Probe, Stage
 _SHARES: Final = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
 _WARM_UP: Final = 30
 _ARRIVED_WITHIN_S: Final = 30.0
-_LOOK_S: Final = 0.02
+_POLL_S: Final = 0.02
 
 
 class Latency(Stage):
@@ -58,5 +58,5 @@ def _send(producer: Child, worker: Child, jobs: int) -> list[int]:
         late_ns += worker.call("latencies")["late_ns"]
         if time.monotonic() > deadline:
             raise ProbeFailed(f"{len(late_ns)} of {jobs} jobs arrived")
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     return late_ns

@@ -64,9 +64,9 @@ class Outbox(_Outbox):
             postgres, kafka = hall.postgres.cpu_s(), hall.kafka.cpu_s()
             answer = relay.call("run", events=events)
             postgres, kafka = hall.postgres.cpu_s() - postgres, hall.kafka.cpu_s() - kafka
-        came, left = hall.kafka.messages(topic), self._audit.database.value(_WAITING)
-        if came != events or left:
-            raise ProbeFailed(f"{came:,} messages of {events:,} events; {left:,} are not marked")
+        published, left = hall.kafka.messages(topic), self._audit.database.value(_WAITING)
+        if published != events or left:
+            raise ProbeFailed(f"{published:,} messages of {events:,} events; {left:,} are not marked")
         values = {
             "outbox": answer["rate"],
             "outbox.cpu": answer["cpu_us"],
@@ -100,10 +100,10 @@ class Delay(_Outbox):
             with Child(_MODULE, "read", {"url": hall.kafka.address}, hall.scratch) as reader:
                 late_ms: list[float] = reader.call("delays", topic=topic, events=sent["events"])["late_ms"]
         if len(late_ms) != sent["events"]:
-            raise ProbeFailed(f"{len(late_ms):,} of {sent['events']:,} events came")
+            raise ProbeFailed(f"{len(late_ms):,} of {sent['events']:,} events published")
         shares = {name: percentile(late_ms, share) for name, share in _SHARES.items()}
         for name, value in shares.items():
             hall.results.add(f"delay.{name}", OURS_LEDGER, round_number, value)
         hall.results.add("delay.rate", OURS_LEDGER, round_number, sent["rate"])
-        said = " · ".join(f"{name} {value:.0f}" for name, value in shares.items())
-        return f"{said} ms of {len(late_ms):,} events at {sent['rate']:,.0f} events/s"
+        summary = " · ".join(f"{name} {value:.0f}" for name, value in shares.items())
+        return f"{summary} ms of {len(late_ms):,} events at {sent['rate']:,.0f} events/s"

@@ -74,7 +74,7 @@ class Projector(Stage):
         add("projector", side, round_number, jobs / spent.seconds)
         for measure, cpu_s in (("cpu", spent.projector), ("redis", spent.redis), ("postgres", spent.postgres)):
             add(f"projector.{measure}", side, round_number, cpu_s / jobs * 1e6)
-        return spent.said(jobs)
+        return spent.summary(jobs)
 
     def _run_sketch(self, script: Path, round_number: int) -> str:
         rate = _sketch_rate(script, self._hall.postgres.running.port)
@@ -91,14 +91,14 @@ class Projected:
     redis: float
     postgres: float
 
-    def said(self, jobs: int) -> str:
+    def summary(self, jobs: int) -> str:
         us = 1e6 / jobs
         parts = " + ".join(f"{cpu_s * us:.1f}" for cpu_s in (self.projector, self.redis, self.postgres))
         return f"{jobs / self.seconds:,.0f} /s · CPU {parts} µs/job"
 
 
 def fill_feed(audit: Audit, jobs: int, created: int, run: int) -> None:
-    """A feed of whole lives; so many jobs are created at a time, and of these so many claimed and settled."""
+    """Write a feed of whole histories: jobs are created in batches, then claimed and settled in batches."""
     with audit.side("", visibility_timeout_s=_LEASE_S).producer() as producer:
         producer.call("lives", jobs=jobs, created=created, run=run)
 

@@ -1,4 +1,4 @@
-"""holdfast beside every other task system, on the same Redis or PostgreSQL: submit, drain, latency, kill -9.
+"""holdfast compared with other task systems, on the same Redis or PostgreSQL: submit, drain, latency, kill -9.
 
 All sides have the same task and argument, one process a worker, and a store that is empty at the start. Slow ones get
 fewer jobs in bulk (`Peer.share`): a rate does not need as many.
@@ -37,14 +37,14 @@ _BEGUN_WITHIN_S: Final = 60.0
 #: Those that poll have nothing under way most of the time: the blow waits so long for an instant with ten under way,
 #: and then for one with any.
 _TEN_WITHIN_S: Final = 0.3
-_LOOK_S: Final = 0.02
-_LOOK_CLOSELY_S: Final = 0.002
+_POLL_S: Final = 0.02
+_SHORT_POLL_S: Final = 0.002
 #: They wait most of the time; more of them at once would disturb each other's start.
 _AT_ONCE: Final = 6
 
 
 class Pair(Store):
-    """Redis and the ledger beside it."""
+    """Redis and the ledger."""
 
     name = "Redis + PostgreSQL"
 
@@ -75,15 +75,15 @@ class Field:
         self.peers: list[Peer] = []
 
     def prepare(self) -> None:
-        """PostgreSQL, and the environments of the peers; who cannot be installed is a failure, and the rest goes on."""
+        """Set up PostgreSQL and the peers' environments; a failed installation does not stop the others."""
         self._audit.prepare()
-        results, asked = self._hall.results, self._hall.options.peers
-        wanted = [peer for peer in FIELD if peer.name in asked]
-        found = venv.ensure(peer.name for peer in wanted)
-        self.peers = [peer for peer in wanted if venv.is_there(found[peer.name])]
-        results.settings["peers"] = ", ".join(f"{peer.side} {found[peer.name]}" for peer in wanted) or "none"
+        results, names = self._hall.results, self._hall.options.peers
+        selected = [peer for peer in FIELD if peer.name in names]
+        found = venv.ensure(peer.name for peer in selected)
+        self.peers = [peer for peer in selected if venv.is_there(found[peer.name])]
+        results.settings["peers"] = ", ".join(f"{peer.side} {found[peer.name]}" for peer in selected) or "none"
         results.settings["field"] = {peer.side: _words(peer, found[peer.name]) for peer in self.peers}
-        for peer in wanted:
+        for peer in selected:
             missing = f"{peer.side}: {found[peer.name]}"
             if peer not in self.peers and missing not in results.failures:
                 results.failures.append(missing)
@@ -102,7 +102,7 @@ class Field:
                 producer.call("install")
 
     def crashers(self, folder: Path) -> list[Crash]:
-        """Everybody at defaults, and tuned against crashes where that can be; each on a store of its own."""
+        """All sides at defaults, and tuned against crashes where possible; each on a separate store."""
         sides = [Crash(self._hall, self._ours(name), folder, name) for name in (OURS_REDIS, OURS_LEDGER)]
         for peer in self.peers:
             for tuned in (False, True) if peer.tuned else (False,):
@@ -128,7 +128,7 @@ class Rivals(Stage):
     """One by one, in bulk, then drained; by two workers after another bulk."""
 
     name = "peers"
-    title = "Beside other task systems: submit and drain"
+    title = "Compared with other task systems: submit and drain"
     measures = (
         Measure("peers.single", "submit one by one", "jobs/s", more_is_better=True),
         Measure("peers.bulk", "submit in bulk", "jobs/s", more_is_better=True),
@@ -159,7 +159,7 @@ class Rivals(Stage):
         options, add = self._hall.options, partial(self._add, side.name, round_number)
         bulk_jobs = max(_LEAST, round(options.jobs * share))
         self._field.fresh(side)
-        jobs, said = bulk_jobs, ""
+        jobs, summary = bulk_jobs, ""
         with side.producer() as producer:
             if workers == 1:
                 producer.call("single", jobs=_WARM_UP)
@@ -168,7 +168,7 @@ class Rivals(Stage):
                 add("peers.single", single)
                 add("peers.bulk", bulk)
                 jobs += _WARM_UP + options.single_jobs
-                said = f"submit {single:,.0f} · {bulk:,.0f} /s · "
+                summary = f"submit {single:,.0f} · {bulk:,.0f} /s · "
             else:
                 producer.call("bulk", jobs=bulk_jobs)
         drained = drain(side, workers, jobs, self._hall.board)
@@ -177,17 +177,17 @@ class Rivals(Stage):
         add(f"peers.{workers}.store", drained.store_us)
         if workers == 1:
             add("peers.rss", drained.rss / 1e6)
-        return f"{said}{drained}"
+        return f"{summary}{drained}"
 
     def _add(self, side: str, round_number: int, measure: str, value: float) -> None:
         self._hall.results.add(measure, side, round_number, value)
 
 
 class RivalsLatency(Latency):
-    """The same as `latency`, for everybody."""
+    """The same as `latency`, for all sides."""
 
     name = "peers-latency"
-    title = "Beside other task systems: latency at low load, submit to start"
+    title = "Compared with other task systems: latency at low load, submit to start"
 
     def __init__(self, hall: Hall) -> None:
         super().__init__(hall)
@@ -227,7 +227,7 @@ class Killed(Stage):
         self._field.prepare()
 
     def probes(self) -> Sequence[Probe]:
-        return [Probe(f"everybody, {_AT_ONCE} at a time", self._all)]
+        return [Probe(f"all sides, {_AT_ONCE} at a time", self._all)]
 
     def _all(self, round_number: int) -> str:
         folder = self._hall.scratch / "kill"
@@ -237,14 +237,14 @@ class Killed(Stage):
             # One after the other: they share what makes a database.
             crash.prepare()
         with ThreadPoolExecutor(_AT_ONCE) as threads:
-            lines = list(threads.map(self._guarded, crashes))
-        for crash, found in zip(crashes, lines, strict=True):
+            summaries = list(threads.map(self._guarded, crashes))
+        for crash, found in zip(crashes, summaries, strict=True):
             if isinstance(found, str):
                 self._hall.results.failures.append(f"{self.name}, {crash.name}: {found}")
                 continue
             for measure, value in _figures(found, crash).items():
                 self._hall.results.add(measure, crash.name, round_number, value)
-        return "\n".join(_told(crash, found) for crash, found in zip(crashes, lines, strict=True))
+        return "\n".join(_summary(crash, found) for crash, found in zip(crashes, summaries, strict=True))
 
     @staticmethod
     def _guarded(crash: Crash) -> Entries | str:
@@ -270,8 +270,8 @@ class Crash:
         self._cleanup = ExitStack()
 
     def prepare(self) -> None:
-        """A store of its own."""
-        slug = "".join(letter if letter.isalnum() else "_" for letter in self.name).lower()
+        """A separate store."""
+        slug = "".join(char if char.isalnum() else "_" for char in self.name).lower()
         store, given = self._side.store, dict(self._side.settings)
         if isinstance(store, Pair):
             audit = Audit(self._hall, f"kill_{slug}"[:60])
@@ -308,7 +308,7 @@ class Crash:
                 while len((entries := read(self._log)).ended) < SLOW_JOBS and time.monotonic() < deadline:
                     if second.ended:
                         raise ProbeFailed(f"the second worker ended\n{second.log_tail}")
-                    time.sleep(_LOOK_S)
+                    time.sleep(_POLL_S)
             return entries
 
     def _until_busy(self, child: Child) -> None:
@@ -319,11 +319,11 @@ class Crash:
                 return
             if waited_s > _BEGUN_WITHIN_S or child.ended:
                 raise ProbeFailed(f"no job was under way\n{child.log_tail}")
-            time.sleep(_LOOK_CLOSELY_S)
+            time.sleep(_SHORT_POLL_S)
 
     @contextmanager
     def _worker(self) -> Iterator[Child]:
-        """At work, and killed at the end however it comes: those that fork leave nobody behind."""
+        """Run a worker and kill it at the end with all its child processes."""
         with self._side.child("slow_work") as child:
             try:
                 child.call("start")
@@ -332,12 +332,12 @@ class Crash:
                 child.kill()
 
 
-def _until(seen: Callable[[], bool], child: Child) -> None:
+def _until(condition: Callable[[], bool], child: Child) -> None:
     deadline = time.monotonic() + _BEGUN_WITHIN_S
-    while not seen():
+    while not condition():
         if time.monotonic() > deadline or child.ended:
             raise ProbeFailed(f"no job began\n{child.log_tail}")
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
 def _figures(entries: Entries, crash: Crash) -> dict[str, float]:
@@ -353,7 +353,7 @@ def _figures(entries: Entries, crash: Crash) -> dict[str, float]:
     return figures
 
 
-def _told(crash: Crash, found: Entries | str) -> str:
+def _summary(crash: Crash, found: Entries | str) -> str:
     if isinstance(found, str):
         return f"    {crash.name:34} failed: {found.splitlines()[0]}"
     figures = _figures(found, crash)

@@ -16,7 +16,7 @@ _WARM_UP: Final = 500
 
 
 class Submit(Stage):
-    """Nobody works meanwhile."""
+    """No worker runs meanwhile."""
 
     name = "submit"
     title = "Submitting from one process"

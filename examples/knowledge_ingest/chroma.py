@@ -1,4 +1,4 @@
-"""A Chroma server over HTTP (API v2). Every call may be made again: it leaves the same as made once."""
+"""A client of a Chroma server over HTTP (API v2). All calls are idempotent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _COLLECTIONS: Final = "/api/v2/tenants/default_tenant/databases/default_database
 
 
 def chunk_id(document_id: str, number: int, text: str) -> str:
-    """The same chunk of the same document is one record, however often it is written."""
+    """One chunk of a document. Writing it again replaces the same record."""
     return f"{document_id}:{number}:{digest(text)[:16]}"
 
 
@@ -20,7 +20,7 @@ def digest(text: str) -> str:
 
 
 class Chroma:
-    """One collection; made when it is first written to or asked."""
+    """One collection, created on first use."""
 
     def __init__(self, base_url: str, collection: str) -> None:
         self._collection = collection
@@ -33,7 +33,7 @@ class Chroma:
         await self._client.aclose()
 
     async def replace(self, document_id: str, title: str, chunks: list[str], vectors: list[list[float]]) -> None:
-        """These are the document's chunks now; what there was of an older text goes."""
+        """Replace the chunks of a document."""
         collection = await self._open()
         version = digest("\n".join(chunks))
         about = {"document_id": document_id, "title": title, "version": version}
@@ -43,19 +43,19 @@ class Chroma:
             "embeddings": vectors,
             "metadatas": [about | {"chunk": number} for number in range(len(chunks))],
         }
-        # New before old: whoever searches in between finds the document twice, not never.
+        # New before old: a search in between finds the document twice rather than not at all.
         await self._post(f"{collection}/upsert", records)
         older = {"$and": [{"document_id": document_id}, {"version": {"$ne": version}}]}
         await self._post(f"{collection}/delete", {"where": older})
 
     async def search(self, vector: list[float], limit: int) -> list[dict[str, Any]]:
-        """The chunks that are nearest to it, nearest first."""
-        question = {
+        """Return the chunks nearest to the vector, nearest first."""
+        query = {
             "query_embeddings": [vector],
             "n_results": limit,
             "include": ["documents", "metadatas", "distances"],
         }
-        found = await self._post(f"{await self._open()}/query", question)
+        found = await self._post(f"{await self._open()}/query", query)
         rows = zip(found["documents"][0], found["metadatas"][0], found["distances"][0], strict=True)
         return [
             {"documentId": about["document_id"], "title": about["title"], "text": text, "similarity": 1 - distance}
@@ -63,8 +63,8 @@ class Chroma:
         ]
 
     async def _open(self) -> str:
-        wanted = {"name": self._collection, "get_or_create": True, "configuration": {"hnsw": {"space": "cosine"}}}
-        return f"{_COLLECTIONS}/{(await self._post(_COLLECTIONS, wanted))['id']}"
+        body = {"name": self._collection, "get_or_create": True, "configuration": {"hnsw": {"space": "cosine"}}}
+        return f"{_COLLECTIONS}/{(await self._post(_COLLECTIONS, body))['id']}"
 
     async def _post(self, path: str, body: dict[str, Any]) -> Any:
         answer = await self._client.post(path, json=body)

@@ -1,7 +1,7 @@
-"""Mode `kafka`: the document's row and the event that announces it, in one transaction of PostgreSQL.
+"""Mode `kafka`: write the document's row and its event in one transaction of PostgreSQL.
 
-Either both are there or neither is; a relay publishes the event to Kafka, a trigger makes a job of it. Both tables are
-in the ledger's database.
+Both are written or neither is. A relay publishes the event to Kafka, and a trigger submits a job for it. Both tables
+are in the ledger's database.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EVENT: Final = "SELECT status, attempt_count, next_retry_at, last_error FROM ou
 
 
 class Documents:
-    """A pool of connections to PostgreSQL, for as long as the web server runs."""
+    """A pool of connections to PostgreSQL for the web server."""
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -42,7 +42,7 @@ class Documents:
             await self._pool.close()
 
     async def save(self, document_id: str, title: str, text: str) -> str:
-        """Save it and announce it; the event's id. Events of one document are published in the order of its uploads."""
+        """Save a document and its event; returns the event's id. Events of a document are published in upload order."""
         event_id = uuid4().hex
         announced = {"document_id": document_id, "title": title, "text": text}
         async with self._pool.acquire() as connection, connection.transaction():
@@ -52,13 +52,13 @@ class Documents:
                 TOPIC,
                 key=document_id,
                 payload=announced,
-                # The job that a trigger makes of it is found by this.
+                # Identifies the job that the trigger submits.
                 headers={"x-trace-id": event_id},
                 destination=KAFKA,
                 event_id=event_id,
             )
 
     async def event(self, event_id: str) -> dict[str, Any] | None:
-        """How far its publication is; None: it is unknown, or long ago."""
+        """The state of an event; None if it is unknown or has been pruned."""
         row = await self._pool.fetchrow(_EVENT, event_id)
         return None if row is None else dict(row)

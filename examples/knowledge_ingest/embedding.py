@@ -1,4 +1,4 @@
-"""Texts to vectors, on this machine: all-MiniLM-L6-v2, with weights of 8 bits. Nothing is downloaded at run time."""
+"""Local embeddings with all-MiniLM-L6-v2 (8-bit weights). Nothing is downloaded at run time."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from tokenizers import Tokenizer
 
 from knowledge_ingest.settings import settings
 
-#: The model takes no more at once; what is longer is cut off.
+#: Limit of the model for one text; longer ones are truncated.
 _MOST_TOKENS: Final = 256
 _CHUNK_TOKENS: Final = 200
 _SENTENCE_END: Final = re.compile(r"(?<=[.!?])\s+|(?<=[。！？])\s*|\n{2,}")
 
 
 def chunks(text: str) -> list[str]:
-    """Whole sentences, as many as the model can take at once. The same text gives the same chunks."""
+    """Split a text into chunks of whole sentences that fit the model. Deterministic."""
     found: list[str] = []
-    room = 0
+    free = 0
     for sentence, length in _sentences(text):
-        if length <= room:
+        if length <= free:
             found[-1] += f" {sentence}"
-            room -= length
+            free -= length
         else:
             found.append(sentence)
-            room = _CHUNK_TOKENS - length
+            free = _CHUNK_TOKENS - length
     return found
 
 
 def embed(texts: list[str]) -> list[list[float]]:
-    """A vector of length 1 for each. Blocks for some milliseconds a text."""
+    """A unit vector for each text. Blocks for some milliseconds per text."""
     encoded = _tokenizer(_MOST_TOKENS).encode_batch(texts)
     mask = np.array([each.attention_mask for each in encoded], np.int64)
     inputs = {
@@ -49,12 +49,12 @@ def embed(texts: list[str]) -> list[list[float]]:
 
 
 def _sentences(text: str) -> Iterator[tuple[str, int]]:
-    """Each with its number of tokens. One that is too long by itself is cut all the same."""
+    """Sentences with their numbers of tokens. A sentence that exceeds the limit is split."""
     for sentence in _SENTENCE_END.split(text):
         spans = _tokenizer(None).encode(sentence, add_special_tokens=False).offsets
         for at in range(0, len(spans), _CHUNK_TOKENS):
-            cut = spans[at : at + _CHUNK_TOKENS]
-            yield sentence[cut[0][0] : cut[-1][1]], len(cut)
+            part = spans[at : at + _CHUNK_TOKENS]
+            yield sentence[part[0][0] : part[-1][1]], len(part)
 
 
 @cache
@@ -71,6 +71,6 @@ def _tokenizer(most: int | None) -> Tokenizer:
 @cache
 def _model() -> Any:
     options = onnxruntime.SessionOptions()
-    # A worker runs several documents at a time; each keeps to one core.
+    # A worker embeds several documents concurrently, each on one core.
     options.intra_op_num_threads = 1
     return onnxruntime.InferenceSession(str(settings.minilm_model), options, providers=["CPUExecutionProvider"])

@@ -1,4 +1,4 @@
-"""What this application reads from the environment, and what holdfast makes of it."""
+"""Settings of this application from the environment, and the settings of holdfast derived from them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from holdfast import Retry
 
 #: Where `python tools/servers.py ensure` puts the model.
 _SERVERS: Final = Path(__file__).resolve().parents[2] / ".servers"
-#: The default queue's streams have plain names; anybody's Redis client finds them.
+#: The default queue: its streams have plain names, for other Redis clients.
 QUEUE: Final = "default"
-#: Of Kafka.
+#: Kafka topic.
 TOPIC: Final = "ingest-tasks"
-#: The relay's name for it.
+#: Name of the outbox target.
 KAFKA: Final = "kafka"
 
 
 class Settings(BaseSettings):
-    """Each by its own name in capitals, for example `INGEST_QUEUE`."""
+    """One variable each, named in capitals, for example `INGEST_QUEUE`."""
 
     model_config = SettingsConfigDict(frozen=True)
 
-    #: How an upload becomes a job: at once, or through `outbox_events` and Kafka.
+    #: How an upload becomes a job: directly, or through `outbox_events` and Kafka.
     ingest_queue: Literal["redis", "kafka"] = "redis"
 
     #: Failures until a task is DEAD.
@@ -34,10 +34,10 @@ class Settings(BaseSettings):
     ingest_redis_retry_max_backoff_ms: int = Field(600_000, ge=0)
     ingest_redis_reclaim_enabled: bool = True
     ingest_redis_reclaim_interval_ms: int = Field(5_000, ge=0)
-    #: How long a failed task rests in the pending list at least. No run needs it for its protection: leases do that.
+    #: Minimum wait of a failed task in the pending list. Not needed for safety: leases protect runs.
     ingest_redis_reclaim_idle_ms: int = Field(0, ge=0)
     ingest_redis_reclaim_batch_size: int = Field(20, ge=1)
-    #: Empty: a dead task is DEAD, and in no stream.
+    #: Empty: no stream of dead letters.
     ingest_redis_dlq_stream_key: str = "ingest:tasks:dlq"
 
     #: Failures until an event is DEAD.

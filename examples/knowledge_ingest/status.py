@@ -1,4 +1,4 @@
-"""How far a task is, in the words of this application."""
+"""The state of a task in the terms of this application."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from holdfast.ledger import JobFilter, JobRow
 from knowledge_ingest.settings import QUEUE
 from knowledge_ingest.tasks import app
 
-#: The attempts are used up; a dead letter is written, or on its way.
-_BURIED: Final = (State.DLQ_PENDING, State.DLQ_RECORDED, State.FAILED)
+#: The attempts are used up, and a dead letter is or will be written.
+_DEAD: Final = (State.DLQ_PENDING, State.DLQ_RECORDED, State.FAILED)
 _STATUS: Final = {
     State.RUNNING: "RUNNING",
     State.RETRYING: "RETRYING",
     State.SUCCEEDED: "SUCCEEDED",
-    **dict.fromkeys((*_BURIED, State.CANCELLED), "DEAD"),
+    **dict.fromkeys((*_DEAD, State.CANCELLED), "DEAD"),
 }
 
 
 class Model(BaseModel):
-    """Names on the wire are `likeThis`."""
+    """JSON names are camelCase."""
 
     model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True)
 
 
 class OutboxStatus(Model):
-    """How far a task's event is: NEW, RETRYING, SENT or DEAD."""
+    """State of a task's event: NEW, RETRYING, SENT or DEAD."""
 
     status: str
     attempt_count: int
@@ -53,44 +53,44 @@ class TaskStatus(Model):
     outbox: OutboxStatus | None = None
 
 
-async def of_job(task_id: str, job_id: str) -> TaskStatus | None:
-    """The engine knows a job until an hour after its end; the ledger for a month, but is a moment behind."""
+async def get_job_status(task_id: str, job_id: str) -> TaskStatus | None:
+    """Status of a job. The engine has it until an hour after its end; the ledger for a month, with a short delay."""
     try:
-        return _live(task_id, await app.job(job_id, QUEUE).info())
+        return _from_engine(task_id, await app.job(job_id, QUEUE).info())
     except UnknownJob:
         pass
     try:
-        return _remembered(task_id, await app.ledger.queries.job(job_id, queue=QUEUE))
+        return _from_ledger(task_id, await app.ledger.queries.job(job_id, queue=QUEUE))
     except UnknownJob:
         return None
 
 
-async def of_event(event_id: str) -> TaskStatus | None:
-    """Of the job that a trigger has made of the event, whose id is the job's trace id; None: there is none yet."""
+async def get_event_status(event_id: str) -> TaskStatus | None:
+    """Status of the job that the trigger submitted for the event, found by its trace id; None if there is none yet."""
     found = await app.ledger.queries.jobs(JobFilter(trace_id=event_id), limit=1)
-    return await of_job(event_id, found.jobs[0].job_id) if found.jobs else None
+    return await get_job_status(event_id, found.jobs[0].job_id) if found.jobs else None
 
 
-def announced(event_id: str, event: dict[str, Any]) -> TaskStatus:
-    """Of an event that is no job yet."""
+def queued_status(event_id: str, event: dict[str, Any]) -> TaskStatus:
+    """Status of an event without a job."""
     return TaskStatus(task_id=event_id, status="QUEUED", outbox=OutboxStatus(**event))
 
 
-def _live(task_id: str, job: JobInfo) -> TaskStatus:
+def _from_engine(task_id: str, job: JobInfo) -> TaskStatus:
     due = datetime.fromtimestamp(job.next_attempt_at_ms / 1000, UTC) if job.state is State.RETRYING else None
-    return _told(task_id, job.state, job.meta.retry_count, due, job.failure.message if job.failure else None)
+    return _to_status(task_id, job.state, job.meta.retry_count, due, job.failure.message if job.failure else None)
 
 
-def _remembered(task_id: str, row: JobRow) -> TaskStatus:
-    return _told(task_id, row.state, row.retry_count, row.next_retry_at, row.last_error)
+def _from_ledger(task_id: str, row: JobRow) -> TaskStatus:
+    return _to_status(task_id, row.state, row.retry_count, row.next_retry_at, row.last_error)
 
 
-def _told(task_id: str, state: State, retries: int, due: datetime | None, error: str | None) -> TaskStatus:
+def _to_status(task_id: str, state: State, retries: int, due: datetime | None, error: str | None) -> TaskStatus:
     return TaskStatus(
         task_id=task_id,
         status=_STATUS.get(state, "QUEUED"),
-        # Every failure but the last one was followed by a retry.
-        attempt_count=retries + (state in _BURIED),
+        # Every failure except the last was followed by a retry.
+        attempt_count=retries + (state in _DEAD),
         next_retry_at=due,
         last_error=error,
         error_message=error,

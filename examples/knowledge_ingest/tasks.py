@@ -1,6 +1,6 @@
-"""The work: cut a document into chunks, embed them, write them to Chroma.
+"""The task: split a document into chunks, embed them and write them to Chroma.
 
-`holdfast worker examples/knowledge_ingest/tasks.py:app` runs it in a process of its own.
+`holdfast worker examples/knowledge_ingest/tasks.py:app` runs it in a separate process.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ app = Holdfast(**settings.holdfast)
 
 @app.task(name="knowledge.ingest", queue=QUEUE, retry=settings.retry, timeout=120)
 async def ingest(document_id: str, title: str, text: str) -> int:
-    """How many chunks there are of it now.
+    """Ingest a document; returns its number of chunks.
 
-    No effect and no step is needed to make it once: records have ids of their own, so that a run that is made again
-    (its worker died, a message came twice, an operator replays it) writes what is there already. Any failure counts as
-    one of the task's attempts, also a vector store that does not answer.
+    No effect or step is needed: records have fixed ids, so a second run
+    (after a crash, a duplicate message or a replay) writes the same records. Any failure counts as
+    an attempt, including an unreachable vector store.
     """
     pieces, vectors = await asyncio.to_thread(prepare, text)
     async with Chroma(settings.chroma_base_url, settings.chroma_collection) as chroma:
@@ -30,8 +30,8 @@ async def ingest(document_id: str, title: str, text: str) -> int:
 
 
 def prepare(text: str) -> tuple[list[str], list[list[float]]]:
-    """Its chunks, with a vector for each."""
+    """The chunks of a document with their vectors."""
     pieces = chunks(text)
     if not pieces:
-        raise Fatal("there is nothing to read in the document")
+        raise Fatal("the document has no text")
     return pieces, embed(pieces)

@@ -1,1 +1,1 @@
-"""Workflows that survive: a web service, a model, MongoDB, and holdfast between them."""
+"""Reliable workflows with a web service, a model, MongoDB and holdfast."""

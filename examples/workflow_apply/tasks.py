@@ -1,6 +1,6 @@
-"""The work: ask a model, keep its answer in MongoDB, give it back.
+"""The task: call a model, store its answer in MongoDB and return it.
 
-`holdfast worker examples/workflow_apply/tasks.py:app` runs it in a process of its own. Settings come from the
+`holdfast worker examples/workflow_apply/tasks.py:app` runs it in a separate process. Settings come from the
 environment: `HOLDFAST_*` for holdfast, `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `OPENAI_MODEL`, `MONGO_URL`, and
 `WORKFLOW_RETRY_DELAYS` (seconds).
 """
@@ -28,7 +28,7 @@ DELAYS = [float(text) for text in os.environ.get("WORKFLOW_RETRY_DELAYS", "60,30
 
 @dataclass(frozen=True)
 class Workflow:
-    """One stage of a workflow, with what the model is to do."""
+    """One stage of a workflow and its prompt."""
 
     workflow_id: str
     stage_id: str
@@ -37,7 +37,7 @@ class Workflow:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the caller gets."""
+    """The result of a stage."""
 
     workflow_id: str
     stage_id: str
@@ -49,14 +49,14 @@ class Outcome:
     queue=QUEUE,
     retry=Retry(max_attempts=len(DELAYS) + 1, delays=DELAYS),
     on_exhausted="suspend",
-    # MongoDB or the model being down is nobody's failure: it is waited out, and uses up no retry.
+    # While MongoDB or the model is down, the job waits and uses up no retry.
     unavailable_on=(*UNAVAILABLE, httpx.NetworkError, httpx.TimeoutException),
     timeout=120,
 )
 async def execute(ctx: Context, workflow: Workflow) -> Outcome:
     """Run one stage."""
-    # A step: while MongoDB is away the model is not asked, and paid for, again and again.
-    output = await ctx.step("model", ask_model, workflow.prompt)
+    # A step: while MongoDB is unreachable the model is not called, and paid for, repeatedly.
+    output = await ctx.step("model", call_model, workflow.prompt)
     stored = await upsert_once(
         mongo().workflows.stages,
         ctx.idempotency_key,
@@ -73,15 +73,15 @@ async def execute(ctx: Context, workflow: Workflow) -> Outcome:
     return Outcome(workflow.workflow_id, workflow.stage_id, stored["output"])
 
 
-async def ask_model(prompt: str) -> str:
-    """The model's answer, from any endpoint that speaks OpenAI's protocol."""
+async def call_model(prompt: str) -> str:
+    """Call the model at any endpoint with OpenAI's protocol; returns its answer."""
     base = os.environ.get("OPENAI_BASE_URL", "https://api.openai.com/v1")
     model = os.environ.get("OPENAI_MODEL", "gpt-4o-mini")
     key = os.environ.get("OPENAI_API_KEY")
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    question = {"model": model, "messages": [{"role": "user", "content": prompt}]}
+    body = {"model": model, "messages": [{"role": "user", "content": prompt}]}
     async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
-        answer = await client.post(f"{base}/chat/completions", json=question, headers=headers)
+        answer = await client.post(f"{base}/chat/completions", json=body, headers=headers)
     if answer.status_code in (429, 502, 503, 504):
         raise Unavailable(f"the model answers {answer.status_code}")
     if answer.status_code in (400, 401, 403, 404, 422):
@@ -93,6 +93,6 @@ async def ask_model(prompt: str) -> str:
 
 @cache
 def mongo() -> AsyncMongoClient[dict[str, Any]]:
-    """One client for the process; it connects when it is first used."""
+    """One client per process; connects on first use."""
     url = os.environ.get("MONGO_URL", "mongodb://127.0.0.1:27017")
     return AsyncMongoClient(url, serverSelectionTimeoutMS=2_000)

@@ -1,9 +1,9 @@
-"""The way in: a FastAPI application of your own, with holdfast's API mounted in it.
+"""A FastAPI application with holdfast's API mounted in it.
 
     uvicorn workflow_apply.web:web --app-dir examples
 
-With `HOLDFAST_HTTP_WORKER=true` the worker runs in this process; without, start one beside it (see `tasks.py`). Whoever
-may call `/api/workflows` is this application's own affair; what is under `/holdfast` wants a token.
+With `HOLDFAST_HTTP_WORKER=true` the worker runs in this process; otherwise start one as well (see `tasks.py`). Access
+to `/api/workflows` is up to this application; everything under `/holdfast` needs a token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ mount(web, app, prefix="/holdfast")
 
 
 class Apply(BaseModel):
-    """What a caller sends."""
+    """A request."""
 
     workflow_id: str = Field(min_length=1, max_length=100)
     stage_id: str = Field(min_length=1, max_length=100)
@@ -34,7 +34,7 @@ class Apply(BaseModel):
 
 
 class Status(BaseModel):
-    """What a caller learns, whenever it asks."""
+    """The status of a workflow."""
 
     id: str
     status: str
@@ -46,19 +46,19 @@ class Status(BaseModel):
 
 @web.post("/api/workflows/apply", responses={202: {"model": Status}})
 async def apply(
-    wanted: Apply,
+    request: Apply,
     wait: Annotated[float, Query(ge=0, le=60)] = 30,
     idempotency_key: Annotated[str | None, Header(max_length=255)] = None,
 ) -> JSONResponse:
-    """Hand a stage in, and wait a little for its end: 200 with the model's output, or 202 and an id to ask with."""
-    key = idempotency_key or f"{wanted.workflow_id}:{wanted.stage_id}"
-    way = execute.options(idempotency_key=key, context={"user": wanted.user})
-    job = await way.submit(Workflow(wanted.workflow_id, wanted.stage_id, wanted.prompt))
+    """Submit a stage and wait for its result: 200 with the model's output, or 202 with an id to poll."""
+    key = idempotency_key or f"{request.workflow_id}:{request.stage_id}"
+    way = execute.options(idempotency_key=key, context={"user": request.user})
+    job = await way.submit(Workflow(request.workflow_id, request.stage_id, request.prompt))
     if wait:
         try:
             outcome = await job.result(timeout=wait)
         except (WaitTimeout, JobFailed):
-            # Not yet, or not at all: what is known of it says more.
+            # Not finished or failed: the status below has the details.
             pass
         else:
             done = Status(id=job.id, status="succeeded", output=outcome.output, duplicate=job.duplicate)
@@ -68,7 +68,7 @@ async def apply(
 
 @web.get("/api/workflows/{job_id}")
 async def status(job_id: str) -> Status:
-    """How far it is."""
+    """The status of a workflow."""
     return await _status(app.job(job_id, QUEUE))
 
 
@@ -90,11 +90,11 @@ async def _status(job: Job[Any]) -> Status:
 
 @web.exception_handler(Unavailable)
 async def unavailable(_: Request, exc: Unavailable) -> JSONResponse:
-    """Nothing was accepted; the caller may try again."""
+    """Nothing was accepted; the caller may retry."""
     return JSONResponse({"code": exc.code, "detail": str(exc)}, 503, {"retry-after": "2"})
 
 
 @web.exception_handler(IntakeRefused)
 async def refused(_: Request, exc: IntakeRefused) -> JSONResponse:
-    """An operator has closed the door, or too many wait already."""
+    """Intake is paused, or the backlog is at its limit."""
     return JSONResponse({"code": exc.code, "detail": str(exc)}, 429, {"retry-after": "5"})

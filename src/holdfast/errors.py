@@ -285,14 +285,14 @@ class SchemaMismatch(HoldfastError):
 
     code = "SCHEMA_MISMATCH"
 
-    def __init__(self, where: str, found: str | None, wanted: str, advice: str = "") -> None:
+    def __init__(self, where: str, found: str | None, required: str, advice: str = "") -> None:
         state = f"is at version {found}" if found else "has no tables of holdfast yet"
         if not advice:
             # Versions are numbers of equal length.
-            advice = "upgrade holdfast here" if found and found > wanted else "run `holdfast migrate up`"
-        super().__init__(f"the ledger {where} {state}, this release needs {wanted}; {advice}")
+            advice = "upgrade holdfast here" if found and found > required else "run `holdfast migrate up`"
+        super().__init__(f"the ledger {where} {state}, this release needs {required}; {advice}")
         self.found = found
-        self.wanted = wanted
+        self.required = required
 
 
 class RunEnded(HoldfastError):
@@ -309,22 +309,22 @@ class RunEnded(HoldfastError):
 
 
 class EffectInDoubt(HoldfastError):
-    """An effect was begun and its end is unknown. The job is suspended until a person decides."""
+    """An effect was begun and its outcome is unknown. The job is suspended until an operator decides."""
 
     code = "EFFECT_IN_DOUBT"
-    #: What follows in a message is what to do, not what happened.
+    #: Separates the cause from the remedy in stored messages.
     ADVICE = "; look, then `"
 
-    def __init__(self, key: str, why: str) -> None:
+    def __init__(self, key: str, reason: str) -> None:
         super().__init__(
-            f"nobody knows whether {self.named(key)}: {why}{self.ADVICE}"
+            f"it is unknown whether {self.named(key)}: {reason}{self.ADVICE}"
             f"holdfast effects resolve {shlex.quote(key)} --done RESULT` or `--not-done`, which resumes the job"
         )
         self.key = key
 
     @staticmethod
     def named(key: str) -> str:
-        """The words of the message by which a job that waits for this key is known."""
+        """The part of the message that identifies the key; stored messages are searched for it."""
         return f"the effect {key!r} happened"
 
 

@@ -296,7 +296,7 @@ class Settings(BaseSettings):
         return self
 
     @model_validator(mode="after")
-    def _retention_covers_the_window(self) -> Self:
+    def _retention_exceeds_the_window(self) -> Self:
         if self.retention_days * _DAY_S < self.idempotency_window_s:
             raise ValueError(
                 "retention_days (HOLDFAST_RETENTION_DAYS) must not be shorter than idempotency_window_s "

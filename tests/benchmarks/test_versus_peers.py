@@ -33,7 +33,7 @@ def test_targets_are_judged_by_the_figures() -> None:
         kill_lost={OURS_REDIS: 0, OURS_LEDGER: 1},
         kill_seconds={OURS_REDIS: 31.5, OURS_LEDGER: 33},
     )
-    verdicts = {target.what: (target.measured, target.said) for target in targets(results)}
+    verdicts = {target.what: (target.measured, target.text) for target in targets(results)}
     assert verdicts["drain, 1 worker, × the fastest peer on Redis"] == (7.5, "met; the aim of 9 × not")
     assert verdicts["drain, 1 worker, × pgqueuer"] == (1.875, "**not met**")
     assert verdicts["submit in bulk, × the fastest peer"] == (0.9, "**not met** (a tie: within 30 %)")

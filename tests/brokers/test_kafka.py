@@ -167,7 +167,7 @@ async def test_a_commit_never_passes_a_message_in_flight(harness: KafkaHarness) 
     rig = BrokerRig(harness, await harness.new_queue(partitions=1))
     await rig.publish(*[b"%d" % number for number in range(10)])
     first = await rig.reader()
-    delivered = await first.take(10)
+    delivered = await first.receive(10)
     for message in delivered:
         if message.body != b"3":
             await first.adapter.ack(message)
@@ -175,7 +175,7 @@ async def test_a_commit_never_passes_a_message_in_flight(harness: KafkaHarness) 
     await first.stop()
     assert await _is_committed(harness, rig.queue, {0: 3})
     second = await rig.reader()
-    redelivered = await second.take(7)
+    redelivered = await second.receive(7)
     assert [message.body for message in redelivered] == [b"%d" % number for number in range(3, 10)]
     for message in reversed(redelivered):
         await second.adapter.ack(message)
@@ -189,13 +189,13 @@ async def test_requeued_messages_are_delivered_in_order_before_all_others(harnes
     await reader.adapter.pause()
     await rig.publish(*[b"%d" % number for number in range(6)], key="k")
     await reader.adapter.resume()
-    delivered = await reader.take(5)
+    delivered = await reader.receive(5)
     await reader.adapter.pause()
     await reader.adapter.nack(delivered[2], requeue=True)
     await reader.adapter.nack(delivered[1], requeue=True)
     await reader.adapter.ack(delivered[0])
     await reader.adapter.resume()
-    redelivered = await reader.take(3)
+    redelivered = await reader.receive(3)
     assert [message.body for message in redelivered] == [b"1", b"2", b"5"]
     assert [message.deliveries for message in redelivered] == [2, 2, 1]
     # An acknowledgement of the first delivery has no effect.
@@ -287,7 +287,7 @@ async def test_a_revocation_waits_for_messages_being_handled(harness: KafkaHarne
         await rig.publish(b"started", b"waits", key=key)
     started: dict[str, RawMessage] = {}
     waiting: dict[str, RawMessage] = {}
-    for message in await first.take(4):
+    for message in await first.receive(4):
         (started if message.body == b"started" else waiting)[message.key] = message
     assert all(first.adapter.owns(message) for message in started.values())
     second = await rig.reader()
@@ -334,7 +334,7 @@ async def test_unusual_messages_of_other_producers_are_delivered(harness: KafkaH
     )
     await harness.write(queue, b"body", key=b"", headers=None)
     reader = MessageReader(await _connected(harness.adapter(queue)))
-    tombstone, plain = await reader.take(2)
+    tombstone, plain = await reader.receive(2)
     assert (tombstone.body, tombstone.key, tombstone.headers) == (None, "\xff\xfe", {"x-odd": "last", "x-none": ""})
     assert tombstone.message_id == f"{queue}-0-0"
     assert {name: tombstone.metadata[name] for name in ("topic", "partition", "offset")} == {

@@ -69,7 +69,7 @@ def test_a_commit_never_passes_a_message_in_flight(steps: list[tuple[str, int]])
         for stale in stale_messages:
             assert not offsets.can_deliver(stale)
             offsets.ack(stale)
-        assert offsets.room() == 1_000 - len(in_flight)
+        assert offsets.free_slots() == 1_000 - len(in_flight)
         assert all(offsets.can_deliver(pending) for pending in in_flight.values())
 
 
@@ -80,7 +80,7 @@ def test_a_rewind_replaces_the_messages_read_before() -> None:
     rewound = add_message(offsets, 0, 3)
     assert [offsets.holds(stale_messages) for stale_messages in before] == [False, False]
     assert offsets.holds(rewound)
-    assert (offsets.room(), offsets.to_commit()) == (9, {0: 3})
+    assert (offsets.free_slots(), offsets.to_commit()) == (9, {0: 3})
 
 
 def test_a_failed_commit_is_retried() -> None:
@@ -120,13 +120,13 @@ def test_waiting_for_started_messages_has_a_timeout() -> None:
     assert 0.04 < monotonic() - started_at < 5
 
 
-def test_wait_for_room_returns_when_a_message_is_acknowledged() -> None:
+def test_wait_for_capacity_returns_when_a_message_is_acknowledged() -> None:
     offsets = InFlightOffsets(1)
     offsets.assign([0])
     pending = add_message(offsets, 0, 0)
-    assert not offsets.wait_for_room(0.01)
+    assert not offsets.wait_for_capacity(0.01)
     Thread(target=offsets.ack, args=(pending,)).start()
-    assert offsets.wait_for_room(20)
+    assert offsets.wait_for_capacity(20)
 
 
 def test_a_waiter_for_room_is_woken_when_enough_is_free() -> None:
@@ -136,11 +136,11 @@ def test_a_waiter_for_room_is_woken_when_enough_is_free() -> None:
     pending = [add_message(offsets, 0, offset) for offset in range(8)]
     offsets.ack(pending[0])
     started_at = monotonic()
-    assert offsets.wait_for_room(0.05)
+    assert offsets.wait_for_capacity(0.05)
     assert monotonic() - started_at > 0.04
     Thread(target=offsets.ack, args=(pending[1],)).start()
     started_at = monotonic()
-    assert offsets.wait_for_room(20)
+    assert offsets.wait_for_capacity(20)
     assert monotonic() - started_at < 10
 
 

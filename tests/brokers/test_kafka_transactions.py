@@ -51,7 +51,7 @@ async def test_the_committed_offset_passes_an_aborted_transaction(harness: Kafka
 async def test_a_marker_is_not_passed_before_the_message_in_front_of_it(harness: KafkaHarness, rig: BrokerRig) -> None:
     reader = await rig.reader()
     await _transaction(harness, rig.queue, [b"in flight", b"done"])
-    in_flight, done = await reader.take(2)
+    in_flight, done = await reader.receive(2)
     await reader.adapter.ack(done)
     # Once the message arrives, the consumer has read the next transaction.
     await _transaction(harness, rig.queue, [b"later"])
@@ -77,11 +77,11 @@ async def test_a_reassigned_partition_is_committed_from_its_new_position(harness
     """The client may still have its earlier position, which does not belong to the new assignment."""
     await _transaction(harness, rig.queue, [b"one", b"two"])
     reader = await rig.reader()
-    await reader.take(2)
+    await reader.receive(2)
     # The next member gets the only partition, including the unsettled messages.
     await reader.stop()
     successor = await rig.reader()
-    (first,) = await successor.take(1)
+    (first,) = await successor.receive(1)
     assert first.body == b"one"
     await successor.stop()
     assert await _committed(harness, rig.queue) in (None, 0)

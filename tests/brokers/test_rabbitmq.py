@@ -388,12 +388,12 @@ async def test_unusual_headers_of_other_producers_are_converted(rig: BrokerRig, 
 async def test_equal_messages_without_id_are_two_messages(rig: BrokerRig, harness: RabbitHarness) -> None:
     await harness.write_plain(rig.queue, b"tick", b"tick")
     reader = await rig.reader(prefetch=2)
-    first = await reader.take(2)
+    first = await reader.receive(2)
     assert len({message.message_id for message in first}) == 2
     for message in first:
         await reader.adapter.nack(message, requeue=True)
     # Nothing identifies the two: each delivery is a separate message.
-    redelivered = await reader.take(2)
+    redelivered = await reader.receive(2)
     assert len({message.message_id for message in first + redelivered}) == 4
     assert [message.deliveries for message in redelivered] == [2, 2]
 
@@ -403,11 +403,11 @@ async def test_a_message_without_id_can_be_identified_by_its_digest(rig: BrokerR
     adapter = RabbitAdapter(connection_to(harness.server, without_id="digest"), rig.queue, "readers")
     await adapter.connect()
     reader = rig.read(adapter)
-    one, two, equal = first = await reader.take(3)
+    one, two, equal = first = await reader.receive(3)
     assert one.message_id != two.message_id == equal.message_id
     for message in first:
         await adapter.nack(message, requeue=True)
-    redelivered = await reader.take(3)
+    redelivered = await reader.receive(3)
     assert sorted(message.message_id for message in redelivered) == sorted(message.message_id for message in first)
 
 

@@ -256,7 +256,7 @@ async def test_acknowledged_entries_are_deleted_on_request(rig: BrokerRig, harne
     adapter = harness.adapter(rig.queue, delete_acknowledged=True)
     await adapter.connect()
     reader = rig.read(adapter)
-    one, two, _ = await reader.take(3)
+    one, two, _ = await reader.receive(3)
     await adapter.ack(one)
     await adapter.send_to_dlq(two, "why")
     assert await harness.redis.xlen(rig.queue) == 1

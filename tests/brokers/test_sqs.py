@@ -213,7 +213,7 @@ async def test_messages_settled_during_an_outage_are_deleted_after_it(rig: Broke
     async with Proxy(sqs_server.port) as proxy:
         adapter = await rig.adapter(port=proxy.port, prefetch=20)
         reader = rig.read(adapter)
-        received_messages = await reader.take(12)
+        received_messages = await reader.receive(12)
         proxy.refuse = True
         await proxy.cut()
         for message in received_messages:
@@ -268,7 +268,7 @@ async def test_losing_a_message_also_loses_those_behind_it_in_its_group(fifo_rig
     reader = await fifo_rig.reader(visibility_timeout_s=2)
     adapter = reader.adapter
     assert isinstance(adapter, SqsAdapter)
-    received_messages = {message.body: message for message in await reader.take(4)}
+    received_messages = {message.body: message for message in await reader.receive(4)}
     # As if SQS had not responded for long when the first message was due to be prolonged.
     adapter._in_flight[received_messages[b"1"]].prolonged_at -= 1000
     assert [adapter.owns(received_messages[body]) for body in (b"1", b"2", b"3", b"4")] == [False, False, False, True]

@@ -243,10 +243,10 @@ async def test_the_ledger_restores_the_jobs_that_it_has_recorded(deployment: Dep
     that the ledger had read."""
     replicated = [await deployment.submit(number, durable=True) for number in range(5)]
     await deployment.site.wait_ended(replicated)
-    deployment.master().cut_off_replicas()
+    deployment.master().disconnect_replicas()
     if ahead_s:
         # From now on entries of the master have timestamps of a clock that is ahead.
-        deployment.master().ask("XSETID", deployment.feed(), f"{int((time.time() + ahead_s) * 1000)}-0")
+        deployment.master().call("XSETID", deployment.feed(), f"{int((time.time() + ahead_s) * 1000)}-0")
     gate = deployment.site.gate()
     blocked = [(await deployment.site.tasks.hold.options(durable=True).submit(str(gate))).id for _ in range(5)]
     await deployment.site.wait_runs(blocked, 1)
@@ -280,7 +280,7 @@ async def test_a_key_missing_on_the_replica_still_identifies_one_job(deployment:
     """An ended job in the ledger, lost by the fail-over and submitted again with its key: there is one job once a
     worker has detected the new epoch, which it checks as soon as it is connected to the new master."""
     before = await deployment.submit(0, durable=True)
-    deployment.master().cut_off_replicas()
+    deployment.master().disconnect_replicas()
     first = await deployment.submit(1, durable=True)
     await deployment.site.wait_ended([before, first])
     await deployment.site.app.ledger.wait_caught_up()
@@ -302,17 +302,17 @@ def replica_required(topologies: Callable[[str], Topology]) -> Iterator[Topology
     for node in nodes:
         node.options |= REPLICA_REQUIRED
         for name, value in REPLICA_REQUIRED.items():
-            node.ask("CONFIG", "SET", name, value)
+            node.call("CONFIG", "SET", name, value)
     yield topology
     topology.heal()
     for node in nodes:
         node.options = {name: value for name, value in node.options.items() if name not in REPLICA_REQUIRED}
-        node.ask("CONFIG", "SET", "min-replicas-to-write", 0)
+        node.call("CONFIG", "SET", "min-replicas-to-write", 0)
 
 
 def _offsets(master: Node) -> tuple[int, int]:
     """Return the replication offset of the master and that of its replica."""
-    fields = dict(line.split(":", 1) for line in str(master.ask("INFO", "replication")).splitlines() if ":" in line)
+    fields = dict(line.split(":", 1) for line in str(master.call("INFO", "replication")).splitlines() if ":" in line)
     replica = dict(field.split("=") for field in fields.get("slave0", "offset=-1").split(","))
     return int(fields["master_repl_offset"]), int(replica["offset"])
 
@@ -326,7 +326,7 @@ async def test_a_master_without_a_replica_accepts_nothing(
     # Wait until the jobs accepted so far are replicated.
     written, _ = _offsets(deployment.master())
     await eventually(lambda: _offsets(deployment.master())[1] >= written, "the replica to catch up")
-    deployment.master().cut_off_replicas()
+    deployment.master().disconnect_replicas()
     await eventually(lambda: deployment.is_refused("too few replicas"), "the master to notice")
     await deployment.fail_over()
     await eventually(lambda: deployment.is_refused("too few replicas"), "the new master to refuse")

@@ -79,7 +79,7 @@ async def test_due_events_behind_a_blocked_key_are_found_with_few_reads(ledger: 
     window = window_for(100, 1)
     begin = ([LANE], [""], [""], [""])
     read = {
-        "take": await rows_read(ledger, sql.TAKE, "me", ["kafka"], lease, True, WINDOW, 64, []),
+        "take": await rows_read(ledger, sql.LEASE_LANES, "me", ["kafka"], lease, True, WINDOW, 64, []),
         "due": await rows_read(ledger, sql.DUE, "me", [LANE], ["kafka"], 100, True, window, BATCH_BYTES),
         "walk": await rows_read(ledger, sql.WALK, *begin, STEPS, ["kafka"], True, 100, 100, BATCH_BYTES),
         "walk lanes": await rows_read(ledger, sql.WALK_LANES, *begin, STEPS, ["kafka"], True, 1, STEPS),

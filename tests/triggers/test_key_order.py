@@ -24,9 +24,9 @@ async def test_one_item_per_key_at_a_time() -> None:
     for number, key in enumerate("aab"):
         queue.put(_Item(key, number))
     queue.put(_Item("", 3))
-    taken = [await queue.take() for _ in range(3)]
+    taken = [await queue.next_item() for _ in range(3)]
     assert [item.number for item in taken if item] == [0, 2, 3]
-    waiting = asyncio.ensure_future(queue.take())
+    waiting = asyncio.ensure_future(queue.next_item())
     await asyncio.sleep(0)
     assert not waiting.done()
     first = taken[0]
@@ -34,7 +34,7 @@ async def test_one_item_per_key_at_a_time() -> None:
     queue.requeue(first)
     assert await waiting is first
     queue.done(first)
-    second = await queue.take()
+    second = await queue.next_item()
     assert second is not None
     assert second.number == 1
     assert queue.size == 3
@@ -42,7 +42,7 @@ async def test_one_item_per_key_at_a_time() -> None:
 
 async def test_a_cancelled_taker_wakes_another() -> None:
     queue: KeyedQueue[_Item] = KeyedQueue(10)
-    takers = [asyncio.ensure_future(queue.take()) for _ in range(2)]
+    takers = [asyncio.ensure_future(queue.next_item()) for _ in range(2)]
     await asyncio.sleep(0)
     queue.put(_Item("", 1))
     takers[0].cancel()
@@ -56,7 +56,7 @@ async def test_a_queue_blocked_twice_and_closed() -> None:
     queue.block("a")
     queue.block("b")
     queue.put(_Item("", 1))
-    taker = asyncio.ensure_future(queue.take())
+    taker = asyncio.ensure_future(queue.next_item())
     await asyncio.sleep(0)
     queue.unblock("a")
     await asyncio.sleep(0)
@@ -65,13 +65,13 @@ async def test_a_queue_blocked_twice_and_closed() -> None:
     taken = await asyncio.wait_for(taker, 1)
     assert taken is not None
     queue.put(_Item("", 2))
-    room = asyncio.ensure_future(queue.wait_for_room())
+    room = asyncio.ensure_future(queue.wait_for_capacity())
     await asyncio.sleep(0)
     assert not room.done()
     queue.done(taken)
     await asyncio.wait_for(room, 1)
     queue.close()
-    assert await queue.take() is None
+    assert await queue.next_item() is None
 
 
 @pytest.mark.parametrize("concurrency", [1, 8])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.history import REMEMBERED_MOVES, JobHistory, check_history, read_history
+from holdfast.core.history import KEPT_MOVES, JobHistory, check_history, read_history
 from holdfast.core.job import Event
 from holdfast.core.states import FINAL, MOVES, State, event_for
 
@@ -181,5 +181,5 @@ def test_a_long_history_is_read_in_constant_memory() -> None:
     history = JobHistory("j")
     events = make_events(S.QUEUED, *[S.RUNNING, S.RETRYING] * 500)
     assert not [fault for seq, event in enumerate(events) for fault in history.add(event, seq + 1)]
-    assert (history.events, len(history.moves)) == (1001, REMEMBERED_MOVES)
+    assert (history.events, len(history.moves)) == (1001, KEPT_MOVES)
     assert "so far … [" in history.add(events[0], 1002)[0]

@@ -48,7 +48,7 @@ class _Group:
     #: Ordered by sequence.
     ready: list[_Waiting] = field(default_factory=list)
     #: In flight, by delivery number.
-    held: dict[int, tuple[_Waiting, MemoryAdapter]] = field(default_factory=dict)
+    in_flight: dict[int, tuple[_Waiting, MemoryAdapter]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -98,7 +98,7 @@ class MemoryBroker:
         with self._lock:
             for topic in self._topics.values():
                 for group in topic.groups.values():
-                    for delivery in list(group.held):
+                    for delivery in list(group.in_flight):
                         self._return_to_group(group, delivery)
         self._wake()
 
@@ -138,11 +138,11 @@ class MemoryBroker:
                 group.ready = [_Waiting(past.sequence, past.message, past.written_at) for past in topic.log]
             return group
 
-    def leave(self, adapter: MemoryAdapter, group: _Group) -> None:
+    def remove(self, adapter: MemoryAdapter, group: _Group) -> None:
         """Return all messages in flight of the adapter to its group."""
         with self._lock:
             self._members.discard(adapter)
-            for delivery in [delivery for delivery, (_, holder) in group.held.items() if holder is adapter]:
+            for delivery in [delivery for delivery, (_, holder) in group.in_flight.items() if holder is adapter]:
                 self._return_to_group(group, delivery)
         self._wake()
 
@@ -151,20 +151,22 @@ class MemoryBroker:
         if self._down:
             return None
         with self._lock:
-            elsewhere = {waiting.message.key for waiting, holder in group.held.values() if holder is not adapter} - {""}
+            elsewhere = {
+                waiting.message.key for waiting, holder in group.in_flight.values() if holder is not adapter
+            } - {""}
             for index, waiting in enumerate(group.ready):
                 if waiting.message.key not in elsewhere:
                     del group.ready[index]
                     waiting.deliveries += 1
                     delivery = next(self._numbers)
-                    group.held[delivery] = (waiting, adapter)
+                    group.in_flight[delivery] = (waiting, adapter)
                     return delivery, waiting
         return None
 
     def ack(self, group: _Group, delivery: int) -> None:
         """Remove the message of this delivery."""
         with self._lock:
-            group.held.pop(delivery, None)
+            group.in_flight.pop(delivery, None)
         # Another consumer may be waiting for the key.
         self._wake()
 
@@ -186,7 +188,7 @@ class MemoryBroker:
         return sequence
 
     def _return_to_group(self, group: _Group, delivery: int) -> None:
-        in_flight = group.held.pop(delivery, None)
+        in_flight = group.in_flight.pop(delivery, None)
         if in_flight is not None:
             insort(group.ready, in_flight[0], key=lambda waiting: waiting.sequence)
 
@@ -257,7 +259,7 @@ class MemoryAdapter(QueueAdapter):
         await self.ack(message)
 
     def owns(self, message: RawMessage) -> bool:
-        return self._group is not None and self._deliveries.get(message) in self._group.held
+        return self._group is not None and self._deliveries.get(message) in self._group.in_flight
 
     async def pause(self) -> None:
         self._paused = True
@@ -276,7 +278,7 @@ class MemoryAdapter(QueueAdapter):
         self._closed = True
         self._wakeup.set()
         if self._group is not None:
-            self._broker.leave(self, self._group)
+            self._broker.remove(self, self._group)
 
     def wake(self) -> None:
         """Make `consume` check for messages. Callable from any thread."""
@@ -286,13 +288,13 @@ class MemoryAdapter(QueueAdapter):
     def _next(self) -> RawMessage | None:
         group = self._require_group()
         # Messages lost with a connection are no longer in flight.
-        self._deliveries = {known: number for known, number in self._deliveries.items() if number in group.held}
+        self._deliveries = {known: number for known, number in self._deliveries.items() if number in group.in_flight}
         if self._paused or len(self._deliveries) >= self._prefetch:
             return None
-        taken = self._broker.next_message(self, group)
-        if taken is None:
+        found = self._broker.next_message(self, group)
+        if found is None:
             return None
-        delivery, waiting = taken
+        delivery, waiting = found
         message = RawMessage(
             _message_id(self.queue_name, waiting.sequence),
             waiting.message.body,

@@ -26,7 +26,7 @@ from holdfast.observe.redact import redact
 _BODIES: Final = (b"body", b"payload", b"data")
 _KEY: Final = b"key"
 #: Fields that are not headers, so a header cannot have these names.
-TAKEN: Final = frozenset({"body", "key"})
+RESERVED_FIELDS: Final = frozenset({"body", "key"})
 
 _SCHEMES: Final = ("redis://", "rediss://", "unix://")
 
@@ -241,8 +241,8 @@ def _find_invalid(messages: Sequence[OutgoingMessage]) -> list[BrokerUnavailable
     for message in messages:
         answer: BrokerUnavailable | None = None
         ordered_by = (message.topic, message.key)
-        if not TAKEN.isdisjoint(message.headers):
-            answer = BrokerRefused(f"headers on Redis Streams cannot be named {' or '.join(sorted(TAKEN))}")
+        if not RESERVED_FIELDS.isdisjoint(message.headers):
+            answer = BrokerRefused(f"headers on Redis Streams cannot be named {' or '.join(sorted(RESERVED_FIELDS))}")
         elif message.body is None:
             answer = tombstone_refused("Redis Streams")
         elif message.key and ordered_by in failed:

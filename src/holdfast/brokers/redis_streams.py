@@ -22,7 +22,7 @@ from redis.exceptions import ResponseError
 from holdfast.brokers.port import QueueAdapter, RawMessage, dead_letter_headers
 from holdfast.brokers.redis_connection import (
     REDIS_ERRORS,
-    TAKEN,
+    RESERVED_FIELDS,
     RedisConfig,
     RedisPublisher,
     after,
@@ -94,7 +94,7 @@ class RedisAdapter(QueueAdapter):
         #: Ids of messages whose acknowledgement Redis has not confirmed.
         self._acknowledging: set[str] = set()
         self._wakeup = asyncio.Event()
-        self._room = asyncio.Event()
+        self._has_capacity = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._settling: asyncio.Task[None] | None = None
         self._connected = False
@@ -154,7 +154,7 @@ class RedisAdapter(QueueAdapter):
 
     async def nack(self, message: RawMessage, requeue: bool = False) -> None:
         if not requeue:
-            # Redis has no dead letters of its own.
+            # Redis has no dead-letter queues.
             return await self.ack(message)
         entry = self._release(message)
         if entry is not None:
@@ -168,7 +168,7 @@ class RedisAdapter(QueueAdapter):
         if entry is None or not self.owns(message):
             return
         headers = dead_letter_headers(message, self._stream, reason, history)
-        for name in TAKEN:
+        for name in RESERVED_FIELDS:
             headers.pop(name, None)
         fields = to_fields(message.body or b"", headers, message.key)
         delete = int(self._connection.delete_acknowledged)
@@ -195,7 +195,7 @@ class RedisAdapter(QueueAdapter):
     async def resume(self) -> None:
         self._paused = False
         self._wakeup.set()
-        self._room.set()
+        self._has_capacity.set()
 
     async def lag(self) -> int | None:
         try:
@@ -243,13 +243,13 @@ class RedisAdapter(QueueAdapter):
         backoff = Backoff()
         reclaim_at = 0.0
         while True:
-            room = await self._wait_for_room()
+            limit = await self._wait_for_capacity()
             try:
                 if monotonic() >= reclaim_at:
-                    self._add_deliveries(await self._reclaim(room))
+                    self._add_deliveries(await self._reclaim(limit))
                     reclaim_at = monotonic() + min(_BLOCK_S, self._visibility_s / 2)
                     continue
-                self._add_deliveries(await self._read(room, reclaim_at - monotonic()))
+                self._add_deliveries(await self._read(limit, reclaim_at - monotonic()))
             except REDIS_ERRORS as exc:
                 reclaim_at = 0.0
                 await self._recover(exc, backoff)
@@ -258,28 +258,28 @@ class RedisAdapter(QueueAdapter):
                 _log.info("stream %r recovered", self._stream)
                 backoff.reset()
 
-    async def _wait_for_room(self) -> int:
+    async def _wait_for_capacity(self) -> int:
         """Wait until messages may be fetched. Returns how many."""
         while self._paused or len(self._in_flight) >= self._prefetch:
-            self._room.clear()
-            await self._room.wait()
+            self._has_capacity.clear()
+            await self._has_capacity.wait()
         return self._prefetch - len(self._in_flight)
 
-    async def _read(self, room: int, wait_s: float) -> list[tuple[RawMessage, int]]:
+    async def _read(self, limit: int, wait_s: float) -> list[tuple[RawMessage, int]]:
         block_ms = max(1, round(min(wait_s, self._connection.reply_timeout_s / 2) * 1000))
         reply = await self._client.xreadgroup(
-            self._group, self._consumer, {self._stream: ">"}, count=room, block=block_ms
+            self._group, self._consumer, {self._stream: ">"}, count=limit, block=block_ms
         )
         entries = reply[0][1] if reply else []
         return [(to_message(entry, fields.items(), self._metadata, 1), 1) for entry, fields in entries]
 
-    async def _reclaim(self, room: int) -> list[tuple[RawMessage, int]]:
+    async def _reclaim(self, limit: int) -> list[tuple[RawMessage, int]]:
         """Reclaim messages of crashed consumers, returned ones, and own ones whose reply was lost."""
         # Redis may not have applied an acknowledgement yet: the message is finished all the same.
         in_flight = {message.message_id for message in self._in_flight} | self._acknowledging
         expired: list[Any] = []
         start = "-"
-        while len(expired) < 3 * room:
+        while len(expired) < 3 * limit:
             rows = await self._client.xpending_range(self._stream, self._group, start, "+", _PAGE)
             for row in rows:
                 own = row["consumer"] == self._consumer.encode()
@@ -292,7 +292,7 @@ class RedisAdapter(QueueAdapter):
             start = after(rows[-1]["message_id"])
         if not expired:
             return []
-        reclaimed = await self._run("reclaim", round(self._visibility_s * 1000), *expired[: 3 * room])
+        reclaimed = await self._run("reclaim", round(self._visibility_s * 1000), *expired[: 3 * limit])
         return [
             (to_message(entry, pairs(fields), self._metadata, deliveries), deliveries)
             for entry, fields, deliveries in reclaimed
@@ -383,7 +383,7 @@ class RedisAdapter(QueueAdapter):
     def _release(self, message: RawMessage) -> _PendingEntry | None:
         """Remove and return the delivery; None if it is not in flight."""
         entry = self._in_flight.pop(message, None)
-        self._room.set()
+        self._has_capacity.set()
         return entry
 
     async def _run(self, name: str, *args: Any, keys: tuple[str, ...] = ()) -> Any:

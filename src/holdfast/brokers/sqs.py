@@ -91,7 +91,7 @@ class SqsAdapter(QueueAdapter):
         #: The last batch was full, so there are more messages.
         self._has_more = False
         self._wakeup = asyncio.Event()
-        self._room = asyncio.Event()
+        self._has_capacity = asyncio.Event()
         self._work = asyncio.Event()
         self._closing = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -175,7 +175,7 @@ class SqsAdapter(QueueAdapter):
     async def resume(self) -> None:
         self._paused = False
         self._wakeup.set()
-        self._room.set()
+        self._has_capacity.set()
 
     async def lag(self) -> int | None:
         """Number of messages that are not in flight, as SQS estimates it."""
@@ -193,7 +193,7 @@ class SqsAdapter(QueueAdapter):
         if self._closed:
             return
         self._closed = True
-        for event in (self._wakeup, self._room, self._closing):
+        for event in (self._wakeup, self._has_capacity, self._closing):
             event.set()
         # An abandoned request may still receive messages, which then stay invisible for a while.
         if self._receivers:
@@ -218,8 +218,8 @@ class SqsAdapter(QueueAdapter):
         while not self._closed:
             count = min(BATCH, self._free())
             if count < 1 or self._paused or not (first or self._has_more):
-                self._room.clear()
-                await self._room.wait()
+                self._has_capacity.clear()
+                await self._has_capacity.wait()
                 continue
             self._requested += count
             try:
@@ -264,7 +264,7 @@ class SqsAdapter(QueueAdapter):
         self._has_more = len(fresh) == requested
         self._wakeup.set()
         if self._has_more:
-            self._room.set()
+            self._has_capacity.set()
 
     def _free(self) -> int:
         if len(self._settled) > _MOST_SETTLED:
@@ -283,7 +283,7 @@ class SqsAdapter(QueueAdapter):
 
     def _release(self, message: RawMessage) -> _ReceivedMessage | None:
         item = self._in_flight.pop(message, None)
-        self._room.set()
+        self._has_capacity.set()
         return item
 
     def _lose(self, lost: _ReceivedMessage) -> None:

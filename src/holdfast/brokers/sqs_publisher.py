@@ -111,7 +111,7 @@ class SqsPublisher(Publisher):
     ) -> list[dict[int, dict[str, Any]]]:
         """Batches of at most ten entries that together do not exceed the size limit of a message."""
         batches: list[dict[int, dict[str, Any]]] = []
-        room = 0
+        bytes_left = 0
         for index in indices:
             try:
                 entry = encode(messages[index], fifo=is_fifo(messages[index].topic))
@@ -119,11 +119,11 @@ class SqsPublisher(Publisher):
             except BrokerRefused as exc:
                 answers[index] = exc
                 continue
-            if not batches or len(batches[-1]) == BATCH or size_of(entry) > room:
+            if not batches or len(batches[-1]) == BATCH or size_of(entry) > bytes_left:
                 batches.append({})
-                room = self._settings.max_message_bytes
+                bytes_left = self._settings.max_message_bytes
             batches[-1][index] = entry
-            room -= size_of(entry)
+            bytes_left -= size_of(entry)
         return batches
 
     async def _send(

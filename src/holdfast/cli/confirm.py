@@ -48,11 +48,11 @@ def selects_ids(ids: list[str], *, filtered: bool, everything: bool) -> bool:
     return bool(ids)
 
 
-def confirm(question: str, *, yes: bool) -> None:
+def confirm(prompt: str, *, yes: bool) -> None:
     """Prompt; exit with code 0 unless the answer is yes. Raises `InvalidOption` if stdin is closed."""
     if yes:
         return
-    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    print(f"{prompt} [y/N] ", end="", file=sys.stderr, flush=True)
     answer = sys.stdin.readline()
     if not answer:
         raise InvalidOption("cannot prompt: stdin is closed; pass --yes, or check with --dry-run")
@@ -79,13 +79,13 @@ async def with_progress(what: str, matched: int, do: Callable[[BulkProgress], Aw
 
 
 async def confirm_count(
-    do: Callable[..., Awaitable[BulkReport]], question: str, thing: str, what: str, *, dry_run: bool, yes: bool
+    do: Callable[..., Awaitable[BulkReport]], prompt: str, thing: str, what: str, *, dry_run: bool, yes: bool
 ) -> BulkReport:
     """Count with a dry run, prompt with that number, then run. Returns the dry run's report if nothing matches."""
     report = await do(dry_run=True)
     if dry_run or not report.matched:
         return report
-    confirm(question.format(number_of(report.matched, thing)), yes=yes)
+    confirm(prompt.format(number_of(report.matched, thing)), yes=yes)
     return await with_progress(what, report.matched, lambda on_result: do(progress=on_result))
 
 

@@ -49,7 +49,7 @@ def event_rows(events: Sequence[EventRow]) -> list[tuple[str, str, str, str]]:
             continue
         rows += _beats(beats, events)
         beats = []
-        rows += [_line(event, events, what, detail) for what, detail in _describe(event)]
+        rows += [_event_row(event, events, what, detail) for what, detail in _describe(event)]
     return rows + _beats(beats, events)
 
 
@@ -67,7 +67,7 @@ def error(event: EventRow) -> str:
     return joined(str(data.get("type") or data.get("code") or ""), str(data.get("message") or ""))
 
 
-def _line(event: EventRow, events: Sequence[EventRow], what: str, detail: str) -> tuple[str, str, str, str]:
+def _event_row(event: EventRow, events: Sequence[EventRow], what: str, detail: str) -> tuple[str, str, str, str]:
     return instant(_ms(event.at)), f"+{span(_ms(event.at) - _ms(events[0].at))}", what, detail
 
 
@@ -75,7 +75,7 @@ def _beats(beats: list[EventRow], events: Sequence[EventRow]) -> list[tuple[str,
     if not beats:
         return []
     count = f"{len(beats)} heartbeats" if len(beats) > 1 else "1 heartbeat"
-    return [_line(beats[-1], events, "alive", joined(count, beats[-1].worker or ""))]
+    return [_event_row(beats[-1], events, "alive", joined(count, beats[-1].worker or ""))]
 
 
 def _describe(event: EventRow) -> Iterator[tuple[str, str]]:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from holdfast.ledger.queries.records import JobRow
 
 
-def print_beside(history: JobHistoryView) -> None:
+def print_ledger_only(history: JobHistoryView) -> None:
     """Print the job's dead letter, steps and effects, if any."""
     if history.dead_letter is not None:
         dead_letter = history.dead_letter
@@ -186,8 +186,8 @@ def _gap(view: JobInfo, first: int, end: int) -> Iterator[TimelineEntry]:
 
 
 def _attempt(attempt: Attempt) -> TimelineEntry:
-    took = span(attempt.finished_at_ms - attempt.started_at_ms)
-    detail = f"{attempt.outcome} after {took} on {attempt.worker}"
+    duration = span(attempt.finished_at_ms - attempt.started_at_ms)
+    detail = f"{attempt.outcome} after {duration} on {attempt.worker}"
     if attempt.failure is not None:
         failure = attempt.failure
         detail = joined(detail, failure.type or failure.code, shorten(failure.message, 80))

@@ -174,8 +174,8 @@ class Sampler:
             self._followers[queue] = follower = FeedFollower(self.engine, queue)
             await follower.skip()
             return dict.fromkeys(_RATES, 0.0)
-        seen = Counter(event.type for event in await follower.read())
-        return {name: round(seen[event] / elapsed, 1) for name, event in _RATES.items()}
+        counts = Counter(event.type for event in await follower.read())
+        return {name: round(counts[event] / elapsed, 1) for name, event in _RATES.items()}
 
 
 async def watch(

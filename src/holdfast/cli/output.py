@@ -138,9 +138,9 @@ def _widths(columns: Sequence[str], rows: Sequence[Sequence[Cell]], width: int, 
     spare = width - sum(least) - _GAP * (len(least) - 1)
     if spare < 0:
         return None
-    wanted = sum(whole) - sum(least)
+    missing = sum(whole) - sum(least)
     return [
-        low + (high - low if wanted <= spare else (high - low) * spare // wanted)
+        low + (high - low if missing <= spare else (high - low) * spare // missing)
         for low, high in zip(least, whole, strict=True)
     ]
 
@@ -152,19 +152,19 @@ def _card(columns: Sequence[str], row: Sequence[Cell], width: int) -> Iterator[T
     items = [
         Text.assemble((f"{name} ", "dim"), cell) for name, cell in zip(columns[1:], others, strict=True) if str(cell)
     ]
-    room = width - len(_INDENT)
-    for line in _flow(items, " · ", room):
-        # Longer than `room` only if it is a single item.
-        for part in _flow(line.split(" "), " ", room) if line.cell_len > room else [line]:
+    inner = width - len(_INDENT)
+    for line in _flow(items, " · ", inner):
+        # Longer than `inner` only if it is a single item.
+        for part in _flow(line.split(" "), " ", inner) if line.cell_len > inner else [line]:
             yield _unbroken(Text.assemble(_INDENT, part))
 
 
-def _flow(parts: Iterable[Text], joint: str, room: int) -> Iterator[Text]:
-    """Join parts into lines. A part longer than `room` stays whole, and the terminal wraps it."""
+def _flow(parts: Iterable[Text], joint: str, width: int) -> Iterator[Text]:
+    """Join parts into lines. A part longer than `width` stays whole, and the terminal wraps it."""
     line = Text()
     for part in parts:
         longer = Text(joint).join([line, part]) if line else part
-        if line and longer.cell_len > room:
+        if line and longer.cell_len > width:
             yield line
             longer = part
         line = longer

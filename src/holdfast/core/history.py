@@ -23,7 +23,7 @@ from holdfast.core.states import EVENT_CHOICES, FINAL, FORKED_EVENT, RESTORED_EV
 #: One engine bug shows up in every job, so a few faults are enough.
 SHOWN_FAULTS: Final = 10
 #: A job can wait out an outage for days, so only the latest moves are kept.
-REMEMBERED_MOVES: Final = 30
+KEPT_MOVES: Final = 30
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class JobHistory:
     released: bool = False
     #: The last move was a fork: the engine's counts are those of an earlier point.
     forked: bool = False
-    moves: deque[str] = field(default_factory=lambda: deque(maxlen=REMEMBERED_MOVES))
+    moves: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_MOVES))
 
     @property
     def ended(self) -> bool:
@@ -70,7 +70,7 @@ class JobHistory:
 
     def _format_moves(self) -> str:
         moves = list(self.moves)
-        return f"… {moves}" if len(moves) == REMEMBERED_MOVES else str(moves)
+        return f"… {moves}" if len(moves) == KEPT_MOVES else str(moves)
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,7 @@ class ApprovalRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     policies: tuple[str, ...] = ()
     #: How many different approvers are needed.
     quorum: Annotated[int, msgspec.Meta(ge=1, le=100)] = 1
-    #: If undecided by then, the job is cancelled; 0: no deadline.
+    #: A request still pending at this time cancels the job; 0: no deadline.
     deadline_at_ms: InstantMs = 0
     #: Who submitted the job, if known; may not approve it.
     requested_by: str = ""

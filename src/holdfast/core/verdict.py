@@ -45,9 +45,9 @@ class FailureKind(StrEnum):
     #: A dependency is down: the job waits and uses up no retry (requirement Y8).
     UNAVAILABLE = "unavailable"
     #: The payload does not fit the task: always a dead letter (requirement Y7).
-    INVALID = "misfit"
+    INVALID = "invalid"
     #: Only an operator can decide how to continue: always suspended (requirements E2, E4).
-    IN_DOUBT = "undecided"
+    IN_DOUBT = "in_doubt"
     #: Denied by a guard: always a dead letter, never a retry (requirement A1).
     DENIED = "denied"
 

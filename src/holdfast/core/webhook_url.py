@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from holdfast.errors import InvalidOption
 
-#: Stored instead of a URL in jobs that have none of their own but have subscribers.
+#: Stored instead of a URL in jobs without their own URL that have subscribers.
 ANY_SUBSCRIBER: Final = "*"
 
 URL_LIMIT: Final = 1_000

@@ -40,8 +40,8 @@ class Result:
 
     group: str
     expected: str
-    seen: dict[str, int] = field(default_factory=dict)
-    complaints: list[str] = field(default_factory=list)
+    observed: dict[str, int] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
 
 
 async def check(engine: InspectionPort, queues: Sequence[str], expected: Sequence[Expected]) -> list[Result]:
@@ -52,9 +52,9 @@ async def check(engine: InspectionPort, queues: Sequence[str], expected: Sequenc
         (view,) = await engine.get(job.queue, [job.job_id])
         words = _words(job.state, job.attempts, job.retries, 1)
         result = results.setdefault(job.group, Result(job.group, words))
-        seen, complaints = compare(job, view, events[job.job_id])
-        result.seen[seen] = result.seen.get(seen, 0) + 1
-        result.complaints += [f"{job.group}, job {job.job_id}: {complaint}" for complaint in complaints]
+        observed, problems = compare(job, view, events[job.job_id])
+        result.observed[observed] = result.observed.get(observed, 0) + 1
+        result.problems += [f"{job.group}, job {job.job_id}: {problem}" for problem in problems]
     return list(results.values())
 
 
@@ -76,17 +76,17 @@ def compare(job: Expected, view: JobInfo | None, events: list[Event]) -> tuple[s
     if view is None:
         return "missing", ["the engine does not have it"]
     finals = _count(events, FINAL_EVENTS)
-    seen = _words(view.state, view.attempt, view.meta.retry_count, finals)
-    wanted = _words(job.state, job.attempts, job.retries, 1)
-    complaints = [] if seen == wanted else [f"expected {wanted}, observed {seen}"]
+    observed = _words(view.state, view.attempt, view.meta.retry_count, finals)
+    expected = _words(job.state, job.attempts, job.retries, 1)
+    problems = [] if observed == expected else [f"expected {expected}, observed {observed}"]
     begun = [event for event in events if event.type in BEGINNINGS]
     if len(begun) != job.attempts:
-        complaints.append(f"expected {job.attempts} runs in the feed, observed {len(begun)}")
+        problems.append(f"expected {job.attempts} runs in the feed, observed {len(begun)}")
     if _count(events, CREATIONS) != 1:
-        complaints.append("was not created exactly once")
+        problems.append("was not created exactly once")
     if begun and begun[0].at_ms < job.not_before_ms:
-        complaints.append(f"ran {job.not_before_ms - begun[0].at_ms} ms too early")
-    return seen, complaints
+        problems.append(f"ran {job.not_before_ms - begun[0].at_ms} ms too early")
+    return observed, problems
 
 
 def summary(results: Sequence[Result]) -> Table:
@@ -95,12 +95,12 @@ def summary(results: Sequence[Result]) -> Table:
     for column in ("group", "jobs", "expected of each", "observed", ""):
         table.add_column(column)
     for result in results:
-        seen = ", ".join(
+        observed = ", ".join(
             f"{number} × {'as expected' if words == result.expected else words}"
-            for words, number in result.seen.items()
+            for words, number in result.observed.items()
         )
-        verdict = "[red]WRONG[/red]" if result.complaints else "[green]ok[/green]"
-        table.add_row(result.group, str(sum(result.seen.values())), result.expected, seen, verdict)
+        verdict = "[red]WRONG[/red]" if result.problems else "[green]ok[/green]"
+        table.add_row(result.group, str(sum(result.observed.values())), result.expected, observed, verdict)
     return table
 
 

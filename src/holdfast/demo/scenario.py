@@ -26,7 +26,7 @@ from holdfast.demo.sandbox import Workers, read_holdfast, run_holdfast
 console: Final = Console()
 
 
-class Person:
+class DemoUser:
     """A principal that runs commands with its own token."""
 
     def __init__(self, name: str, token: str) -> None:
@@ -34,7 +34,7 @@ class Person:
         self._token = token
 
     @classmethod
-    async def hire(cls, name: str) -> Person:
+    async def hire(cls, name: str) -> DemoUser:
         """Create the token as the local user."""
         return cls(name, await read_holdfast("token", "create", name, "--role", "admin", "--all-tenants"))
 
@@ -46,7 +46,7 @@ class Person:
             raise SystemExit(f"holdfast {words[0]} ended with {code}")
 
 
-async def approve_a_refund(ada: Person) -> Job[str]:
+async def approve_a_refund(ada: DemoUser) -> Job[str]:
     """Submit a large refund, which waits for an approval without occupying a worker, and approve it."""
     job = await orders.refund.submit(7, cents=25_000)
     console.print(
@@ -58,7 +58,7 @@ async def approve_a_refund(ada: Person) -> Job[str]:
     return job
 
 
-async def discard_a_letter(ada: Person, ben: Person) -> None:
+async def discard_a_dead_letter(ada: DemoUser, ben: DemoUser) -> None:
     """Discard a dead letter: one principal requests it, another confirms; the requester cannot confirm."""
     dead_letters: list[dict[str, Any]] = json.loads(await read_holdfast("dlq", "list", "--task", "ship", "--json"))
     dlq_id = dead_letters[0]["dlq_id"]
@@ -94,7 +94,7 @@ async def play(folder: Path) -> int:
             await all_finished(workers, expected)
             report = await kill_in_the_middle(workers)
             # Meanwhile the lease expires, and the other worker reclaims the job.
-            expected += await ask_people(workers)
+            expected += await run_operator_steps(workers)
             await all_finished(workers, [report])
             expected.append(report)
         results = await check(app.engine, QUEUES, expected)
@@ -102,12 +102,12 @@ async def play(folder: Path) -> int:
     await show("the job whose worker was killed", "jobs", "show", report.job_id)
     await show("the same in sentences", "explain", report.job_id)
     await show("verification: every history in the ledger is gapless and legal", "verify", "--ledger")
-    complaints = [complaint for result in results for complaint in result.complaints] + workers.ended_badly
-    for complaint in complaints:
-        console.print(f"[bold red]wrong:[/bold red] {complaint}", highlight=False)
-    if not complaints:
+    problems = [problem for result in results for problem in result.problems] + workers.ended_badly
+    for problem in problems:
+        console.print(f"[bold red]wrong:[/bold red] {problem}", highlight=False)
+    if not problems:
         console.print("\n[bold green]every job ended as expected[/bold green]")
-    return 1 if complaints else 0
+    return 1 if problems else 0
 
 
 async def show(what: str, *words: str) -> None:
@@ -158,12 +158,12 @@ async def kill_in_the_middle(workers: Workers) -> Expected:
     return only
 
 
-async def ask_people(workers: Workers) -> list[Expected]:
+async def run_operator_steps(workers: Workers) -> list[Expected]:
     """Run the steps that need operators: an approval, and a discard by two principals."""
-    ada, ben = await asyncio.gather(Person.hire("ada"), Person.hire("ben"))
+    ada, ben = await asyncio.gather(DemoUser.hire("ada"), DemoUser.hire("ben"))
     refund = group("approved by an operator", [await approve_a_refund(ada)])
     await all_finished(workers, refund)
-    await discard_a_letter(ada, ben)
+    await discard_a_dead_letter(ada, ben)
     return refund
 
 

@@ -59,7 +59,7 @@ class Steps:
         self._tools = scope.tools
         self._job = JobKey(claim.tenant_id, claim.queue, claim.job_id)
         self._attempt = claim.attempt
-        self._taken = 0
+        self._steps_begun = 0
         self._loading: asyncio.Future[dict[int, Step]] | None = None
 
     async def step(self, name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -110,8 +110,8 @@ class Steps:
     async def _next(self, name: str) -> tuple[int, Step | None]:
         self._scope.check(f"the step {name!r}")
         # Counted before the first await: the order of the calls is the order of the steps.
-        self._taken += 1
-        position = self._taken
+        self._steps_begun += 1
+        position = self._steps_begun
         step = (await self._recorded()).get(position)
         if step is not None:
             self._check(step, name)

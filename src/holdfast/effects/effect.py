@@ -146,31 +146,31 @@ class Effect:
         instead_of, doubt = "", ""
         while True:
             ticket = EffectTicket(self._outcome(uuid4().hex), doubt=doubt)
-            held = await self._reserve(store, ticket, instead_of)
+            recorded = await self._reserve(store, ticket, instead_of)
             instead_of, doubt = "", ""
-            if held.token == ticket.outcome.token:
+            if recorded.token == ticket.outcome.token:
                 if self._scope.ended:
                     await self.release(ticket)
                 self._mark_in_doubt("it was under way when the run ended")
                 return ticket
-            self._check_binding(held)
-            if held.state is EffectState.DONE:
-                return EffectTicket(self._outcome(held.token), held.value)
-            if held.state is EffectState.RESERVED and await self._is_in_progress(held):
+            self._check_binding(recorded)
+            if recorded.state is EffectState.DONE:
+                return EffectTicket(self._outcome(recorded.token), recorded.value)
+            if recorded.state is EffectState.RESERVED and await self._is_in_progress(recorded):
                 if self._tools.loop.time() >= deadline:
                     raise Unavailable(
-                        f"the effect {self._key!r} has been in progress in job {held.job_id} for too long; "
+                        f"the effect {self._key!r} has been in progress in job {recorded.job_id} for too long; "
                         "this job will be retried later"
                     )
                 backoff = backoff or Backoff(base_s=_POLL_FIRST_S, cap_s=_POLL_CAP_S)
-                await self._wait_for(held, backoff.next_s())
+                await self._wait_for(recorded, backoff.next_s())
                 continue
-            resolved = await self._resolve(store, held)
+            resolved = await self._resolve(store, recorded)
             if isinstance(resolved, EffectTicket):
                 return resolved
             instead_of = resolved
             if resolved and self._options.in_doubt == "run_again" and resolved not in self._tools.unused:
-                doubt = _reason(held)
+                doubt = _reason(recorded)
 
     async def succeeded(self, ticket: EffectTicket, value: Any) -> Any:
         """Record the result of the effect; returns it as recorded."""
@@ -237,7 +237,7 @@ class Effect:
         self._tools.active[token] = ticket.ended
         reserving = asyncio.ensure_future(store.reserve(self._reservation(token, instead_of)))
         try:
-            held = await asyncio.shield(reserving)
+            recorded = await asyncio.shield(reserving)
         except BaseException as exc:
             del self._tools.active[token]
             if isinstance(exc, asyncio.CancelledError | LedgerUnavailable):
@@ -245,9 +245,9 @@ class Effect:
                 reserving.add_done_callback(_consume)
                 self._tools.release_later(_unused(ticket))
             raise
-        if held.token != token:
+        if recorded.token != token:
             del self._tools.active[token]
-        return held
+        return recorded
 
     def _reservation(self, token: str, instead_of: str) -> Reservation:
         function, arguments = self._bound_to
@@ -268,31 +268,31 @@ class Effect:
     def _outcome(self, token: str) -> EffectOutcome:
         return EffectOutcome(tenant_id=self._claim.tenant_id, key=self._key, token=token, state=None)
 
-    def _check_binding(self, held: EffectKey) -> None:
+    def _check_binding(self, recorded: EffectKey) -> None:
         function, arguments = self._bound_to
-        if held.function != function:
-            raise EffectMismatch(self._key, f"it belongs to {held.function}, not to {function}")
-        if held.fingerprint != arguments:
+        if recorded.function != function:
+            raise EffectMismatch(self._key, f"it belongs to {recorded.function}, not to {function}")
+        if recorded.fingerprint != arguments:
             raise EffectMismatch(
-                self._key, f"{function} was called with other arguments under it, in job {held.job_id}"
+                self._key, f"{function} was called with other arguments under it, in job {recorded.job_id}"
             )
 
     # Held by another caller ------------------------------------------------------------------------------
 
-    async def _is_in_progress(self, held: EffectKey) -> bool:
+    async def _is_in_progress(self, recorded: EffectKey) -> bool:
         """Whether its holder is alive: an effect of this process, or an attempt that still has its lease."""
-        if held.token in self._tools.active:
+        if recorded.token in self._tools.active:
             return True
         claim = self._claim
-        if held.worker == clean(claim.lease.worker):
+        if recorded.worker == clean(claim.lease.worker):
             return False
-        if (held.queue, held.job_id) == (claim.queue, clean(claim.job_id)):
+        if (recorded.queue, recorded.job_id) == (claim.queue, clean(claim.job_id)):
             # An earlier attempt of this job: it has lost its lease, otherwise this attempt would not have one.
             return False
-        return await self._tools.is_alive(held.queue, held.job_id, held.attempt, held.worker)
+        return await self._tools.is_alive(recorded.queue, recorded.job_id, recorded.attempt, recorded.worker)
 
-    async def _wait_for(self, held: EffectKey, pause_s: float) -> None:
-        ended = self._tools.active.get(held.token)
+    async def _wait_for(self, recorded: EffectKey, pause_s: float) -> None:
+        ended = self._tools.active.get(recorded.token)
         if ended is None:
             await asyncio.sleep(pause_s)
             return
@@ -302,41 +302,41 @@ class Effect:
         except TimeoutError:
             return
 
-    async def _resolve(self, store: EffectBatcher, held: EffectKey) -> EffectTicket | str:
+    async def _resolve(self, store: EffectBatcher, recorded: EffectKey) -> EffectTicket | str:
         """Resolve an effect in doubt: a ticket with its result, or the token to replace; empty to check again."""
-        if held.token in self._tools.unused:
-            return held.token
+        if recorded.token in self._tools.unused:
+            return recorded.token
         policy = self._options.in_doubt
         if policy == "run_again":
             _log.warning("effect %r is in doubt and runs again", self._key)
-            return held.token
+            return recorded.token
         if callable(policy):
-            return await self._run_check(policy, held)
-        reason = _reason(held)
-        if held.state is EffectState.RESERVED:
+            return await self._run_check(policy, recorded)
+        reason = _reason(recorded)
+        if recorded.state is EffectState.RESERVED:
             await store.conclude(
                 msgspec.structs.replace(
-                    self._outcome(held.token), state=EffectState.IN_DOUBT, reason=reason[:_REASON_LIMIT]
+                    self._outcome(recorded.token), state=EffectState.IN_DOUBT, reason=reason[:_REASON_LIMIT]
                 )
             )
             now = await store.get(self._claim.tenant_id, self._key)
-            if now is None or (now.state, now.token) != (EffectState.IN_DOUBT, held.token):
+            if now is None or (now.state, now.token) != (EffectState.IN_DOUBT, recorded.token):
                 # Its holder, or another caller, has just changed it.
                 return ""
         raise EffectInDoubt(self._key, reason)
 
-    async def _run_check(self, check: Check, held: EffectKey) -> EffectTicket | str:
+    async def _run_check(self, check: Check, recorded: EffectKey) -> EffectTicket | str:
         answer: Any = check(self._key)
         found: object = await answer if inspect.isawaitable(answer) else answer
         if isinstance(found, NotDone) or found is NotDone:
-            return held.token
+            return recorded.token
         if not isinstance(found, Done):
             raise InvalidOption(
                 f"the check of the effect {self._key!r} must return Done(…) or NotDone(), not {found!r}"
             )
         value = encode_json(found.value, f"the result of the check of {self._key!r}", self._tools.payload_limit)
         outcome = msgspec.structs.replace(
-            self._outcome(held.token), state=EffectState.DONE, value=value, ttl_ms=self._options.ttl_ms
+            self._outcome(recorded.token), state=EffectState.DONE, value=value, ttl_ms=self._options.ttl_ms
         )
         concluded = await self._tools.conclude_with_retry(outcome, self._tools.timeout_s)
         return EffectTicket(outcome, value) if concluded else ""
@@ -349,11 +349,11 @@ class Effect:
         ttl_ms = self._options.ttl_ms if state is EffectState.DONE else None
         outcome = msgspec.structs.replace(ticket.outcome, state=state, value=value, reason=reason, ttl_ms=ttl_ms)
         try:
-            held = await self._tools.conclude_with_retry(outcome, self._tools.timeout_s)
+            recorded = await self._tools.conclude_with_retry(outcome, self._tools.timeout_s)
         finally:
             ticket.ended.set()
             self._tools.active.pop(outcome.token, None)
-        if not held and state is EffectState.DONE:
+        if not recorded and state is EffectState.DONE:
             self._tools.counts.effect_duplicates += 1
             _log.error(
                 "effect.duplicate: effect %r (tenant %s) was reserved again while job %s ran it: "
@@ -364,8 +364,10 @@ class Effect:
             )
 
 
-def _reason(held: EffectKey) -> str:
-    return held.reason or f"worker {held.worker} was lost in attempt {held.attempt} of job {held.job_id}"
+def _reason(recorded: EffectKey) -> str:
+    return (
+        recorded.reason or f"worker {recorded.worker} was lost in attempt {recorded.attempt} of job {recorded.job_id}"
+    )
 
 
 def _unused(ticket: EffectTicket) -> EffectOutcome:

@@ -1,6 +1,6 @@
 """The engine port and its two adapters, Redis and SQLite.
 
-Public: `Engine`, the port, for adapters of your own.
+Public: `Engine`, the port, for further adapters.
 """
 
 from typing import TYPE_CHECKING

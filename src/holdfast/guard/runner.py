@@ -31,7 +31,7 @@ _log: Final = logging.getLogger("holdfast.guard")
 #: How long a denied caller waits for the audit entry.
 _RECORD_S: Final = 5.0
 #: Terms for jobs that their submitter holds for approval.
-_HELD: Final = ApprovalTerms(("the submitter requires approval",), ("hold",), 1, 0)
+_HOLD_TERMS: Final = ApprovalTerms(("the submitter requires approval",), ("hold",), 1, 0)
 
 
 class GuardRunner:
@@ -83,7 +83,7 @@ class GuardRunner:
 
     def _hold(self, envelope: Envelope, terms: ApprovalTerms | None) -> Envelope:
         if envelope.hold:
-            terms = _add_terms(terms, _HELD)
+            terms = _add_terms(terms, _HOLD_TERMS)
         assert terms is not None
         request = new_approval_request(terms, _hash(envelope), self._clock.now_ms(), envelope.meta.submitted_by)
         return msgspec.structs.replace(

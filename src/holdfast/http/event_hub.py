@@ -38,7 +38,7 @@ from holdfast.http.subscribers import (
 _log: Final = logging.getLogger("holdfast.http")
 
 #: Events kept for returning subscribers, and the most that are read from the feeds for one of them.
-RING: Final = 10_000
+BUFFER_SIZE: Final = 10_000
 _PAGE: Final = 200
 _WAIT_MS: Final = 1_000
 #: Events are published in batches. A batch wakes every subscriber, so that with hundreds of subscribers the interval
@@ -62,7 +62,7 @@ class EventHub:
         self._subscribers: dict[StreamFilter, set[StreamSubscriber]] = {}
         #: Subscribers that follow one job, by job id, so that an event is not matched against all of them.
         self._followers: dict[str, set[StreamSubscriber]] = {}
-        self._ring: deque[StreamEvent] = deque()
+        self._buffer: deque[StreamEvent] = deque()
         #: Position up to which each feed was read, and the nonce of the entry there.
         self._at: dict[str, tuple[str, str]] = {}
         #: Start of the ring per queue: every later event of the queue is in the ring.
@@ -95,7 +95,7 @@ class EventHub:
         positions = subscribers.parse_event_id(text) if text else None
         invalid = last_event_id is not None and positions is None
         if self._tailing is None:
-            self._ring.clear()
+            self._buffer.clear()
             self._at.clear()
             self._floor.clear()
             self._begun.clear()
@@ -216,7 +216,7 @@ class EventHub:
     def _handle_gap(self, queue: str, first: FeedEntry) -> None:
         """Restart a queue's ring and send a gap: the feed was trimmed past the hub's position, or it has forked."""
         self._floor[queue] = subscribers.before(first.position)
-        self._ring = deque(each for each in self._ring if each.queue != queue)
+        self._buffer = deque(each for each in self._buffer if each.queue != queue)
         for subscriber in self._all():
             if not subscriber.event_filter.queues or queue in subscriber.event_filter.queues:
                 subscriber.send(GAP)
@@ -261,9 +261,9 @@ class EventHub:
 
     def _publish(self, events: Sequence[StreamEvent]) -> int:
         """Send events to the subscribers that match; returns how many were woken."""
-        self._ring.extend(events)
-        while len(self._ring) > RING:
-            dropped = self._ring.popleft()
+        self._buffer.extend(events)
+        while len(self._buffer) > BUFFER_SIZE:
+            dropped = self._buffer.popleft()
             self._floor[dropped.queue] = dropped.at
         batch, woken = EventBatch(events), 0
         for event_filter, group in list(self._subscribers.items()):
@@ -297,7 +297,7 @@ class EventHub:
                 # If the start of the ring moved meanwhile, events in between are missing.
                 whole = whole and complete and self._floor.get(queue) == floor
         await self._set_tasks(older)
-        newer = [each for each in self._ring if each.at > _position_in(positions, each.queue)]
+        newer = [each for each in self._buffer if each.at > _position_in(positions, each.queue)]
         if not whole:
             subscriber.send(GAP)
         codec = self._codec_for(event_filter)
@@ -311,7 +311,7 @@ class EventHub:
         complete = True
         first = True
         after = parse_position(position) if position else START
-        while len(events) <= RING:
+        while len(events) <= BUFFER_SIZE:
             entries = await self._engine.read_feed(queue, start, _PAGE)
             if first and start and (not entries or entries[0].position != start):
                 complete = False
@@ -321,7 +321,7 @@ class EventHub:
             if len(entries) < _PAGE or parse_position(entries[-1].position) >= floor:
                 return events, complete
             start, first = entries[-1].position, False
-        return events[:RING], False
+        return events[:BUFFER_SIZE], False
 
 
 def _position_in(positions: Mapping[str, str], queue: str) -> Position:

@@ -34,9 +34,9 @@ Schema = dict[str, Any]
 class TaskSchemas:
     """Components for the tasks of an app. `taken`: names of the API's components."""
 
-    def __init__(self, app: Holdfast, taken: Iterable[str]) -> None:
+    def __init__(self, app: Holdfast, used_names: Iterable[str]) -> None:
         self.components: dict[str, Schema] = {}
-        self._taken = {name.lower() for name in taken}
+        self._used_names = {name.lower() for name in used_names}
         self._structs = {name: task.spec.arguments.struct for name, task in app.tasks.items()}
         self._stems = _stems(app.tasks)
         #: Component names by type name and its transitive schema: tasks that share a type share its component.
@@ -84,7 +84,7 @@ class TaskSchemas:
                 name = "_".join(_WORDS.findall(part.rpartition("/")[2]))
                 key = name, msgspec.json.encode(sorted(_closure(part, parts).items()))
                 refs[part] = REFS.format(name=self._known.setdefault(key, self._free(name, stem)))
-                self._taken.add(self._known[key].lower())
+                self._used_names.add(self._known[key].lower())
         for part, ref in refs.items():
             name = ref.rpartition("/")[2]
             self.components[name] = _titled(name, _resolved(parts[part], refs))
@@ -92,13 +92,13 @@ class TaskSchemas:
 
     def _add(self, name: str, stem: str, schema: Schema) -> str:
         name = self._free(name, stem)
-        self._taken.add(name.lower())
+        self._used_names.add(name.lower())
         self.components[name] = schema | {"title": name}
         return REFS.format(name=name)
 
     def _free(self, name: str, stem: str) -> str:
         candidates = chain((name, f"{stem}{name}"), (f"{stem}{name}_{number}" for number in count(2)))
-        return next(each for each in candidates if each.lower() not in self._taken)
+        return next(each for each in candidates if each.lower() not in self._used_names)
 
 
 def _stems(tasks: Iterable[str]) -> dict[str, str]:

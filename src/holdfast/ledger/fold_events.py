@@ -156,7 +156,7 @@ Row = tuple[Any, ...]
 
 
 #: Why an approval request is withdrawn, if the event gives no reason.
-SUPERSEDED: Final = "the job went on without an answer"
+SUPERSEDED: Final = "the job continued without a decision"
 
 #: Status of an open approval request when its job continues; a decided one keeps its status.
 _STATUS: Final = {
@@ -203,7 +203,7 @@ class ApprovalClosing(msgspec.Struct, frozen=True):
     stays: str
     status: ApprovalStatus
     by: Any
-    why: Any
+    reason: Any
 
 
 def feed_events(entries: Iterable[FeedEntry], queue: str) -> Iterator[Event]:
@@ -225,8 +225,8 @@ def _with_id(event: Event, position: str) -> Event:
 
 def approval_requests(draft: JobDraft) -> list[tuple[Event, ApprovalRequest]]:
     """The approval requests in a draft's events."""
-    held = (event for event in draft.events if event.to_state is State.WAITING_APPROVAL)
-    return [(event, request) for event in held if (request := approval_request_of(event)) is not None]
+    waiting = (event for event in draft.events if event.to_state is State.WAITING_APPROVAL)
+    return [(event, request) for event in waiting if (request := approval_request_of(event)) is not None]
 
 
 def approval_request_of(event: Event) -> ApprovalRequest | None:
@@ -297,7 +297,7 @@ def approval_closing_row(closing: ApprovalClosing, instant: AsInstant) -> Row:
         clean(closing.stays),
         closing.status.value,
         None if closing.by is None else clean(str(closing.by)),
-        clean(str(closing.why)),
+        clean(str(closing.reason)),
         instant(closing.draft.at_ms),
     )
 

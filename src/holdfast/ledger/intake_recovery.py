@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from holdfast.ledger.port.ledger import Ledger, ProjectionReadPort
 
 
-_log: Final = logging.getLogger("holdfast.admission")
+_log: Final = logging.getLogger("holdfast.ledger")
 
 T = TypeVar("T")
 

@@ -44,13 +44,13 @@ class MigrationStatus(msgspec.Struct, frozen=True):
 
     ledger: str
     version: str | None
-    wanted: str
+    required: str
     pending: list[Migration]
 
     @property
     def newer(self) -> bool:
         """Written by a later release than this one."""
-        return self.version is not None and self.version > self.wanted
+        return self.version is not None and self.version > self.required
 
 
 class MigrationChange(msgspec.Struct, frozen=True):
@@ -123,9 +123,9 @@ def _upgrade_engine(path: Path) -> MigrationChange:
 
 
 def _engine_status(path: Path) -> MigrationStatus:
-    found, wanted = _engine_version(path), str(SCHEMA_VERSION)
-    pending = [] if found == wanted else [Migration(wanted, "the engine's file with the embedded ledger")]
-    return MigrationStatus(str(path), found, wanted, pending)
+    found, required = _engine_version(path), str(SCHEMA_VERSION)
+    pending = [] if found == required else [Migration(required, "the engine's file with the embedded ledger")]
+    return MigrationStatus(str(path), found, required, pending)
 
 
 def _engine_version(path: Path) -> str | None:

@@ -309,12 +309,12 @@ class Readiness(Protocol):
     def ready(self) -> bool: ...
 
 
-AskReadiness = Callable[[], Awaitable[Readiness]]
+ReadinessCheck = Callable[[], Awaitable[Readiness]]
 
 
 @asynccontextmanager
 async def serve_metrics(
-    host: str, port: int, exposition: Exposition, readiness: AskReadiness | None = None
+    host: str, port: int, exposition: Exposition, readiness: ReadinessCheck | None = None
 ) -> AsyncIterator[int]:
     """Serve until the block ends; yields the port (0 selects a free one). Raises `InvalidOption` if that fails.
 
@@ -343,7 +343,7 @@ async def serve_metrics(
         yield bound
 
 
-async def _reply(head: bytes, exposition: Exposition, readiness: AskReadiness | None) -> bytes:
+async def _reply(head: bytes, exposition: Exposition, readiness: ReadinessCheck | None) -> bytes:
     method, _, rest = head.partition(b" ")
     path = rest.partition(b" ")[0].partition(b"?")[0]
     if path not in (b"/metrics", b"/livez", b"/readyz") or (path == b"/readyz" and readiness is None):

@@ -37,10 +37,10 @@ def visible_tenants(principal: Principal) -> tuple[str, ...] | None:
 
 
 def require_verified(principal: Principal, what: str) -> None:
-    """Raise `Forbidden` without a token: two unverified principals may be the same person."""
+    """Raise `Forbidden` without a token: two unverified principals may be the same user."""
     if not principal.verified:
         raise Forbidden(
-            f"{what} needs two different people, and {principal.name} is not verified by a token; "
+            f"{what} needs two different principals, and {principal.name} is not verified by a token; "
             "set HOLDFAST_TOKEN to your own (create one with `holdfast token create`)"
         )
 

@@ -53,7 +53,7 @@ ABSENT: Final = _Absent()
 
 
 class PayloadChange(msgspec.Struct, frozen=True):
-    """One difference: its JSON pointer and both values; `ABSENT` where there was or is none."""
+    """One difference: its JSON pointer and both values; `ABSENT` for a missing one."""
 
     path: str
     before: Any

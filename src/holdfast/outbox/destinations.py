@@ -118,7 +118,7 @@ class Published(msgspec.Struct, frozen=True):
 class PublishFailed(msgspec.Struct, frozen=True):
     """The event was not published, or it is unknown whether it was."""
 
-    why: str
+    reason: str
     #: A retry cannot succeed.
     permanent: bool = False
     #: Temporary and not caused by the event: retried without limit.

@@ -57,7 +57,9 @@ async def insert_events(connection: Any, rows: Sequence[OutboxRow]) -> None:
     """Insert rows. Raises `UsageError`, `Conflict` for an existing event id, or the error of the driver."""
     writer = _ASYNC_WRITERS.get(_kind(connection))
     if writer is None:
-        raise _unfit(connection, wanted=_ASYNC, other=_SYNC_WRITERS, instead="add_sync, add_many_sync or submit_sync")
+        raise _unfit(
+            connection, supported=_ASYNC, other=_SYNC_WRITERS, instead="add_sync, add_many_sync or submit_sync"
+        )
     try:
         await writer(connection, rows)
     except HoldfastError:
@@ -70,7 +72,7 @@ def insert_events_sync(connection: Any, rows: Sequence[OutboxRow]) -> None:
     """`insert_events` for blocking connections."""
     writer = _SYNC_WRITERS.get(_kind(connection))
     if writer is None:
-        raise _unfit(connection, wanted=_SYNC, other=_ASYNC_WRITERS, instead="add, add_many or submit")
+        raise _unfit(connection, supported=_SYNC, other=_ASYNC_WRITERS, instead="add, add_many or submit")
     try:
         writer(connection, rows)
     except HoldfastError:
@@ -89,11 +91,11 @@ def _kind(connection: Any) -> tuple[str, str]:
     return ("", "")
 
 
-def _unfit(connection: Any, *, wanted: str, other: dict[tuple[str, str], Any], instead: str) -> UsageError:
+def _unfit(connection: Any, *, supported: str, other: dict[tuple[str, str], Any], instead: str) -> UsageError:
     name = f"{type(connection).__module__}.{type(connection).__qualname__}"
     if _kind(connection) in other:
-        return UsageError(f"{name} is not supported here; use {instead} for it, or pass {wanted}")
-    return UsageError(f"{name} is not a supported connection; pass {wanted}, in a transaction")
+        return UsageError(f"{name} is not supported here; use {instead} for it, or pass {supported}")
+    return UsageError(f"{name} is not a supported connection; pass {supported}, in a transaction")
 
 
 # SQLAlchemy ------------------------------------------------------------------------------------------
@@ -202,7 +204,7 @@ def _on_django(connection: Any, rows: Sequence[OutboxRow]) -> None:
             statement, values = _ON_DJANGO_SQLITE, _sqlite_values(rows)
         case None:
             # Django's proxy for a cache has the same class.
-            raise _unfit(connection, wanted=_SYNC, other={}, instead="")
+            raise _unfit(connection, supported=_SYNC, other={}, instead="")
         case other:
             raise UsageError(f"the outbox is for PostgreSQL and SQLite, not for {other}")
     if not connection.in_atomic_block and connection.get_autocommit():

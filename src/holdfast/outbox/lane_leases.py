@@ -55,25 +55,25 @@ class LaneLeases:
             )
             for lane in acquired:
                 if time.monotonic() >= self._until.get(lane, 0.0):
-                    # Another relay may have held it in between: events read before are stale.
+                    # Another relay may have leased it in between: events read before are stale.
                     self._times[lane] += 1
                 self._until[lane] = began + self._lease_s
             fresh = tuple(lane for lane in acquired if lane not in busy)
             self._users.update(fresh)
             return HeldLanes(fresh, tuple(self._times[lane] for lane in fresh))
 
-    def remaining_s(self, held: HeldLanes) -> float:
+    def remaining_s(self, leased: HeldLanes) -> float:
         """Time until the leases expire; 0 or less: another relay may hold a lane."""
-        if any(self._times[lane] != number for lane, number in zip(*held, strict=True)):
+        if any(self._times[lane] != number for lane, number in zip(*leased, strict=True)):
             return 0.0
-        return min(self._until[lane] for lane in held.lanes) - time.monotonic()
+        return min(self._until[lane] for lane in leased.lanes) - time.monotonic()
 
-    async def record_results(self, held: HeldLanes, marks: Sequence[PublishResult]) -> bool:
-        """Write results if the lanes are still held, and extend their leases. Returns whether that succeeded."""
+    async def record_results(self, leased: HeldLanes, marks: Sequence[PublishResult]) -> bool:
+        """Write results if the lanes are still leased, and extend their leases. Returns whether that succeeded."""
         began = time.monotonic()
-        if self.remaining_s(held) <= 0 or not await self._store.record_results(self._relay, held.lanes, marks):
+        if self.remaining_s(leased) <= 0 or not await self._store.record_results(self._relay, leased.lanes, marks):
             return False
-        self._until.update(dict.fromkeys(held.lanes, began + self._lease_s))
+        self._until.update(dict.fromkeys(leased.lanes, began + self._lease_s))
         return True
 
     async def release(self, lanes: Sequence[int]) -> None:

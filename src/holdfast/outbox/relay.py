@@ -193,9 +193,9 @@ class _DestinationLoop:
             # Woken early, but a store that is down is not queried sooner.
             await asyncio.sleep(min(rest_s, _WAIT_S))
         try:
-            held = await self._lanes.acquire(self._destinations, self._busy)
-            if held.lanes:
-                self._start(held)
+            leased = await self._lanes.acquire(self._destinations, self._busy)
+            if leased.lanes:
+                self._start(leased)
                 return 0.0
             return _WAIT_S if self._busy else await self._until_due()
         except LedgerUnavailable as exc:
@@ -219,9 +219,9 @@ class _DestinationLoop:
             _log.warning(message, error)
         self._paused_until = time.monotonic() + self._outage_backoff.next_s()
 
-    def _start(self, held: HeldLanes) -> None:
-        self._busy.update(held.lanes)
-        flight = asyncio.create_task(self._fly(held))
+    def _start(self, leased: HeldLanes) -> None:
+        self._busy.update(leased.lanes)
+        flight = asyncio.create_task(self._fly(leased))
         self._flights.add(flight)
         flight.add_done_callback(self._on_flight_done)
 
@@ -233,11 +233,11 @@ class _DestinationLoop:
         while self._flights:
             await asyncio.wait(self._flights)
 
-    async def _fly(self, held: HeldLanes) -> None:
+    async def _fly(self, leased: HeldLanes) -> None:
         """Publish some batches of these lanes, until nothing is due or they are lost. Releases the lanes."""
         try:
             for _ in range(_BATCHES):
-                if not await self._batch(held) or self._stopped.is_set():
+                if not await self._batch(leased) or self._stopped.is_set():
                     break
         except LedgerUnavailable as exc:
             self._log_outage("cannot reach the outbox database, retrying: %s", exc)
@@ -245,30 +245,34 @@ class _DestinationLoop:
             _log.exception("relay failed unexpectedly, retrying")
             self._paused_until = time.monotonic() + self._outage_backoff.next_s()
         finally:
-            self._busy.difference_update(held.lanes)
-            await self._lanes.release(held.lanes)
+            self._busy.difference_update(leased.lanes)
+            await self._lanes.release(leased.lanes)
 
-    async def _batch(self, held: HeldLanes) -> bool:
+    async def _batch(self, leased: HeldLanes) -> bool:
         """Publish one batch. Returns whether these lanes have more."""
         settings, timeout_s = self._settings, self._settings.outbox_lease_s / 2
         events = await self._store.due_events(
-            self._relay, held.lanes, self._destinations, settings.outbox_batch, dead_blocks=settings.outbox_dead_blocks
+            self._relay,
+            leased.lanes,
+            self._destinations,
+            settings.outbox_batch,
+            dead_blocks=settings.outbox_dead_blocks,
         )
         if not events:
             self._paused_until = time.monotonic() + self._empty_backoff.next_s()
             return False
         self._empty_backoff.reset()
         async with self._sending:
-            if self._lanes.remaining_s(held) <= timeout_s:
+            if self._lanes.remaining_s(leased) <= timeout_s:
                 # Publishing must end before another relay can acquire the lanes.
-                _log.info("lease on %d lanes expires soon; reading their events again", len(held.lanes))
+                _log.info("lease on %d lanes expires soon; reading their events again", len(leased.lanes))
                 return False
             began = time.monotonic()
             answers = await self._destination.send(events, timeout_s)
             seconds = time.monotonic() - began
         now_ms = await self._clock.now_ms()
         results = publish_results(events, answers, settings, now_ms)
-        if not await self._lanes.record_results(held, results):
+        if not await self._lanes.record_results(leased, results):
             _log.warning("lanes lost while publishing %d events; they will be published again", len(events))
             return False
         self._outage_backoff.reset()
@@ -329,7 +333,7 @@ def _to_result(event: OutboxEvent, answer: Answer, settings: Settings, now_ms: i
         status=OutboxStatus.DEAD if dead else OutboxStatus.RETRYING,
         attempt_count=attempts,
         next_retry_at_ms=None if dead else now_ms + _backoff_ms(attempts, answer, settings),
-        last_error=redact_and_truncate(answer.why, _ERROR_LIMIT),
+        last_error=redact_and_truncate(answer.reason, _ERROR_LIMIT),
     )
 
 

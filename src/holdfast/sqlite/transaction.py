@@ -43,9 +43,9 @@ _PRUNABLE: Final = """(
         OR coalesce((SELECT max(events.id) FROM events WHERE job_row = jobs.id), 0)
          < coalesce((SELECT min(first_event) FROM feed_entries WHERE queue = :queue), 9223372036854775807))
        AND NOT EXISTS (
-           SELECT 1 FROM dlq_items AS letter
-            WHERE letter.tenant_id = jobs.tenant_id AND letter.job_id = jobs.job_id AND letter.queue = jobs.queue
-              AND (letter.status IN ('open', 'discard_requested') OR letter.replay_pending = 1))
+           SELECT 1 FROM dlq_items AS item
+            WHERE item.tenant_id = jobs.tenant_id AND item.job_id = jobs.job_id AND item.queue = jobs.queue
+              AND (item.status IN ('open', 'discard_requested') OR item.replay_pending = 1))
        AND NOT EXISTS (
            SELECT 1 FROM idempotency_keys AS effect
             WHERE effect.tenant_id = jobs.tenant_id AND effect.job_id = jobs.job_id AND effect.queue = jobs.queue

@@ -49,26 +49,26 @@ class ModelJob:
     due_at: int | None = None
     #: Has a due time, but an engine may have made it ready: it was due at a claim, was expedited, or was requeued
     #: while it slept.
-    perhaps_in_line: bool = False
+    may_be_ready: bool = False
     #: Requested by the submitter. Parking and resuming the job does not make it run earlier.
     run_at: int = 0
     #: Requested by the job itself on release.
     asleep_until: int = 0
     #: An operator moved it while it ran: whether that attempt and its lost leases count is the engine's choice.
-    taken_back: bool = False
+    revoked: bool = False
     #: Token of the last applied settlement.
     settled: str = ""
     #: The open approval request, and what has been approved so far.
-    ask: ApprovalRequest | None = None
+    approval_request: ApprovalRequest | None = None
     cleared: str = ""
-    consents: dict[str, Approval] = field(default_factory=dict)
+    approvals: dict[str, Approval] = field(default_factory=dict)
 
     @property
     def job_id(self) -> str:
         return self.envelope.job_id
 
     @property
-    def in_line(self) -> bool:
+    def is_ready(self) -> bool:
         return self.state in (State.QUEUED, State.RETRYING) and self.due_at is None
 
 
@@ -93,7 +93,9 @@ class Model:
         if key in self.keys:
             return Receipt(self.keys[key], duplicate=True)
         state = State.WAITING_APPROVAL if envelope.hold else State.QUEUED
-        job = ModelJob(envelope, state, run_at=self.now + envelope.delay_ms, ask=envelope.meta.approval_request)
+        job = ModelJob(
+            envelope, state, run_at=self.now + envelope.delay_ms, approval_request=envelope.meta.approval_request
+        )
         if envelope.delay_ms and not envelope.hold:
             job.due_at = job.run_at
         self.jobs[envelope.job_id] = job
@@ -103,14 +105,14 @@ class Model:
     # Running ---------------------------------------------------------------------------------------
 
     def ready(self) -> set[str]:
-        return {job.job_id for job in self.jobs.values() if job.in_line}
+        return {job.job_id for job in self.jobs.values() if job.is_ready}
 
     def claimable(self) -> set[str]:
         """Jobs that a claim may return but need not."""
-        maybe_ready = {job.job_id for job in self.jobs.values() if job.perhaps_in_line}
+        maybe_ready = {job.job_id for job in self.jobs.values() if job.may_be_ready}
         return self.ready() | self.due(in_pending=False) | maybe_ready
 
-    def room(self, tenant: str) -> int:
+    def free_slots(self, tenant: str) -> int:
         """Count the free slots of a tenant."""
         limit = self.limits.get(tenant)
         if limit is None:
@@ -121,7 +123,7 @@ class Model:
     def least(self, waiting: set[str]) -> Counter[str]:
         """How many of these jobs a large enough claim must return, by tenant."""
         counts = Counter(self.tenant(job_id) for job_id in waiting)
-        return +Counter({tenant: min(count, self.room(tenant)) for tenant, count in counts.items()})
+        return +Counter({tenant: min(count, self.free_slots(tenant)) for tenant, count in counts.items()})
 
     def tenant(self, job_id: str) -> str:
         return self.jobs[job_id].envelope.tenant_id
@@ -144,20 +146,20 @@ class Model:
 
     def notice(self) -> None:
         for job_id in self.due(in_pending=False):
-            self.jobs[job_id].perhaps_in_line = True
+            self.jobs[job_id].may_be_ready = True
 
     def promote(self, count: int) -> None:
         due = [self.jobs[job_id] for job_id in self.due(in_pending=False)]
-        assert sum(not job.perhaps_in_line for job in due) <= count <= len(due)
+        assert sum(not job.may_be_ready for job in due) <= count <= len(due)
         for job in due:
-            job.due_at, job.perhaps_in_line = None, False
+            job.due_at, job.may_be_ready = None, False
 
     def start(self, claim: Claim) -> None:
         """Follow a claim of a ready or due job."""
         job = self.jobs[claim.job_id]
-        expected = {job.attempt + 1, job.attempt} if job.taken_back else {job.attempt + 1}
+        expected = {job.attempt + 1, job.attempt} if job.revoked else {job.attempt + 1}
         assert claim.attempt in expected, f"attempt {claim.attempt}, expected {expected}"
-        if job.taken_back:
+        if job.revoked:
             job.lost_leases = claim.meta.lost_leases
         self._lease(job, claim)
 
@@ -167,7 +169,7 @@ class Model:
     def poisoned(self) -> set[str]:
         return {job_id for job_id in self.lost() if self.jobs[job_id].lost_leases + 1 >= MAX_DELIVERIES}
 
-    def take_over(self, claim: Claim) -> None:
+    def reclaim_job(self, claim: Claim) -> None:
         """Follow a reclaim of an expired lease."""
         job = self.jobs[claim.job_id]
         assert claim.attempt == job.attempt + 1
@@ -208,7 +210,7 @@ class Model:
             case DeadLetter():
                 self._dead_letter(job)
             case Hold(request=request):
-                job.ask = request
+                job.approval_request = request
             case Succeed() | Suspend():
                 pass
             case _:
@@ -226,25 +228,29 @@ class Model:
         """Follow an operator who made a waiting job due."""
         job.due_at = min(job.due_at or self.now, self.now)
         job.run_at, job.asleep_until = min(job.run_at, self.now), min(job.asleep_until, self.now)
-        job.perhaps_in_line = not (self.pending and job.state is State.RETRYING)
+        job.may_be_ready = not (self.pending and job.state is State.RETRYING)
 
     def move(self, job_id: str, to: State, approval: Approval | None = None) -> State:
         job = self.jobs[job_id]
         came_from, job.state = job.state, to
-        if job.ask is not None and approval is not None and approval.approval_id == job.ask.approval_id:
-            if job.ask.name:
-                job.consents[job.ask.name] = approval
+        if (
+            job.approval_request is not None
+            and approval is not None
+            and approval.approval_id == job.approval_request.approval_id
+        ):
+            if job.approval_request.name:
+                job.approvals[job.approval_request.name] = approval
             else:
-                job.cleared = job.ask.payload_hash
-        job.ask = None
-        job.taken_back = job.taken_back or came_from is State.RUNNING
-        job.lease, job.due_at, job.perhaps_in_line = None, None, False
+                job.cleared = job.approval_request.payload_hash
+        job.approval_request = None
+        job.revoked = job.revoked or came_from is State.RUNNING
+        job.lease, job.due_at, job.may_be_ready = None, None, False
         if to is State.QUEUED and max(job.run_at, job.asleep_until) > self.now:
             job.due_at = max(job.run_at, job.asleep_until)
-            job.perhaps_in_line = job.run_at <= self.now
+            job.may_be_ready = job.run_at <= self.now
         if came_from is State.SUSPENDED and to is State.QUEUED:
             job.retry_count = 0
-            job.taken_back = job.taken_back or job.lost_leases > 0
+            job.revoked = job.revoked or job.lost_leases > 0
         if to is State.DLQ_PENDING:
             self._dead_letter(job)
         return came_from
@@ -257,9 +263,9 @@ class Model:
         assert claim.payload == job.envelope.payload
         assert claim.tenant_id == job.envelope.tenant_id
         assert (claim.meta.approval_request, claim.meta.approved_hash) == (None, job.cleared)
-        assert (claim.meta.approvals or {}) == job.consents
+        assert (claim.meta.approvals or {}) == job.approvals
         job.state, job.attempt = State.RUNNING, claim.attempt
-        job.due_at, job.perhaps_in_line, job.taken_back, job.asleep_until = None, False, False, 0
+        job.due_at, job.may_be_ready, job.revoked, job.asleep_until = None, False, False, 0
         # A job claimed before its time does not wait for it again.
         job.run_at = min(job.run_at, self.now)
         job.lease, job.expires_at = claim.lease, self.now + VISIBILITY_MS

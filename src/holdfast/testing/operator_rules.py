@@ -52,7 +52,9 @@ class OperatorRules(RuleBasedStateMachine):
         job = waiting[pick % len(waiting)]
         approval, event = None, f"approval.{decision}"
         if decision in ("approved", "late"):
-            approval_id = job.ask.approval_id if job.ask and decision == "approved" else "void-1"
+            approval_id = (
+                job.approval_request.approval_id if job.approval_request and decision == "approved" else "void-1"
+            )
             approval, event = Approval(approval_id, ("bob",), 1_000, "fine"), "approval.approved"
         to = State.CANCELLED if decision in ("rejected", "expired") else State.QUEUED
         came_from = self._run(
@@ -76,7 +78,7 @@ class OperatorRules(RuleBasedStateMachine):
         try:
             self._run(self.engine.expedite(self.queue, job.job_id, actor="ann", reason="now"))
         except TransitionInvalid:
-            assert job.due_at is None or job.perhaps_in_line
+            assert job.due_at is None or job.may_be_ready
         else:
             self.model.expedite(job)
 

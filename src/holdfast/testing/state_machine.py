@@ -154,7 +154,7 @@ class EngineMachine(OperatorRules):
 
     def _claim(self, worker: str, limit: int) -> list[Claim]:
         least, allowed = self.model.least(self.model.ready()).total(), self.model.claimable()
-        free = {tenant: self.model.room(tenant) for tenant in TENANTS}
+        free = {tenant: self.model.free_slots(tenant) for tenant in TENANTS}
         claims = self._run(self.engine.claim(self._incarnation(worker), [self.queue], limit, 0))
         given = {claim.job_id for claim in claims}
         assert given <= allowed, f"{given - allowed} may not run"
@@ -186,7 +186,7 @@ class EngineMachine(OperatorRules):
             if claim.job_id in due:
                 self.model.start(claim)
             else:
-                self.model.take_over(claim)
+                self.model.reclaim_job(claim)
         for job_id in poisoned:
             self.model.poison(job_id)
         self._receive(worker, claims, lost)

@@ -280,9 +280,9 @@ def plan_capacity(
     if not 0 <= message_bytes <= _MAX_INPUT:
         raise InvalidOption(f"bytes per message must be 0 or more, not {message_bytes}")
     # 0.1 × 30 is slightly more than 3 in floating point and would need a fourth worker.
-    wanted = max(1, math.ceil(round(rate * seconds_per_message, 9)))
-    concurrency = wanted if waiting else min(wanted, _PER_CORE * cores)
+    required = max(1, math.ceil(round(rate * seconds_per_message, 9)))
+    concurrency = required if waiting else min(required, _PER_CORE * cores)
     memory_mb = (_BASE_MB + concurrency * _BUFFERED * message_bytes / _MIB + _KEYS_MB) * _RESERVE
     return CapacityPlan(
-        concurrency=concurrency, required=wanted, memory_mb=memory_mb, rate=concurrency / seconds_per_message
+        concurrency=concurrency, required=required, memory_mb=memory_mb, rate=concurrency / seconds_per_message
     )

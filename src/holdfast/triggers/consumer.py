@@ -43,13 +43,13 @@ class KeyedQueue(Generic[T]):
     """Queue with order per key: one consumer fills it, any number of workers empty it. One event loop."""
 
     def __init__(self, limit: int) -> None:
-        """`limit`: number of items in flight at which `wait_for_room` blocks."""
+        """`limit`: number of items in flight at which `wait_for_capacity` blocks."""
         self._limit = limit
         self._ready: deque[T] = deque()
         #: Waiting items by key, behind the one that is ready or taken.
         self._waiting_by_key: dict[str, deque[T]] = {}
         self._takers: deque[asyncio.Future[None]] = deque()
-        self._room: asyncio.Future[None] | None = None
+        self._capacity: asyncio.Future[None] | None = None
         self._blocked_by: set[str] = set()
         self._closed = False
         #: Items put and not yet done.
@@ -67,13 +67,13 @@ class KeyedQueue(Generic[T]):
         self._ready.append(item)
         self._wake()
 
-    async def wait_for_room(self) -> None:
+    async def wait_for_capacity(self) -> None:
         """Wait until fewer than `limit` items are in flight."""
         while self.size >= self._limit:
-            self._room = asyncio.get_running_loop().create_future()
-            await self._room
+            self._capacity = asyncio.get_running_loop().create_future()
+            await self._capacity
 
-    async def take(self) -> T | None:
+    async def next_item(self) -> T | None:
         """Wait for the next ready item; None once the queue is closed."""
         while not self._closed:
             if self._ready and not self._blocked_by:
@@ -104,8 +104,8 @@ class KeyedQueue(Generic[T]):
                 self._wake()
             else:
                 del self._waiting_by_key[item.key]
-        if self._room is not None and self.size < self._limit and not self._room.done():
-            self._room.set_result(None)
+        if self._capacity is not None and self.size < self._limit and not self._capacity.done():
+            self._capacity.set_result(None)
 
     def ready(self) -> list[T]:
         """Ready items that are not taken."""
@@ -122,7 +122,7 @@ class KeyedQueue(Generic[T]):
                 self._wake()
 
     def close(self) -> None:
-        """Give out nothing more; waiting `take` calls return None."""
+        """Give out nothing more; waiting `next_item` calls return None."""
         self._closed = True
         while self._takers:
             self._wake()
@@ -199,7 +199,7 @@ class Consumer:
                 async for raw in messages:
                     backoff.reset()
                     self._receive(raw)
-                    await self._queue.wait_for_room()
+                    await self._queue.wait_for_capacity()
             finally:
                 close = getattr(messages, "aclose", None)
                 if close is not None:
@@ -239,17 +239,17 @@ class OutageHold:
         self._on_change = on_change
         self._backoff = Backoff()
         #: All held messages, and those of them that wait for the next round.
-        self._held: set[InFlightMessage] = set()
+        self._on_hold: set[InFlightMessage] = set()
         self._waiting: list[InFlightMessage] = []
         self._round: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._on_hold)
 
     def add(self, item: InFlightMessage, reason: str) -> None:
         """Hold a message until the next round."""
-        began = not self._held
-        self._held.add(item)
+        began = not self._on_hold
+        self._on_hold.add(item)
         self._waiting.append(item)
         if self._round is None:
             # Other messages would fail as well.
@@ -266,10 +266,10 @@ class OutageHold:
 
     def release(self, item: InFlightMessage) -> None:
         """A message succeeded or ended otherwise. Holding ends with the last one."""
-        if item not in self._held:
+        if item not in self._on_hold:
             return
-        self._held.discard(item)
-        if not self._held:
+        self._on_hold.discard(item)
+        if not self._on_hold:
             self._backoff.reset()
             _log.warning("trigger %s recovered", self._name, extra={"trigger": self._name, "stage": "resumed"})
             self._on_change()
@@ -280,7 +280,7 @@ class OutageHold:
             self._round.cancel()
             await asyncio.wait({self._round})
         left, self._waiting = self._waiting, []
-        self._held.clear()
+        self._on_hold.clear()
         return left
 
     async def _try_later(self) -> None:

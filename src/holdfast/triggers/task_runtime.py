@@ -122,16 +122,16 @@ class TaskRuntime(Runtime):
 
 def _known(task: Task[..., Any]) -> _Target:
     arguments, limit = task.spec.arguments, task.spec.payload_limit
-    taken = [name for name in arguments.names if name in OFFERED]
+    filled = [name for name in arguments.names if name in OFFERED]
     missing = [name for name in _needed(arguments) if name not in OFFERED]
     encode: _Encode
-    if taken and missing:
+    if filled and missing:
         raise InvalidOption(
             f"task {task.name!r} has a parameter {missing[0]!r} that no message can fill; give it a default, or use "
             f"only {', '.join(sorted(OFFERED))}"
         )
-    if taken:
-        encode = _by_name(arguments, frozenset(taken), limit)
+    if filled:
+        encode = _by_name(arguments, frozenset(filled), limit)
     elif len(arguments.names) == 1:
         encode = _only_one(arguments, limit)
     else:
@@ -139,9 +139,9 @@ def _known(task: Task[..., Any]) -> _Target:
     return _Target(task.name, task.queue, task.priority, encode)
 
 
-def _by_name(arguments: Arguments, taken: frozenset[str], limit: int) -> _Encode:
+def _by_name(arguments: Arguments, filled: frozenset[str], limit: int) -> _Encode:
     def encode(call: RuntimeCall) -> bytes:
-        given = {name: value for name, value in call.arguments().items() if name in taken}
+        given = {name: value for name, value in call.arguments().items() if name in filled}
         return arguments.encode((), given, limit)
 
     return encode

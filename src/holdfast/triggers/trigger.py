@@ -247,7 +247,7 @@ class QueueTrigger:
 
     async def _work(self) -> None:
         try:
-            while (item := await self._queue.take()) is not None:
+            while (item := await self._queue.next_item()) is not None:
                 self._busy.add(item)
                 self._apply(item, await self._handle(item))
                 self._busy.discard(item)

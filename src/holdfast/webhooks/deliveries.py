@@ -275,8 +275,10 @@ class WebhookPolicy:
         if webhook and webhook != ANY_SUBSCRIBER:
             self._check(webhook)
             return envelope
-        covered = self._subscribed and envelope.queue != QUEUE and self._subscribers.wants_jobs_of(envelope.tenant_id)
-        mark = ANY_SUBSCRIBER if covered else ""
+        subscribed = (
+            self._subscribed and envelope.queue != QUEUE and self._subscribers.wants_jobs_of(envelope.tenant_id)
+        )
+        mark = ANY_SUBSCRIBER if subscribed else ""
         if mark == webhook:
             return envelope
         return msgspec.structs.replace(envelope, meta=msgspec.structs.replace(envelope.meta, webhook=mark))

@@ -4,7 +4,7 @@ One loop does all three in sequence, so that no lease can reach the runner twice
 `engine.recover_claims` returns the leases that the engine has for this worker, while no other claim is in flight.
 
 The capacity is `concurrency` plus a prefetch: the jobs that will finish within 10 ms and during one claim, at the
-current rate. That is none for slow tasks and a few hundred for no-ops, and needs no tuning.
+current rate. That is zero for slow tasks and a few hundred for no-ops, and needs no tuning.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Fetcher:
         self._runner = runner
         self._in_flight = in_flight
         self._settings = settings
-        #: Total of jobs it may run; None is no limit.
+        #: Total of jobs it may run; None: no limit.
         self._quota = quota
         self._random = random or Random()
         self._backoff = Backoff(self._random)

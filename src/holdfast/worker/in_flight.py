@@ -129,11 +129,11 @@ class Drain:
         except Exception:  # noqa: BLE001 - runs in flight must be ended all the same
             _log.exception("recovering claims in flight failed unexpectedly, their leases will expire")
 
-    async def _wait_judged(self, seconds: float, cut_short: asyncio.Event | None) -> None:
+    async def _wait_judged(self, seconds: float, stop_now: asyncio.Event | None) -> None:
         deadline = asyncio.get_running_loop().time() + seconds
         while any(not run.judged for run in self._in_flight):
             left_s = deadline - asyncio.get_running_loop().time()
-            if left_s <= 0 or (cut_short is not None and cut_short.is_set()):
+            if left_s <= 0 or (stop_now is not None and stop_now.is_set()):
                 return
             await asyncio.sleep(min(_POLL_S, left_s))
 

@@ -26,21 +26,21 @@ from holdfast.observe.counters import Counters
 from holdfast.observe.logs import log_fields
 from holdfast.worker.in_flight import InFlight, Run
 
-#: Runs that were released, in_flight or suspended are not counted: they have no result yet.
+#: Runs that were released, held or suspended are not counted: they have no result yet.
 _FIELDS: Final[dict[type, str]] = {Succeed: "run_succeeded", RetryLater: "run_retried", DeadLetter: "run_dead"}
 
 
 def record_durations(counts: Counters, runs: Sequence[Run], answers: Sequence[SettleResult]) -> None:
     """Count the durations of settled runs. On the hot path: one short loop per batch."""
-    took: dict[type, list[float]] = {verdict: [] for verdict in TARGETS}
+    durations: dict[type, list[float]] = {verdict: [] for verdict in TARGETS}
     for run, answer in zip(runs, answers, strict=True):
         if answer is SettleResult.APPLIED and run.settlement is not None:
-            took[type(run.settlement.verdict)].append(run.took_s)
+            durations[type(run.settlement.verdict)].append(run.took_s)
         if run.trace is not None:
             run.trace.settled(answer)
     for verdict, field in _FIELDS.items():
-        if took[verdict]:
-            getattr(counts, field).add(took[verdict])
+        if durations[verdict]:
+            getattr(counts, field).add(durations[verdict])
 
 
 _log: Final = logging.getLogger("holdfast.worker")

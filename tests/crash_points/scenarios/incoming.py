@@ -74,7 +74,7 @@ class Triggers(Scenario):
         )
         async with trigger:
             group = broker._topic(topic).groups[_GROUP]
-            while group.ready or group.held:
+            while group.ready or group.in_flight:
                 await _short_sleep()
         if dedup is not None:
             await dedup.close()

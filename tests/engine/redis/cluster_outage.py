@@ -63,7 +63,7 @@ class OutageRig:
     async def send_command(self, queue: str, *command: Any) -> Any:
         """Send a command directly to the node of a queue."""
         node = self.cluster.node(self.cluster.owner(self.harness.keys(queue).control.decode()))
-        return await asyncio.to_thread(node.ask, *command)
+        return await asyncio.to_thread(node.call, *command)
 
     async def heal(self) -> None:
         await asyncio.to_thread(self.cluster.heal)

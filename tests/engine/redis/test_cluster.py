@@ -19,7 +19,7 @@ from holdfast.engine.redis.net.connection import ClusterSeeds, PipelinedConnecti
 from holdfast.engine.redis.net.topologies import ClusterClient, key_of, slot_of
 from holdfast.errors import EngineUnavailable
 from holdfast.testing.contract import Rig
-from holdfast.verification.chaos.redis_nodes import ask
+from holdfast.verification.chaos.redis_nodes import call_redis as ask
 from tests.engine.harness import RedisHarness, closing
 
 pytestmark = pytest.mark.redis

@@ -314,4 +314,4 @@ async def _get_eventually(rig: Rig, job_id: str) -> Any:
 
 async def _wait_replicated(cluster: ClusterRedis, master: str) -> None:
     """Wait until everything so far has reached the replica."""
-    assert await asyncio.to_thread(cluster.node(master).ask, "WAIT", 1, 5_000) == 1
+    assert await asyncio.to_thread(cluster.node(master).call, "WAIT", 1, 5_000) == 1

@@ -13,7 +13,7 @@ from holdfast.engine.redis.engine import RedisEngine
 from holdfast.engine.redis.net.connection import SentinelAddresses, parse_url
 from holdfast.errors import EngineUnavailable
 from holdfast.testing.contract import Rig
-from holdfast.verification.chaos.redis_nodes import ask
+from holdfast.verification.chaos.redis_nodes import call_redis as ask
 from tests.conftest import MakeServer
 from tests.engine.harness import RedisHarness, closing
 

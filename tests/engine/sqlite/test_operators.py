@@ -122,7 +122,7 @@ async def test_a_hold_verdict_requests_approval_in_the_same_step(path: Path, clo
     ("to", "reason", "recorded"),
     [
         (State.CANCELLED, "typo", "typo"),
-        (State.QUEUED, "", "the job went on without an answer"),
+        (State.QUEUED, "", "the job continued without a decision"),
     ],
 )
 async def test_a_job_that_moves_without_a_decision_withdraws_its_request(

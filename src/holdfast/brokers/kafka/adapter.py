@@ -281,7 +281,7 @@ class KafkaAdapter(QueueAdapter):
         self._offsets.ack(message)
 
     async def nack(self, message: RawMessage, requeue: bool = False) -> None:
-        """Without `requeue` this is `ack`: Kafka has no dead letters of its own."""
+        """Without `requeue` this is `ack`: Kafka has no dead-letter queues."""
         if not requeue:
             self._offsets.ack(message)
             return

@@ -179,16 +179,16 @@ class ClientLog:
         self._logged_at: dict[str, float] = {}
 
     def log(self, level: int, text: str, *values: object) -> None:
-        line = redact(text % values if values else text)
-        # Lines that differ only in numbers are equal.
-        gist = "".join(char for char in line if not char.isdigit())
+        record = redact(text % values if values else text)
+        # Records that differ only in numbers are equal.
+        gist = "".join(char for char in record if not char.isdigit())
         now = monotonic()
         if now - self._logged_at.get(gist, -_REPEAT_AFTER_S) < _REPEAT_AFTER_S:
             return
         if len(self._logged_at) > 1_000:
             self._logged_at.clear()
         self._logged_at[gist] = now
-        _log.log(level if level >= logging.CRITICAL else logging.DEBUG, "%s", line)
+        _log.log(level if level >= logging.CRITICAL else logging.DEBUG, "%s", record)
 
 
 #: Timeout of one connection attempt. Between attempts `check_topic` checks for a refusal.

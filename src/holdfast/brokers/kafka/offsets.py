@@ -16,8 +16,8 @@ from holdfast.brokers.port import RawMessage
 
 #: Number of acknowledged messages after which a commit is due immediately.
 _COMMIT_AFTER: Final = 1_000
-#: `wait_for_room` wakes when 1/N of the limit is free: waking for each message would cost a thread switch each.
-_ROOM_FRACTION: Final = 4
+#: `wait_for_capacity` wakes when 1/N of the limit is free: waking for each message would cost a thread switch each.
+_FREE_FRACTION: Final = 4
 #: Assignment numbers, unique in the process, so that no consumer mistakes the message of another for its own.
 _numbers: Final = count(1)
 
@@ -50,8 +50,8 @@ class InFlightOffsets:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        #: `wait_for_room` wakes at this number of messages in flight.
-        self._low_mark = limit - max(1, limit // _ROOM_FRACTION)
+        #: `wait_for_capacity` wakes at this number of messages in flight.
+        self._low_mark = limit - max(1, limit // _FREE_FRACTION)
         self._changed = Condition()
         self._assigned: dict[int, _PartitionOffsets] = {}
         self._in_flight = 0
@@ -101,19 +101,19 @@ class InFlightOffsets:
             self._in_flight += 1
             return assigned.number
 
-    def room(self) -> int:
+    def free_slots(self) -> int:
         """How many more messages may be received."""
         with self._changed:
             return max(0, self._limit - self._in_flight)
 
-    def wait_for_room(self, seconds: float) -> bool:
-        """Wait up to `seconds` until a good part of the limit is free. Returns whether there is any room."""
+    def wait_for_capacity(self, seconds: float) -> bool:
+        """Wait up to `seconds` until a good part of the limit is free. Returns whether any of it is free."""
         with self._changed:
             self._changed.wait_for(lambda: self._in_flight <= self._low_mark, seconds)
             return self._in_flight < self._limit
 
     def wake(self) -> None:
-        """End every `wait_for_room` early."""
+        """End every `wait_for_capacity` early."""
         with self._changed:
             self._changed.notify_all()
 

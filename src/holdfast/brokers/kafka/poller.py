@@ -110,14 +110,14 @@ class Poller:
                 consumer.close()
 
     def _poll_once(self, consumer: Consumer) -> bool:
-        room = 0 if self._paused else self._offsets.room()
-        if not room and self._flowing and not self._paused:
+        free = 0 if self._paused else self._offsets.free_slots()
+        if not free and self._flowing and not self._paused:
             self._commit_if_due(consumer)
-            room = self._offsets.room() if self._offsets.wait_for_room(_FULL_FOR_S) else 0
-        self._set_flowing(consumer, room > 0)
+            free = self._offsets.free_slots() if self._offsets.wait_for_capacity(_FULL_FOR_S) else 0
+        self._set_flowing(consumer, free > 0)
         messages = consumer.consume(1, _POLL_S)
-        if messages and room > 1:
-            messages += consumer.consume(min(room, _BATCH) - 1, 0)
+        if messages and free > 1:
+            messages += consumer.consume(min(free, _BATCH) - 1, 0)
         if messages:
             self._deliver(messages)
         self._commit_if_due(consumer)

@@ -1,7 +1,7 @@
--- settle: the consumer is done with these. What is not its own any more is left alone.
+-- ack: acknowledge entries that are still pending for the consumer; skip the others.
 -- KEYS  1 stream
--- ARGV  1 group  2 consumer  3 '1' to delete them as well  4.. entry id, its deliveries
--- Reply how many were its own
+-- ARGV  1 group  2 consumer  3 '1' to delete the entries as well  4.. entry id, delivery count
+-- Reply number of entries acknowledged
 local stream, group, me, delete = KEYS[1], ARGV[1], ARGV[2], ARGV[3] == '1'
 local settled = 0
 for at = 4, #ARGV, 2 do

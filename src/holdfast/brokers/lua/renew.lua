@@ -1,7 +1,7 @@
--- renew: what the consumer still has in hand stays its own for another visibility time.
+-- renew: extend the visibility timeout of the consumer's entries in flight.
 -- KEYS  1 stream
--- ARGV  1 group  2 consumer  3.. entry id, its deliveries
--- Reply the ids that are lost
+-- ARGV  1 group  2 consumer  3.. entry id, delivery count
+-- Reply ids of entries no longer pending for the consumer
 local stream, group, me = KEYS[1], ARGV[1], ARGV[2]
 local lost = {}
 for at = 3, #ARGV, 2 do

@@ -38,7 +38,7 @@ _FAULTS: Final = 20
 _LONG_JOBS: Final = 100_000
 _LONG_FAULTS: Final = 200
 #: Interval between progress lines where stderr is not a terminal.
-_LINE_EVERY_S: Final = 10.0
+_PRINT_INTERVAL_S: Final = 10.0
 
 
 class TopologyName(StrEnum):
@@ -179,8 +179,8 @@ def _print(report: ChaosReport) -> None:
     emit_rows(("what", ""), summary(report), empty="")
     print()
     emit_rows(FAULT_COLUMNS, faults_table(report.struck), empty="no faults were injected")
-    for what, why in report.unsupported.items():
-        note(f"{what} is not possible here: {why}")
+    for what, reason in report.unsupported.items():
+        note(f"{what} is not possible here: {reason}")
     for defect in report.findings.defects[:_SHOWN]:
         note(defect)
     if report.findings.defect_count > _SHOWN:
@@ -212,7 +212,7 @@ class _ChaosScreen:
     def show(self, progress: Progress) -> None:
         """Show the progress."""
         if self._bars is None:
-            self._line(progress)
+            self._print_progress(progress)
             return
         for name, done, total in (
             ("accepted", progress.accepted, progress.jobs),
@@ -224,9 +224,9 @@ class _ChaosScreen:
             self._bars.console.print(progress.message or progress.phase)
         self._phase = progress.phase
 
-    def _line(self, progress: Progress) -> None:
+    def _print_progress(self, progress: Progress) -> None:
         now = time.monotonic()
-        if progress.phase == self._phase and not progress.message and now - self._printed_at < _LINE_EVERY_S:
+        if progress.phase == self._phase and not progress.message and now - self._printed_at < _PRINT_INTERVAL_S:
             return
         self._phase, self._printed_at = progress.phase, now
         counts = progress.open_jobs or f"{progress.accepted:,} accepted, {progress.struck} of {progress.faults} faults"

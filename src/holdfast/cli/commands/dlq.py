@@ -236,8 +236,8 @@ async def replay(
         else:
             criteria = await dead_letter_filter(operations, *given, None)
             many = partial(dead_letters.replay_many, principal, criteria, reason=reason, rate_per_s=per_s)
-            question = f"Replay {{}}, {per_s:g} a second?"
-            report = await confirm_count(many, question, "dead letter", "replaying", dry_run=dry_run, yes=yes)
+            prompt = f"Replay {{}}, {per_s:g} a second?"
+            report = await confirm_count(many, prompt, "dead letter", "replaying", dry_run=dry_run, yes=yes)
     print_report(report, "dead letter", as_json=as_json)
 
 

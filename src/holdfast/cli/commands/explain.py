@@ -82,9 +82,9 @@ async def _explain(
     except UnknownJob:
         if live is None or tenant not in (None, live.tenant_id):
             raise
-        why = f"The job is {live.state} in the engine; the ledger does not have it yet."
+        reason = f"The job is {live.state} in the engine; the ledger does not have it yet."
         then = "Try again in a moment. If this persists, check that a worker or `holdfast upkeep` is running."
-        return job_id, Explanation([], [why], [then])
+        return job_id, Explanation([], [reason], [then])
     dead_letter = await queries.dead_letter_of(job.key)
     if live is not None and (live.queue, live.tenant_id) != (job.queue, job.tenant_id):
         live = None

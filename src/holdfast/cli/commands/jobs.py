@@ -8,7 +8,7 @@ import typer
 
 from holdfast.cli.command import AsJson, OneQueue, Queues, command
 from holdfast.cli.event_view import JobHistoryView, counts_document, event_rows, history_document, row_document, stacks
-from holdfast.cli.job_view import engine_row, ledger_row, print_beside, print_job, timeline_rows
+from holdfast.cli.job_view import engine_row, ledger_row, print_job, print_ledger_only, timeline_rows
 from holdfast.cli.live_view import watch
 from holdfast.cli.output import emit_json, emit_rows, job_document, note, state_text, visible
 from holdfast.cli.parse import parse_time_or_age
@@ -162,7 +162,7 @@ async def show(
     lines = event_rows(history.events) + present if history is not None else timeline_rows(view)
     emit_rows(("when", "after", "what", "detail"), lines, empty="")
     if history is not None:
-        print_beside(history)
+        print_ledger_only(history)
     if stack:
         last = [view.failure.stack] if view.failure is not None and view.failure.stack else []
         for text in stacks(history.events) if history is not None else last:

@@ -90,14 +90,14 @@ async def status(at: EngineTarget, ledger: Ledger = None, as_json: AsJson = Fals
             {
                 "ledger": found.ledger,
                 "version": found.version,
-                "wanted": found.wanted,
+                "wanted": found.required,
                 "pending": [{"version": one.version, "title": one.title} for one in found.pending],
-                "ok": found.version == found.wanted,
+                "ok": found.version == found.required,
             }
         )
     else:
         _print_status(found)
-    if found.version != found.wanted:
+    if found.version != found.required:
         raise typer.Exit(ExitCode.FAILED)
 
 
@@ -161,10 +161,10 @@ def _print_status(found: MigrationStatus) -> None:
 
     at = f"is at {found.version}" if found.version else "has no holdfast tables yet"
     if found.newer:
-        advice = f"; this release needs {found.wanted}: upgrade holdfast"
+        advice = f"; this release needs {found.required}: upgrade holdfast"
     elif found.pending:
         advice = f"; `holdfast migrate up` applies {', '.join(f'{one.version} ({one.title})' for one in found.pending)}"
-    elif found.version != found.wanted:
+    elif found.version != found.required:
         advice = f"; {UNKNOWN_VERSION}"
     else:
         advice = ", as this release needs"

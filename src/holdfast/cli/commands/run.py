@@ -21,7 +21,7 @@ from holdfast.core.job import DEFAULT_QUEUE
 from holdfast.errors import EngineUnavailable
 from holdfast.execution.backend import backend_of
 from holdfast.observe.log_formats import log_to_stderr
-from holdfast.observe.prometheus import AskReadiness, serve_metrics
+from holdfast.observe.prometheus import ReadinessCheck, serve_metrics
 from holdfast.observe.redact import redact
 from holdfast.operations.metrics import render_metrics
 from holdfast.operations.readiness import upkeep_readiness, worker_readiness
@@ -231,7 +231,7 @@ async def upkeep(
 
 @asynccontextmanager
 async def metrics(
-    app: Holdfast, host: str, port: int | None, readiness: AskReadiness | None = None
+    app: Holdfast, host: str, port: int | None, readiness: ReadinessCheck | None = None
 ) -> AsyncIterator[None]:
     """Serve metrics and health while the block runs, if a port is given."""
     if port is None:

@@ -82,12 +82,12 @@ class Claims:
         claims: list[Claim] = []
         self._round += 1
         for offset in range(len(queues)):
-            room = min(limit - len(claims), MAX_BATCH)
-            if room <= 0:
+            free = min(limit - len(claims), MAX_BATCH)
+            if free <= 0:
                 break
             # Each round starts at another queue, so that a busy one does not starve the others.
             queue = queues[(self._round + offset) % len(queues)]
-            claims += await self._claim_queue(worker, queue, room)
+            claims += await self._claim_queue(worker, queue, free)
         self._store.counters.claimed += len(claims)
         return claims
 
@@ -120,8 +120,8 @@ class Claims:
         self._round += 1
 
         async def step(queue: str) -> bool | None:
-            room = min(limit - len(claims), MAX_BATCH)
-            if room <= 0:
+            free = min(limit - len(claims), MAX_BATCH)
+            if free <= 0:
                 return None
             found: list[Claim] = []
             if outages.may_have_lost_reply(queue):
@@ -129,7 +129,7 @@ class Claims:
                 found = await self._recover(worker, queue, in_flight())
                 outages.confirm(queue)
             if not found:
-                found = await self._claim_queue(worker, queue, room)
+                found = await self._claim_queue(worker, queue, free)
                 self._store.counters.claimed += len(found)
             claims.extend(found)
             return True

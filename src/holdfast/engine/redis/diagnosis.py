@@ -91,9 +91,9 @@ class _Server:
 
     async def _slots(self) -> Finding:
         info = _pairs(await self._node.call(Purpose.OTHER, b"CLUSTER", b"INFO"))
-        state, covered = info.get("cluster_state", "unknown"), info.get("cluster_slots_ok", "0")
+        state, served = info.get("cluster_state", "unknown"), info.get("cluster_slots_ok", "0")
         advice = "" if state == "ok" else "restore its masters; see CLUSTER NODES"
-        return Finding("cluster", state == "ok", f"state {state}, {covered} of 16384 slots are served", advice)
+        return Finding("cluster", state == "ok", f"state {state}, {served} of 16384 slots are served", advice)
 
     async def _config(self, name: str) -> str | None:
         try:

@@ -361,7 +361,7 @@ _READERS: Final[dict[str, Callable[[list[Any], int, str], Iterator[Event]]]] = {
     "operator": _operator,
     "restored": _restored,
     "heartbeat": _heartbeat,
-    # Kinds that the version before has written.
+    # Kinds written by the previous version.
     "retaken": _retry_claimed,
     "told": _operator,
 }

@@ -73,14 +73,14 @@ class EngineUpkeep:
         claims: list[Claim] = []
 
         async def step(queue: str) -> bool | None:
-            room = limit - len(claims)
-            if room <= 0:
+            free = limit - len(claims)
+            if free <= 0:
                 return None
             # Regardless of the settings: another process, or this one before a change, may have left retries there.
-            claims.extend(await self._claim_due_retries(worker, queue, room))
-            room = limit - len(claims)
-            if room > 0:
-                claims.extend(await self.without_poison(await self._reclaim(worker, queue, room)))
+            claims.extend(await self._claim_due_retries(worker, queue, free))
+            free = limit - len(claims)
+            if free > 0:
+                claims.extend(await self.without_poison(await self._reclaim(worker, queue, free)))
             return True
 
         await self._store.outages.for_each(queues, step)

@@ -4,7 +4,7 @@ Tenants with ready jobs are served by weight, and none waits behind the backlog 
 implements start-time fair queueing. Each claimed job moves its tenant ahead on the queue's clock, by less the greater
 the weight; the tenant that is least ahead is next. A tenant that returns after a pause starts at the clock's current
 time, so it has not saved up any share. A tenant without ready jobs costs the others nothing. The clock is stored with
-the queue, so many workers that claim one job each are as fair as one worker that claims many.
+the queue, which makes many workers that claim one job each as fair as one worker that claims many.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def select_tenants(
 ) -> Selection:
     """Select the next `limit` jobs: priorities in the reading order; within one, the tenant least ahead is next."""
     now, ahead = fair_share.now, dict(fair_share.ahead)
-    room = {
+    free = {
         tenant: max(0, control.concurrency - leases.get(tenant, 0))
         for tenant, control in controls.items()
         if control.concurrency is not None
@@ -84,12 +84,12 @@ def select_tenants(
         while heap and len(picked) < limit:
             start, at = heappop(heap)
             tenant = backlogs[at].tenant_id
-            if room.get(tenant, 1) < 1:
+            if free.get(tenant, 1) < 1:
                 capped = True
                 continue
             picked.append((index, tenant))
-            if tenant in room:
-                room[tenant] -= 1
+            if tenant in free:
+                free[tenant] -= 1
             now = max(now, start)
             ahead[tenant] = start + _JOB // controls.get(tenant, _DEFAULT_CONTROL).weight
             left[at] -= 1
@@ -121,7 +121,7 @@ class ClaimCandidates(msgspec.Struct, frozen=True):
 
 
 class _ReadyTenants(msgspec.Struct, array_like=True, frozen=True):
-    turns: str | None
+    fair_share: str | None
     parts: list[TenantBacklog]
     leases: list[tuple[str, int]]
 
@@ -175,7 +175,7 @@ def _read_fairly(
     capped = json_list([tenant for tenant, control in controls.items() if control.concurrency is not None])
     values: dict[str, Value] = {**_reading_order(queue, order), "limit": limit, "window": MAX_TENANTS, "capped": capped}
     first = transaction.rows("ready_tenants", _READY_TENANTS, after="", **values)
-    fair_share = _FAIR_SHARE.decode(first.turns) if first.turns else FairShare()
+    fair_share = _FAIR_SHARE.decode(first.fair_share) if first.fair_share else FairShare()
     parts, after = first.parts, _last_of_window(first.parts)
     if after and fair_share.after:
         # More tenants than one read returns: continue after the last claim's, and wrap around at the end.
@@ -187,7 +187,7 @@ def _read_fairly(
     picked = select_tenants(parts, limit, fair_share, controls, dict(first.leases))
     if not picked.parts:
         return ClaimCandidates([], capped=picked.capped)
-    if len(parts) > 1 or first.turns:
+    if len(parts) > 1 or first.fair_share:
         transaction.run("save_fair_share", queue=queue, fair_share=msgspec.json.encode(picked.fair_share).decode())
     return ClaimCandidates(_rows(transaction, queue, order, picked), capped=picked.capped)
 

@@ -153,7 +153,7 @@ class SqliteEngine(SqliteReads, Engine):
         return 0 < at_ms <= self._policy.clock.now_ms()
 
     async def recover_claims(self, worker: str, queues: Sequence[str], in_flight: Collection[Lease]) -> list[Claim]:
-        # Through the writer: a claim whose caller gave up may still be under way, and is seen here once it is over.
+        # Through the writer: a claim whose caller was cancelled may still be running, and commits before this.
         return await self._store.write(claims.recover_claims, worker, list(queues), in_flight, lazy=True)
 
     async def settle(self, settlements: Sequence[Settlement]) -> list[SettleResult]:

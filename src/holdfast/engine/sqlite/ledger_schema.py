@@ -159,7 +159,7 @@ def _copy_rows(connection: sqlite3.Connection, version: int, old: str, new: str)
             values[column] = filled[new, column]
         elif source in before:
             values[column] = f"old.{source}"
-    # All names are those of our own tables and columns.
+    # All names are of holdfast's tables and columns.
     copy = f"INSERT INTO {new} ({', '.join(values)}) SELECT {', '.join(values.values())} FROM old_{old} AS old"  # noqa: S608
     connection.execute(copy)
 

@@ -25,7 +25,7 @@ from holdfast.engine.sqlite.store import EngineContext
 from holdfast.sqlite.transaction import Transaction, Value, json_list, require_rows
 
 #: The default reason for a withdrawn approval request.
-SUPERSEDED: Final = "the job went on without an answer"
+SUPERSEDED: Final = "the job continued without a decision"
 
 _encoder: Final = msgspec.json.Encoder()
 
@@ -81,7 +81,7 @@ def insert_approval_requests(
 def withdraw_approvals(
     transaction: Transaction, policy: EngineContext, queue: str, tenant_id: str, job_id: str, actor: str, reason: str
 ) -> None:
-    """Withdraw the undecided approval requests of a job that no longer waits."""
+    """Withdraw the pending approval requests of a job that no longer waits."""
     if not policy.options.ledger:
         transaction.run(
             "withdraw_approvals",

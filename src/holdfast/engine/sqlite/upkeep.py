@@ -61,10 +61,10 @@ def reclaim(
     now_ms = policy.clock.now_ms()
     batch = ReclaimBatch([], 0, 0)
     for queue in transaction.rows("queues_with_expired_leases", NAMES, queues=json_list(queues), now=now_ms):
-        room = limit - len(batch.claims)
-        if room > 0:
+        free = limit - len(batch.claims)
+        if free > 0:
             transaction.begin()
-            more = _reclaim_from(transaction, policy, worker, queue, room)
+            more = _reclaim_from(transaction, policy, worker, queue, free)
             batch = ReclaimBatch(
                 batch.claims + more.claims, batch.reclaimed + more.reclaimed, batch.poisoned + more.poisoned
             )

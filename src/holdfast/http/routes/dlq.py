@@ -38,7 +38,7 @@ _ONE: Final = f"{_PATH}/{{dlq_id}}"
 #: Limits of one bulk replay: number of dead letters, and duration at the requested rate.
 _MAX_DEAD_LETTERS: Final = 1_000
 _MAX_DURATION_S: Final = 10.0
-_FIRST: Final = {"dlq_id": "$response.body#/letters/0/dlq_id"}
+_FIRST: Final = {"dlq_id": "$response.body#/dead_letters/0/dlq_id"}
 
 
 class DeadLetterResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,7 +148,7 @@ class BulkReplayRequest(ReasonRequest, frozen=True, kw_only=True):
             "A page, newest first.",
             DeadLetterListResponse,
             links={
-                "letter": ("getLetter", _FIRST),
+                "dead_letter": ("getLetter", _FIRST),
                 "replay": ("replayLetter", _FIRST),
                 "diff": ("diffLetter", _FIRST),
                 "discard": ("discardLetter", _FIRST),

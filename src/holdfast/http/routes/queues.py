@@ -90,19 +90,19 @@ class QueuesQuery(RequestBase, frozen=True, kw_only=True):
     queue: tuple[Name, ...] = ()
 
 
-class QueueWish(ReasonRequest, frozen=True, kw_only=True):
+class QueueRequest(ReasonRequest, frozen=True, kw_only=True):
     """Reason, and whether the queue may be new: no job was ever submitted to it."""
 
     new: bool = False
 
 
-class LimitRequest(QueueWish, frozen=True, kw_only=True):
+class LimitRequest(QueueRequest, frozen=True, kw_only=True):
     """A limit, or null to remove it."""
 
     value: Positive | None
 
 
-class TenantControlRequest(QueueWish, frozen=True, kw_only=True):
+class TenantControlRequest(QueueRequest, frozen=True, kw_only=True):
     """Omitted fields stay unchanged; null removes a limit."""
 
     weight: Annotated[float, Meta(ge=1, le=100, multiple_of=1)] | UnsetType = UNSET
@@ -160,7 +160,7 @@ def _queue_operation(path: str, operation_id: str, body: type[msgspec.Struct], e
     )
 
 
-@_queue_operation("pause", "pauseQueue", QueueWish, {})
+@_queue_operation("pause", "pauseQueue", QueueRequest, {})
 async def pause(call: Call) -> Reply:
     """Pause a queue.
 
@@ -169,7 +169,7 @@ async def pause(call: Call) -> Reply:
     return await _change(call, "pause", paused=True)
 
 
-@_queue_operation("resume", "resumeQueue", QueueWish, {})
+@_queue_operation("resume", "resumeQueue", QueueRequest, {})
 async def resume(call: Call) -> Reply:
     """Resume a queue.
 
@@ -178,7 +178,7 @@ async def resume(call: Call) -> Reply:
     return await _change(call, "unpause", paused=False)
 
 
-@_queue_operation("intake/pause", "pauseIntake", QueueWish, {})
+@_queue_operation("intake/pause", "pauseIntake", QueueRequest, {})
 async def pause_intake(call: Call) -> Reply:
     """Pause a queue's intake.
 
@@ -187,7 +187,7 @@ async def pause_intake(call: Call) -> Reply:
     return await _change(call, "pause_intake", intake_paused=True)
 
 
-@_queue_operation("intake/resume", "resumeIntake", QueueWish, {})
+@_queue_operation("intake/resume", "resumeIntake", QueueRequest, {})
 async def resume_intake(call: Call) -> Reply:
     """Resume a queue's intake.
 

@@ -1,4 +1,4 @@
-"""Runs migrations on the connection that `ledger.migrate` hands over, in its transaction."""
+"""Runs migrations on the connection that `ledger.migrate` passes, in its transaction."""
 
 from __future__ import annotations
 

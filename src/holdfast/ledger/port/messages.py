@@ -1,6 +1,6 @@
 """Ports of the outbox and of triggers, and the rows they read and write.
 
-`OutboxStore` is what the relay needs from the store that has `outbox_events`. `TriggerStore` records what became of
+`OutboxStore` is what the relay needs from the store that has `outbox_events`. `TriggerStore` records the outcome of
 received messages (`queue_executions`), which processes run a trigger, and which triggers are paused.
 """
 

@@ -137,11 +137,11 @@ class OperatorStore(Protocol):
         ...
 
     async def withdraw_approval(self, tenant_id: str, approval_id: str, reason: str) -> None:
-        """Withdraw an undecided approval; no effect on a decided one. The engine still has to be notified."""
+        """Withdraw a pending approval; no effect on a decided one. The engine still has to be notified."""
         ...
 
     async def expire_approvals(self, limit: int) -> list[ApprovalRow]:
-        """Mark undecided approvals past their deadline as expired, and return them."""
+        """Mark pending approvals past their deadline as expired, and return them."""
         ...
 
     async def undelivered_approvals(self, limit: int, after: ApprovalRow | None = None) -> list[ApprovalRow]:

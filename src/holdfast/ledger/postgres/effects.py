@@ -34,48 +34,48 @@ _SHOWN: Final = f"""tenant_id, key, state, value, coalesce(reason, '') AS reason
     (extract(epoch FROM updated_at) * 1000)::bigint AS updated_at_ms"""
 
 _RESERVE: Final = f"""
-INSERT INTO idempotency_keys AS held (tenant_id, key, state, created_at, updated_at, {_COLUMNS})
+INSERT INTO idempotency_keys AS item (tenant_id, key, state, created_at, updated_at, {_COLUMNS})
 SELECT tenant_id, key, 'reserved', now(), now(), {_COLUMNS}
 FROM unnest($1::text[], $2::text[], $3::text[], $4::text[], $5::text[], $6::text[], $7::text[], $8::int[], $9::text[])
-    AS wish (tenant_id, key, {_COLUMNS})
+    AS reservation (tenant_id, key, {_COLUMNS})
 ORDER BY tenant_id, key
 ON CONFLICT (tenant_id, key) DO UPDATE SET
     state = 'reserved', value = NULL, reason = NULL, expires_at = NULL, created_at = now(), updated_at = now(),
     function = excluded.function, fingerprint = excluded.fingerprint, token = excluded.token, queue = excluded.queue,
     job_id = excluded.job_id, attempt = excluded.attempt, worker = excluded.worker
-WHERE (held.state = 'done' AND held.expires_at <= now()) OR (held.state <> 'done' AND held.token = ANY ($10::text[]))
+WHERE (item.state = 'done' AND item.expires_at <= now()) OR (item.state <> 'done' AND item.token = ANY ($10::text[]))
 RETURNING {_SHOWN}
 """  # noqa: S608 - constants
 
 _READ: Final = f"""
 SELECT {_SHOWN}
-FROM idempotency_keys JOIN unnest($1::text[], $2::text[]) AS wanted (tenant_id, key) USING (tenant_id, key)
+FROM idempotency_keys JOIN unnest($1::text[], $2::text[]) AS given (tenant_id, key) USING (tenant_id, key)
 """  # noqa: S608 - constants
 
 _LOCK: Final = """
 SELECT tenant_id, key, token, state
-FROM idempotency_keys AS held JOIN unnest($1::text[], $2::text[]) AS wanted (tenant_id, key) USING (tenant_id, key)
-ORDER BY tenant_id, key FOR UPDATE OF held
+FROM idempotency_keys AS item JOIN unnest($1::text[], $2::text[]) AS given (tenant_id, key) USING (tenant_id, key)
+ORDER BY tenant_id, key FOR UPDATE OF item
 """
 
 _CONCLUDE: Final = """
-UPDATE idempotency_keys AS held
+UPDATE idempotency_keys AS item
 SET state = ended.state, value = ended.value, reason = ended.reason, updated_at = now(),
     expires_at = now() + ended.ttl_ms * interval '1 millisecond'
 FROM unnest($1::text[], $2::text[], $3::text[], $4::text[], $5::text[], $6::text[], $7::bigint[])
     AS ended (tenant_id, key, token, state, value, reason, ttl_ms)
-WHERE (held.tenant_id, held.key, held.token) = (ended.tenant_id, ended.key, ended.token)
+WHERE (item.tenant_id, item.key, item.token) = (ended.tenant_id, ended.key, ended.token)
 """
 
 _FREE: Final = """
-DELETE FROM idempotency_keys AS held
+DELETE FROM idempotency_keys AS item
 USING unnest($1::text[], $2::text[], $3::text[]) AS ended (tenant_id, key, token)
-WHERE (held.tenant_id, held.key, held.token) = (ended.tenant_id, ended.key, ended.token)
+WHERE (item.tenant_id, item.key, item.token) = (ended.tenant_id, ended.key, ended.token)
 """
 
 _STEPS: Final = """
 SELECT tenant_id, queue, job_id, position, name, result, attempt
-FROM job_steps JOIN unnest($1::text[], $2::text[], $3::text[]) AS wanted (tenant_id, job_id, queue)
+FROM job_steps JOIN unnest($1::text[], $2::text[], $3::text[]) AS given (tenant_id, job_id, queue)
     USING (tenant_id, job_id, queue)
 ORDER BY position
 """
@@ -89,7 +89,7 @@ ON CONFLICT DO NOTHING
 
 _RECORDED: Final = """
 SELECT tenant_id, queue, job_id, position, name, result, attempt
-FROM job_steps JOIN unnest($1::text[], $2::text[], $3::text[], $4::int[]) AS wanted (tenant_id, job_id, queue, position)
+FROM job_steps JOIN unnest($1::text[], $2::text[], $3::text[], $4::int[]) AS given (tenant_id, job_id, queue, position)
     USING (tenant_id, job_id, queue, position)
 """
 
@@ -116,8 +116,8 @@ class PostgresEffectStore(EffectStore):
         async def work(connection: Connection) -> list[bool]:
             answers: dict[int, bool] = {}
             for numbers in rounds(outcomes, lambda outcome: (outcome.tenant_id, outcome.key)):
-                held = await _conclude(connection, [outcomes[number] for number in numbers])
-                answers.update(zip(numbers, held, strict=True))
+                owned = await _conclude(connection, [outcomes[number] for number in numbers])
+                answers.update(zip(numbers, owned, strict=True))
             return [answers[number] for number in range(len(outcomes))]
 
         return await self._store.transact(work)
@@ -179,8 +179,8 @@ async def _reserve(connection: Connection, reservations: Sequence[Reservation]) 
         ]
         instead_of = [r.replaces_token for r in missing if r.replaces_token]
         found |= _by_key(await connection.fetch(_RESERVE, *_columns(rows, 9), instead_of))
-        if taken := [key for r in missing if (key := (r.tenant_id, r.key)) not in found]:
-            found |= await _read(connection, taken)
+        if reserved := [key for r in missing if (key := (r.tenant_id, r.key)) not in found]:
+            found |= await _read(connection, reserved)
         # Another caller held it and released it before it was read: try again.
         missing = [r for r in missing if (r.tenant_id, r.key) not in found]
         if not missing:
@@ -200,19 +200,19 @@ async def _conclude(connection: Connection, outcomes: Sequence[EffectOutcome]) -
     rows = await connection.fetch(_LOCK, *_columns([(outcome.tenant_id, outcome.key) for outcome in outcomes], 2))
     tokens = {(row["tenant_id"], row["key"]): row["token"] for row in rows}
     done = {(row["tenant_id"], row["key"]) for row in rows if row["state"] == EffectState.DONE}
-    held = [holds_key(outcome, tokens.get((outcome.tenant_id, outcome.key))) for outcome in outcomes]
+    owned = [holds_key(outcome, tokens.get((outcome.tenant_id, outcome.key))) for outcome in outcomes]
     # A done effect is not changed. Checked here and not in SQL, where `state <> 'done'` makes the planner use the index
     # of keys in doubt: that is full of dead entries, and each call would take longer than the last.
     ended = [
         outcome
-        for outcome, holds in zip(outcomes, held, strict=True)
+        for outcome, holds in zip(outcomes, owned, strict=True)
         if holds and (outcome.tenant_id, outcome.key) not in done
     ]
     if kept := [outcome for outcome in ended if outcome.state is not None]:
         await connection.execute(_CONCLUDE, *_columns([_ending(outcome) for outcome in kept], 7))
     if freed := [(outcome.tenant_id, outcome.key, outcome.token) for outcome in ended if outcome.state is None]:
         await connection.execute(_FREE, *_columns(freed, 3))
-    return held
+    return owned
 
 
 def _ending(outcome: EffectOutcome) -> tuple[Any, ...]:

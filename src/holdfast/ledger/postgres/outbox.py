@@ -23,9 +23,9 @@ from holdfast.ledger.transactions.outbox import (
     BATCH_BYTES,
     STEPS,
     WINDOW,
-    Place,
     SqlOutboxStore,
     WalkCursors,
+    WalkPosition,
     event_from_row,
     result_row,
     window_for,
@@ -68,10 +68,10 @@ def _first(lane: str, destination: str, limit: str) -> str:
 
 
 #: $1 relay  $2 destinations  $3 lease  $4 dead blocks  $5 window  $6 most  $7 lanes that are known to be ready.
-#: Returns the lanes that were leased, and (not `taken`) those whose whole window is blocked: there may be due events
+#: Returns the lanes that were leased, and (not `leased`) those whose whole window is blocked: there may be due events
 #: behind it.
-TAKE: Final = f"""
-WITH looked AS MATERIALIZED (
+LEASE_LANES: Final = f"""
+WITH checked AS MATERIALIZED (
     SELECT l.lane,
            l.lane = ANY($7::smallint[]) OR EXISTS ({_retries("l.lane", "$2::text[]", "$4")}) OR EXISTS (
                SELECT 1 FROM unnest($2::text[]) d (name)
@@ -79,18 +79,18 @@ WITH looked AS MATERIALIZED (
                 WHERE {_is_blocked("e", "$4")} IS NOT TRUE) AS ready
       FROM outbox_lanes l WHERE l.relay = $1 OR l.lease_expires_at <= now()
 ), free AS MATERIALIZED (
-    SELECT l.lane FROM outbox_lanes l JOIN looked ON looked.lane = l.lane
-     WHERE looked.ready AND (l.relay = $1 OR l.lease_expires_at <= now())
+    SELECT l.lane FROM outbox_lanes l JOIN checked ON checked.lane = l.lane
+     WHERE checked.ready AND (l.relay = $1 OR l.lease_expires_at <= now())
      ORDER BY l.lease_expires_at, l.lane LIMIT $6 FOR UPDATE OF l SKIP LOCKED
-), taken AS (
+), leased AS (
     UPDATE outbox_lanes l SET relay = $1, lease_expires_at = now() + $3::interval FROM free WHERE l.lane = free.lane
     RETURNING l.lane
 )
-SELECT lane, true AS taken FROM taken
+SELECT lane, true AS leased FROM leased
 UNION ALL
-SELECT lane, false FROM looked WHERE NOT ready AND EXISTS (
+SELECT lane, false FROM checked WHERE NOT ready AND EXISTS (
     SELECT 1 FROM unnest($2::text[]) d (name)
-     CROSS JOIN LATERAL ({_first("looked.lane", "d.name", "1 OFFSET $5 - 1")}) e)"""  # noqa: S608 - constants
+     CROSS JOIN LATERAL ({_first("checked.lane", "d.name", "1 OFFSET $5 - 1")}) e)"""  # noqa: S608 - constants
 
 _MINE: Final = """
 mine AS MATERIALIZED (
@@ -250,9 +250,9 @@ class PostgresOutboxStore(PostgresTransactions, SqlOutboxStore):
         self._listen()
         self._lease_ms = lease_ms
         arguments = (relay, list(destinations), timedelta(milliseconds=lease_ms), dead_blocks, WINDOW)
-        rows = await self._store.fetch(TAKE, *arguments, most, [])
-        taken, crowded = ([row["lane"] for row in rows if row["taken"] is leased] for leased in (True, False))
-        if crowded and len(taken) < most:
+        rows = await self._store.fetch(LEASE_LANES, *arguments, most, [])
+        leased, crowded = ([row["lane"] for row in rows if row["leased"] is is_leased] for is_leased in (True, False))
+        if crowded and len(leased) < most:
             begin = self._cursors.start(crowded, destinations)
             walk = (*_columns(begin), STEPS, list(destinations), dead_blocks)
             (row,) = await self._store.fetch(WALK_LANES, *walk, 1, STEPS)
@@ -260,9 +260,9 @@ class PostgresOutboxStore(PostgresTransactions, SqlOutboxStore):
             # Where something was found, `due_events` must begin at the same cursor.
             self._cursors.resume(begin, _decode_cursors(row["last"]), destinations, but=ready)
             if ready:
-                rows = await self._store.fetch(TAKE, *arguments, most - len(taken), ready)
-                taken += [row["lane"] for row in rows if row["taken"]]
-        return sorted(set(taken))
+                rows = await self._store.fetch(LEASE_LANES, *arguments, most - len(leased), ready)
+                leased += [row["lane"] for row in rows if row["leased"]]
+        return sorted(set(leased))
 
     async def due_events(
         self, relay: str, lanes: Sequence[int], destinations: Sequence[str], limit: int, *, dead_blocks: bool
@@ -306,8 +306,8 @@ def _by_position(rows: Sequence[asyncpg.Record]) -> dict[int, asyncpg.Record]:
     return {row["position"]: row for row in rows if row["position"] is not None}
 
 
-def _decode_cursors(last: str | None) -> list[Place]:
-    return msgspec.json.decode(last, type=list[Place]) if last else []
+def _decode_cursors(last: str | None) -> list[WalkPosition]:
+    return msgspec.json.decode(last, type=list[WalkPosition]) if last else []
 
 
 def _columns(rows: Sequence[Sequence[Any]], width: int = 4) -> list[list[Any]]:

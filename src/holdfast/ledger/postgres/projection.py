@@ -85,11 +85,13 @@ class PostgresProjection(Projection):
 
     async def acquire(self, queue: str, projector: str, lease_ms: int) -> FeedPosition | None:
         values = (queue, projector, lease_ms * _MILLISECOND)
-        rows = await self._store.fetch(sql.TAKE, *values) or await self._store.fetch(sql.TAKE_FIRST, *values)
+        rows = await self._store.fetch(sql.LEASE_FEED, *values) or await self._store.fetch(
+            sql.INSERT_LEASED_FEED, *values
+        )
         return FeedPosition(*rows[0]) if rows else None
 
     async def held_by_others(self, queues: Sequence[str], projector: str) -> set[str]:
-        return {feed for (feed,) in await self._store.fetch(sql.TAKEN, queues, projector)}
+        return {feed for (feed,) in await self._store.fetch(sql.LEASED_FEEDS, queues, projector)}
 
     async def release(self, queue: str, projector: str) -> None:
         await self._store.execute(sql.RELEASE, queue, projector)
@@ -132,7 +134,7 @@ class PostgresProjection(Projection):
         )
         events = list(feed_events(entries, queue))
         batch = _BatchWriter(queue, self._publishing)
-        looked_up = False
+        jobs_read = False
 
         async def write(how: Callable[[Connection], Any], connection: Connection) -> tuple[int, int]:
             if await connection.fetchrow(sql.MOVE, *move) is None:
@@ -147,11 +149,11 @@ class PostgresProjection(Projection):
             if not _is_refused(exc):
                 raise
             _log.debug("batch of queue %s does not match the ledger, looking its jobs up: %r", queue, exc)
-            looked_up, careful = True, [sanitize_event(event) for event in events]
+            jobs_read, careful = True, [sanitize_event(event) for event in events]
             anomalies, dead_letters = await self._store.transact(partial(write, batch.careful_writer(careful)))
         if self._unplanned is not None:
             await self._analyse_new_tables(len(events))
-        return ProjectionResult(at, len(events), anomalies, dead_letters, looked_up)
+        return ProjectionResult(at, len(events), anomalies, dead_letters, jobs_read)
 
     async def _analyse_new_tables(self, events: int) -> None:
         """New tables have no statistics until autovacuum runs a minute later; until then, look-ups use a bad index."""
@@ -251,7 +253,7 @@ class _BatchWriter:
     async def _write_carefully(self, connection: Connection, events: list[Event]) -> tuple[int, int]:
         await connection.execute("SAVEPOINT part")
         try:
-            folded = fold_known(events, await self._look_up(connection, events))
+            folded = fold_known(events, await self._read_jobs(connection, events))
             done = await self._write(connection, _PreparedBatch(folded, self._queue))
         except Exception as exc:
             if not _is_refused(exc):
@@ -275,10 +277,10 @@ class _BatchWriter:
             _log.error("cannot record the event as an anomaly: %s", exc)
         return 1
 
-    async def _look_up(self, connection: Connection, events: Iterable[Event]) -> dict[Name, RecordedJob]:
+    async def _read_jobs(self, connection: Connection, events: Iterable[Event]) -> dict[Name, RecordedJob]:
         names = list(dict.fromkeys((event.tenant_id, event.job_id) for event in events))
         rows = await connection.fetch(
-            sql.LOOK_UP, self._queue, [name[0] for name in names], [name[1] for name in names]
+            sql.READ_JOBS, self._queue, [name[0] for name in names], [name[1] for name in names]
         )
         return {names[number - 1]: RecordedJob(State(state), *counts) for number, state, *counts in rows}
 

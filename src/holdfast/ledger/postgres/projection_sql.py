@@ -16,12 +16,12 @@ from holdfast.ledger.fold_events import (
 from holdfast.ledger.postgres.notifications import CHANNEL
 
 #: A projector on standby only reads: no lock, nothing written.
-TAKEN: Final = """
+LEASED_FEEDS: Final = """
 SELECT feed FROM feed_positions WHERE feed = ANY($1::text[])
    AND projector <> $2 AND lease_expires_at >= clock_timestamp()"""
 
 #: A row that is locked belongs to a projector that is writing.
-TAKE: Final = """
+LEASE_FEED: Final = """
 WITH free AS (
     SELECT feed FROM feed_positions
      WHERE feed = $1 AND (projector IS NULL OR projector = $2 OR lease_expires_at IS NULL
@@ -32,7 +32,7 @@ UPDATE feed_positions AS p SET projector = $2, lease_expires_at = clock_timestam
 RETURNING p.position, p.nonce"""
 
 #: Without the condition it would wait for the lock on the row.
-TAKE_FIRST: Final = """
+INSERT_LEASED_FEED: Final = """
 INSERT INTO feed_positions (feed, position, nonce, projector, lease_expires_at, updated_at)
 SELECT $1, '', '', $2, clock_timestamp() + $3, clock_timestamp()
  WHERE NOT EXISTS (SELECT FROM feed_positions WHERE feed = $1)
@@ -162,7 +162,7 @@ UPDATE jobs AS j
   FROM {_given((("tenant_id", "text"), ("job_id", "text"), ("at", "timestamptz")))} AS u
  WHERE {_THE_JOB} AND j.finished_at IS NULL"""  # noqa: S608
 
-LOOK_UP: Final = f"""
+READ_JOBS: Final = f"""
 SELECT u.place, j.state, j.last_seq, j.attempt, j.retry_count FROM {_NAMES} AS u JOIN jobs AS j ON {_THE_JOB}"""  # noqa: S608
 
 HISTORIES: Final = f"""

@@ -34,13 +34,13 @@ _BEGINNING: Final = (datetime(1970, 1, 1, tzinfo=UTC), "")
 #: histories are. The cursor moves to the last job that was checked, or, if not all could be deleted at once, to the
 #: last that was deleted.
 PRUNE_JOBS: Final = """
-WITH looked AS MATERIALIZED (
+WITH checked AS MATERIALIZED (
     SELECT tenant_id, job_id, queue, created_at FROM jobs
     WHERE tenant_id = $1 AND created_at < now() - $2::interval AND created_at >= $3 AND (created_at, job_id) > ($3, $4)
     ORDER BY created_at, job_id LIMIT {jobs}
 ), old AS MATERIALIZED (
     SELECT j.tenant_id, j.job_id, j.queue, j.created_at, j.last_seq
-      FROM looked l JOIN jobs j ON j.tenant_id = l.tenant_id AND j.job_id = l.job_id AND j.queue = l.queue
+      FROM checked l JOIN jobs j ON j.tenant_id = l.tenant_id AND j.job_id = l.job_id AND j.queue = l.queue
      WHERE j.finished_at < now() - $2::interval
        AND (SELECT 1 FROM dlq_items d WHERE d.tenant_id = j.tenant_id AND d.job_id = j.job_id AND d.queue = j.queue
                AND (d.status IN ('open', 'discard_requested') OR d.replay_pending = 1) LIMIT 1) IS NULL
@@ -57,7 +57,7 @@ WITH looked AS MATERIALIZED (
 ), steps AS (
     DELETE FROM job_steps t USING gone g
     WHERE t.tenant_id = g.tenant_id AND t.job_id = g.job_id AND t.queue = g.queue RETURNING 1
-), letters AS (
+), dead_letters AS (
     DELETE FROM dlq_items t USING gone g
     WHERE t.tenant_id = g.tenant_id AND t.job_id = g.job_id AND t.queue = g.queue RETURNING 1
 ), decisions AS (
@@ -74,14 +74,14 @@ WITH looked AS MATERIALIZED (
     WHERE t.tenant_id = g.tenant_id AND t.job_id = g.job_id AND t.queue = g.queue RETURNING 1
 )
 SELECT (SELECT count(*) FROM jobs_gone) + (SELECT count(*) FROM events) + (SELECT count(*) FROM steps)
-     + (SELECT count(*) FROM letters) + (SELECT count(*) FROM decisions) + (SELECT count(*) FROM votes)
+     + (SELECT count(*) FROM dead_letters) + (SELECT count(*) FROM decisions) + (SELECT count(*) FROM votes)
      + (SELECT count(*) FROM oddities) AS gone,
-       part OR (SELECT count(*) FROM looked) = {jobs} AS more,
+       part OR (SELECT count(*) FROM checked) = {jobs} AS more,
        last.created_at, last.job_id, now() - $2::interval AS before
   FROM (SELECT (SELECT count(*) FROM gone) < (SELECT count(*) FROM old) AS part) one
   LEFT JOIN LATERAL (
       SELECT created_at, job_id FROM (
-          SELECT created_at, job_id FROM gone WHERE part UNION ALL SELECT created_at, job_id FROM looked WHERE NOT part
+          SELECT created_at, job_id FROM gone WHERE part UNION ALL SELECT created_at, job_id FROM checked WHERE NOT part
       ) passed ORDER BY created_at DESC, job_id DESC LIMIT 1
   ) last ON true
 """

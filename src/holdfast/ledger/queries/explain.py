@@ -50,8 +50,8 @@ def explain(events: Sequence[Event], facts: JobFacts) -> Explanation:
     last = moves[-1]
     state = last.to_state
     assert state is not None
-    why, then = _STATE_SENTENCES[state](last, events, facts)
-    return Explanation(happened, why, then + _disagreement(state, facts))
+    reason, then = _STATE_SENTENCES[state](last, events, facts)
+    return Explanation(happened, reason, then + _disagreement(state, facts))
 
 
 # What happened -------------------------------------------------------------------------------------
@@ -99,8 +99,8 @@ _OPERATOR_PHRASES: Final[Mapping[str, str]] = MappingProxyType(
 
 def _operator_sentence(action: OperatorAction) -> str:
     reason = " ".join(action.reason.split())[:200]
-    why = f" ({reason})" if reason else ""
-    return f"{action.actor} {_OPERATOR_PHRASES[action.type]} at {time_phrase(action.at_ms)}{why}."
+    suffix = f" ({reason})" if reason else ""
+    return f"{action.actor} {_OPERATOR_PHRASES[action.type]} at {time_phrase(action.at_ms)}{suffix}."
 
 
 def _heartbeat_sentence(count: int) -> str:
@@ -189,8 +189,8 @@ def _retrying(event: Event, took_ms: int) -> str:
 
 def _suspended(event: Event, took_ms: int) -> str:
     if event.from_state is State.RUNNING and not actor_phrase(event):
-        took = duration_phrase(took_ms)
-        return f"Attempt {event.attempt} failed after {took}{error_of(event)}, and the job was suspended."
+        duration = duration_phrase(took_ms)
+        return f"Attempt {event.attempt} failed after {duration}{error_of(event)}, and the job was suspended."
     return f"It was suspended at {time_phrase(event.at_ms)}{actor_phrase(event)}{reason_of(event)}."
 
 

@@ -125,8 +125,8 @@ def _is_queued(last: Event, events: Sequence[Event], facts: JobFacts) -> _WhyAnd
     due_ms = _due(last, facts)
     obstacle, remedy = _obstacle(facts)
     if due_ms > facts.now_ms:
-        why = [f"It is delayed: it is due {_in(due_ms, facts)}.", *obstacle]
-        return why, remedy or ["Then the next free worker claims it."]
+        reason = [f"It is delayed: it is due {_in(due_ms, facts)}.", *obstacle]
+        return reason, remedy or ["Then the next free worker claims it."]
     waits = duration_phrase(max(0, facts.now_ms - last.at_ms))
     return [f"It has been queued for {waits}.", *obstacle], remedy or ["The next free worker of its queue claims it."]
 
@@ -142,15 +142,15 @@ def _obstacle(facts: JobFacts) -> _WhyAndThen:
 
 
 def _is_waiting_approval(last: Event, events: Sequence[Event], facts: JobFacts) -> _WhyAndThen:
-    why = f"It has been waiting for approval since {time_phrase(last.at_ms)}."
+    reason = f"It has been waiting for approval since {time_phrase(last.at_ms)}."
     then = "It needs a decision: when approved, it is queued; when rejected, it is cancelled."
     request = next((row for row in reversed(facts.approvals) if row.status is ApprovalStatus.REQUESTED), None)
     if request is None:
-        return [why], [then]
+        return [reason], [then]
     if request.deadline is not None:
         then = f"Without a decision it is cancelled at {request.deadline:%Y-%m-%d %H:%M:%S} UTC."
     show = f"`holdfast approvals show {request.approval_id}`"
-    return [why, *_request_sentences(request)], [f"{show} shows what would run. {then}"]
+    return [reason, *_request_sentences(request)], [f"{show} shows what would run. {then}"]
 
 
 def _request_sentences(request: ApprovalRow) -> Iterator[str]:
@@ -227,14 +227,16 @@ def _is_failed(last: Event, events: Sequence[Event], facts: JobFacts) -> _WhyAnd
     failure = next((event for event in reversed(events) if event.type == "task.dlq_pending"), last)
     decided = facts.dead_letter_status not in (None, "open")
     state = f" and is {name_phrase(facts.dead_letter_status or '')}" if decided else ""
-    why = [f"It failed{error_of(failure) or ' for good'}. Its dead letter{_dead_letter_id(facts)} is written{state}."]
+    reason = [
+        f"It failed{error_of(failure) or ' for good'}. Its dead letter{_dead_letter_id(facts)} is written{state}."
+    ]
     then = "This job will not run again."
     if facts.replayed_as:
-        return why, [f"{then} It was replayed as job {facts.replayed_as}."]
+        return reason, [f"{then} It was replayed as job {facts.replayed_as}."]
     if decided:
-        return why, [then]
+        return reason, [then]
     show = f"`holdfast dlq show{_dead_letter_id(facts)}`"
-    return why, [f"{then} An operator can check the dead letter ({show}) and replay it."]
+    return reason, [f"{then} An operator can check the dead letter ({show}) and replay it."]
 
 
 def _is_cancelled(last: Event, events: Sequence[Event], facts: JobFacts) -> _WhyAndThen:

@@ -102,7 +102,7 @@ def from_cursor(cursor: str) -> JobCursor:
 class JobSearch(msgspec.Struct, frozen=True):
     """One tenant's part of a list, in one state if its index needs one."""
 
-    wanted: JobFilter
+    filters: JobFilter
     tenant_id: str
     state: State | None
     after: JobCursor | None
@@ -150,7 +150,7 @@ class JobSearch(msgspec.Struct, frozen=True):
 
     def _driving(self, dialect: Dialect) -> list[ColumnElement[bool]]:
         """Conditions that the index covers, and its predicate, word for word."""
-        filters = self.wanted
+        filters = self.filters
         conditions = [jobs.c.tenant_id == clean(self.tenant_id)]
         if filters.since is not None:
             conditions.append(jobs.c.created_at >= filters.since)
@@ -175,7 +175,7 @@ class JobSearch(msgspec.Struct, frozen=True):
 
     def _residual(self, columns: Any = jobs.c) -> list[ColumnElement[bool]]:
         """Conditions that are checked row by row."""
-        filters, driver = self.wanted, self._driver()
+        filters, driver = self.filters, self._driver()
         conditions: list[ColumnElement[bool]] = []
         if filters.idempotency_key is not None and driver != "key":
             conditions.append(columns.idempotency_key == clean(filters.idempotency_key))
@@ -192,7 +192,7 @@ class JobSearch(msgspec.Struct, frozen=True):
         return conditions
 
     def _driver(self) -> str:
-        filters = self.wanted
+        filters = self.filters
         if filters.idempotency_key is not None and _is_indexed(filters.idempotency_key):
             return "key"
         if filters.trace_id and _is_indexed(filters.trace_id):

@@ -38,30 +38,30 @@ def _fields(names: str) -> str:
 
 
 _RESERVE: Final = f"""
-INSERT INTO idempotency_keys AS held (tenant_id, key, {_COLUMNS}, state, created_at, updated_at)
+INSERT INTO idempotency_keys AS item (tenant_id, key, {_COLUMNS}, state, created_at, updated_at)
 SELECT {_fields("tenant_id, key, " + _COLUMNS)}, 'reserved', :now_ms, :now_ms FROM json_each(:rows) AS row WHERE true
 ON CONFLICT (tenant_id, key) DO UPDATE SET
     state = 'reserved', value = NULL, reason = NULL, expires_at = NULL, created_at = :now_ms, updated_at = :now_ms,
     function = excluded.function, fingerprint = excluded.fingerprint, token = excluded.token, queue = excluded.queue,
     job_id = excluded.job_id, attempt = excluded.attempt, worker = excluded.worker
-WHERE (held.state = 'done' AND held.expires_at <= :now_ms)
-    OR (held.state <> 'done' AND held.token IN (SELECT value FROM json_each(:instead_of)))
+WHERE (item.state = 'done' AND item.expires_at <= :now_ms)
+    OR (item.state <> 'done' AND item.token IN (SELECT value FROM json_each(:instead_of)))
 """  # noqa: S608 - constants
 
 _READ: Final = f"""
 SELECT json_group_array(
-    json_array(held.tenant_id, held.key, state, held.value, {_COLUMNS}, coalesce(reason, ''), updated_at)
+    json_array(item.tenant_id, item.key, state, item.value, {_COLUMNS}, coalesce(reason, ''), updated_at)
 )
-FROM json_each(:keys) AS row JOIN idempotency_keys AS held
-    ON held.tenant_id = row.value ->> 0 AND held.key = row.value ->> 1
+FROM json_each(:keys) AS row JOIN idempotency_keys AS item
+    ON item.tenant_id = row.value ->> 0 AND item.key = row.value ->> 1
 """  # noqa: S608 - constants
 
 _CONCLUDE: Final = f"""
-UPDATE idempotency_keys AS held
+UPDATE idempotency_keys AS item
 SET state = ended.state, value = ended.result, reason = ended.reason, updated_at = :now_ms,
     expires_at = :now_ms + ended.ttl_ms
 FROM (SELECT {_fields("tenant_id, key, token, state, result, reason, ttl_ms")} FROM json_each(:rows) AS row) AS ended
-WHERE held.tenant_id = ended.tenant_id AND held.key = ended.key AND held.token = ended.token AND held.state <> 'done'
+WHERE item.tenant_id = ended.tenant_id AND item.key = ended.key AND item.token = ended.token AND item.state <> 'done'
 """  # noqa: S608 - constants
 
 _FREE: Final = """
@@ -168,8 +168,8 @@ def _conclude(transaction: Transaction, outcomes: Sequence[EffectOutcome], now_m
         some = [outcomes[number] for number in numbers]
         found = _read(transaction, [(outcome.tenant_id, outcome.key) for outcome in some])
         for number, outcome in zip(numbers, some, strict=True):
-            held = found.get((outcome.tenant_id, outcome.key))
-            answers[number] = holds_key(outcome, None if held is None else held.token)
+            item = found.get((outcome.tenant_id, outcome.key))
+            answers[number] = holds_key(outcome, None if item is None else item.token)
         kept = [_ending(outcome) for outcome in some if outcome.state is not None]
         freed = [(outcome.tenant_id, outcome.key, outcome.token) for outcome in some if outcome.state is None]
         if kept:

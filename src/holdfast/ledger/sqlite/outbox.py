@@ -23,9 +23,9 @@ from holdfast.ledger.transactions.outbox import (
     BATCH_BYTES,
     STEPS,
     WINDOW,
-    Place,
     SqlOutboxStore,
     WalkCursors,
+    WalkPosition,
     event_from_row,
     result_row,
     window_for,
@@ -88,7 +88,7 @@ FREE: Final = """
 SELECT json_group_array(lane) FROM outbox_lanes
  WHERE lane IN (SELECT value FROM json_each(:lanes)) AND (relay = :relay OR lease_expires_at <= :now)"""
 
-TAKE: Final = """
+LEASE_LANES: Final = """
 UPDATE outbox_lanes SET relay = :relay, lease_expires_at = :until WHERE lane IN (SELECT value FROM json_each(:lanes))"""
 
 #: Those of the lanes that are leased by this relay.
@@ -97,7 +97,7 @@ SELECT json_group_array(lane) FROM outbox_lanes
  WHERE lane IN (SELECT value FROM json_each(:lanes)) AND relay = :relay AND lease_expires_at > :now"""
 
 #: Lane, destination, position and whether it is blocked, of the first new events of each lane.
-SEEN: Final = f"""
+NEW_EVENTS: Final = f"""
 SELECT json_group_array(json_array(e.lane, e.destination, e.position, {_is_blocked("e")}))
   FROM json_each(:lanes) l CROSS JOIN json_each(:destinations) d
  CROSS JOIN outbox_events e ON e.position IN ({_first("l.value", "d.value")})"""  # noqa: S608 - constants
@@ -224,7 +224,7 @@ class SqliteOutboxStore(SqliteTransactions, SqlOutboxStore):
         self._lease_ms = lease_ms
         values = self._values(relay, destinations, dead_blocks, WINDOW) | {"limit": 1}
         # Lazy: most calls find nothing, and need not keep others from writing.
-        work = (_take, values, list(destinations), self._cursors, most, lease_ms)
+        work = (_lease_lanes, values, list(destinations), self._cursors, most, lease_ms)
         lanes: list[int] = await self._store.write(*work, lazy=True)
         return sorted(lanes)
 
@@ -271,7 +271,7 @@ class SqliteOutboxStore(SqliteTransactions, SqlOutboxStore):
 # In the writer's thread ----------------------------------------------------------------------------
 
 
-def _take(
+def _lease_lanes(
     transaction: Transaction,
     values: dict[str, Any],
     destinations: list[str],
@@ -285,7 +285,7 @@ def _take(
         # Checked again: from here on no other process writes.
         lanes = _json(transaction, FREE, values | {"lanes": json_list(lanes)})
         until = values["now"] + lease_ms
-        transaction.execute(TAKE, {"relay": values["relay"], "until": until, "lanes": json_list(lanes)})
+        transaction.execute(LEASE_LANES, {"relay": values["relay"], "until": until, "lanes": json_list(lanes)})
     return lanes
 
 
@@ -311,7 +311,7 @@ def _due(
     values |= {"lanes": json_list(mine)}
     positions: set[int] = set(_json(transaction, AGAIN, values))
     windows: dict[tuple[int, str], list[bool]] = {}
-    for lane, destination, position, blocked in _json(transaction, SEEN, values):
+    for lane, destination, position, blocked in _json(transaction, NEW_EVENTS, values):
         windows.setdefault((lane, destination), []).append(bool(blocked))
         if not blocked:
             positions.add(position)
@@ -328,8 +328,8 @@ def _due(
 
 
 def _walk(
-    transaction: Transaction, walk: Sequence[Place], values: dict[str, Any]
-) -> tuple[list[Place], dict[int, list[int]]]:
+    transaction: Transaction, walk: Sequence[WalkPosition], values: dict[str, Any]
+) -> tuple[list[WalkPosition], dict[int, list[int]]]:
     """Where to continue, and what is due in lanes that are full of blocked events."""
     last, rows = _json(transaction, WALK, values | {"places": json_list(walk), "steps": STEPS})
     found: dict[int, list[int]] = {}

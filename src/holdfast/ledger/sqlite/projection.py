@@ -73,12 +73,12 @@ class SqliteProjection(Projection):
     async def acquire(self, queue: str, projector: str, lease_ms: int) -> FeedPosition | None:
         now_ms = self._clock.now_ms()
         values = {"queue": queue, "projector": projector, "until": now_ms + lease_ms, "now": now_ms}
-        row = await self._store.write(lambda transaction: transaction.execute(sql.TAKE, values).fetchone())
+        row = await self._store.write(lambda transaction: transaction.execute(sql.LEASE_FEED, values).fetchone())
         return FeedPosition(*row) if row else None
 
     async def held_by_others(self, queues: Sequence[str], projector: str) -> set[str]:
         values = {"queues": to_json(list(queues)), "projector": projector, "now": self._clock.now_ms()}
-        return set(await self._read(sql.TAKEN, values))
+        return set(await self._read(sql.LEASED_FEEDS, values))
 
     async def release(self, queue: str, projector: str) -> None:
         await self._store.write(lambda transaction: transaction.execute(sql.RELEASE, (queue, projector)).rowcount)
@@ -186,7 +186,7 @@ def _write_carefully(
     until the refused event is isolated."""
     transaction.execute("SAVEPOINT part")
     try:
-        folded = fold_known(events, _look_up(transaction, queue, events))
+        folded = fold_known(events, _read_jobs(transaction, queue, events))
         done = _write(transaction, queue, folded)
         if publishing is not None:
             _publish(transaction, queue, folded, publishing)
@@ -216,9 +216,9 @@ def _record_refused(transaction: Transaction, queue: str, event: Event, error: E
     return 1
 
 
-def _look_up(transaction: Transaction, queue: str, events: Iterable[Event]) -> dict[Name, RecordedJob]:
+def _read_jobs(transaction: Transaction, queue: str, events: Iterable[Event]) -> dict[Name, RecordedJob]:
     names = list(dict.fromkeys((event.tenant_id, event.job_id) for event in events))
-    rows = _rows(transaction, sql.LOOK_UP, {"queue": queue, "names": to_json(names)})
+    rows = _rows(transaction, sql.READ_JOBS, {"queue": queue, "names": to_json(names)})
     return {names[index]: RecordedJob(State(state), *counts) for index, state, *counts in rows}
 
 

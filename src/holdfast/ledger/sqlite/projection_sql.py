@@ -25,7 +25,7 @@ def _insert(table: str, columns: Sequence[str]) -> str:
     return f"INSERT INTO {table} ({', '.join(columns)}) SELECT {_fields(columns)} FROM json_each(?) AS row"  # noqa: S608
 
 
-TAKE: Final = """
+LEASE_FEED: Final = """
 INSERT INTO feed_positions AS p (feed, position, nonce, projector, lease_expires_at, updated_at)
 VALUES (:queue, '', '', :projector, :until, :now)
 ON CONFLICT (feed) DO UPDATE SET projector = excluded.projector, lease_expires_at = excluded.lease_expires_at
@@ -33,7 +33,7 @@ ON CONFLICT (feed) DO UPDATE SET projector = excluded.projector, lease_expires_a
     OR p.lease_expires_at < :now
 RETURNING position, nonce"""
 
-TAKEN: Final = """
+LEASED_FEEDS: Final = """
 SELECT json_group_array(feed) FROM feed_positions
  WHERE feed IN (SELECT row.value FROM json_each(:queues) AS row)
    AND projector <> :projector AND lease_expires_at >= :now"""
@@ -108,7 +108,7 @@ UPDATE jobs
           FROM json_each(:rows) AS row) AS u
  WHERE jobs.tenant_id = u.tenant_id AND jobs.job_id = u.job_id AND jobs.queue = :queue AND jobs.finished_at IS NULL"""
 
-LOOK_UP: Final = """
+READ_JOBS: Final = """
 SELECT json_group_array(json_array(row.key, jobs.state, jobs.last_seq, jobs.attempt, jobs.retry_count))
   FROM json_each(:names) AS row CROSS JOIN jobs
     ON jobs.tenant_id = row.value ->> 0 AND jobs.job_id = row.value ->> 1 AND jobs.queue = :queue"""

@@ -137,7 +137,7 @@ class FileCommitListener:
         """A waiter that is notified when this queue's feed has moved in the ledger (`transaction.effects.recorded`)."""
         return self._waiters.waiting_for(queue)
 
-    def tell(self, effects: CommitNotices) -> None:
+    def notify(self, effects: CommitNotices) -> None:
         if effects.external:
             self._waiters.notify_all()
         else:
@@ -189,7 +189,7 @@ class SqliteLedgerStore:
                 if self._writer is None:
                     writer = await asyncio.to_thread(self._acquire)
                     await self._check(writer)
-                    self._subscriber = CommitSubscriber(asyncio.get_running_loop(), self.commits.tell)
+                    self._subscriber = CommitSubscriber(asyncio.get_running_loop(), self.commits.notify)
                     writer.subscribe(self._subscriber)
                     self._writer = writer
                     self._watch_again()
@@ -249,7 +249,7 @@ class SqliteLedgerStore:
         """Watch also for callers that began to wait before the file was open, and have them check again."""
         if self._waiting and self._writer is not None and self._subscriber is not None:
             self._writer.watch(self._subscriber, self._waiting)
-            self.commits.tell(CommitNotices(external=True))
+            self.commits.notify(CommitNotices(external=True))
 
     def _watch(self, change: int) -> None:
         self._waiting += change

@@ -46,7 +46,7 @@ def window_for(limit: int, lanes: int) -> int:
 
 
 #: Lane, destination, topic and key.
-Place = tuple[int, str, str, str]
+WalkPosition = tuple[int, str, str, str]
 
 
 class WalkCursors:
@@ -55,13 +55,17 @@ class WalkCursors:
     def __init__(self) -> None:
         self._after: dict[tuple[int, tuple[str, ...]], tuple[str, str, str]] = {}
 
-    def start(self, lanes: Sequence[int], destinations: Sequence[str]) -> list[Place]:
+    def start(self, lanes: Sequence[int], destinations: Sequence[str]) -> list[WalkPosition]:
         """Return the position in each lane after which to start."""
         start = ("", "", "")
         return [(lane, *self._after.get((lane, tuple(destinations)), start)) for lane in lanes]
 
     def resume(
-        self, walk: Sequence[Place], last: Sequence[Place], destinations: Sequence[str], but: Collection[int] = ()
+        self,
+        walk: Sequence[WalkPosition],
+        last: Sequence[WalkPosition],
+        destinations: Sequence[str],
+        but: Collection[int] = (),
     ) -> None:
         """Record a walk that ended at `last`; lanes missing there were walked to the end. Skips lanes in `but`."""
         for lane, *_ in walk:

@@ -102,7 +102,7 @@ class MessageReader:
             raise AssertionError("consume() ended before close()")
         raise AssertionError(f"no message within {SOON_S} s")
 
-    async def take(self, count: int) -> list[RawMessage]:
+    async def receive(self, count: int) -> list[RawMessage]:
         return [await self.one() for _ in range(count)]
 
     async def handle(self, count: int) -> list[RawMessage]:

@@ -225,29 +225,29 @@ class DeliveryContract(_Suite):
     async def test_unacknowledged_messages_are_redelivered_after_closing(self, bench: BrokerRig) -> None:
         await bench.publish(b"one", b"two", b"three")
         first = await bench.reader()
-        taken = await first.take(3)
-        (done,) = (message for message in taken if message.body == b"one")
+        received = await first.receive(3)
+        (done,) = (message for message in received if message.body == b"one")
         await first.adapter.ack(done)
         await first.stop()
         second = await bench.reader()
         again = await second.handle(2)
-        left = {message.message_id: message.body for message in taken if message is not done}
+        left = {message.message_id: message.body for message in received if message is not done}
         assert {message.message_id: message.body for message in again} == left
         await second.quiet()
 
     async def test_no_more_than_prefetch_messages_are_in_flight(self, bench: BrokerRig) -> None:
         await bench.publish(*[b"%d" % number for number in range(12)])
         reader = await bench.reader(prefetch=4)
-        taken = await reader.take(4)
+        received = await reader.receive(4)
         await reader.quiet()
-        for message in taken[:2]:
+        for message in received[:2]:
             await reader.adapter.ack(message)
-        taken += await reader.take(2)
+        received += await reader.receive(2)
         await reader.quiet()
-        for message in taken[2:]:
+        for message in received[2:]:
             await reader.adapter.ack(message)
-        taken += await reader.handle(6)
-        assert Counter(message.body for message in taken) == Counter(b"%d" % number for number in range(12))
+        received += await reader.handle(6)
+        assert Counter(message.body for message in received) == Counter(b"%d" % number for number in range(12))
 
     async def test_a_requeued_message_is_redelivered(self, bench: BrokerRig) -> None:
         await bench.publish(b"one", key="k", x_event_name="paid")
@@ -268,7 +268,7 @@ class DeliveryContract(_Suite):
     async def test_a_dropped_message_is_not_redelivered(self, bench: BrokerRig) -> None:
         await bench.publish(b"one", b"two")
         reader = await bench.reader(prefetch=2)
-        for message in await reader.take(2):
+        for message in await reader.receive(2):
             await reader.adapter.nack(message)
             assert not reader.adapter.owns(message)
         await reader.quiet()
@@ -302,10 +302,10 @@ class DeliveryContract(_Suite):
             return
         assert answers == [None, None]
         reader = await bench.reader()
-        for message, body in zip(await reader.take(2), (None, b""), strict=True):
+        for message, body in zip(await reader.receive(2), (None, b""), strict=True):
             assert message.body == body
             await reader.adapter.send_to_dlq(message, "not wanted")
-        dead_letters = await (await bench.dead_letters()).take(2)
+        dead_letters = await (await bench.dead_letters()).receive(2)
         assert [(message.body, message.key) for message in dead_letters] == [(None, "k"), (b"", "k")]
 
     async def test_a_message_stays_owned_if_its_dead_letter_cannot_be_written(self, bench: BrokerRig) -> None:
@@ -324,7 +324,7 @@ class DeliveryContract(_Suite):
     async def test_a_message_is_owned_until_it_is_acknowledged_or_the_consumer_closes(self, bench: BrokerRig) -> None:
         await bench.publish(b"one", b"two")
         reader = await bench.reader()
-        one, two = await reader.take(2)
+        one, two = await reader.receive(2)
         assert reader.adapter.owns(one)
         await reader.adapter.ack(one)
         assert not reader.adapter.owns(one)
@@ -412,7 +412,7 @@ class BrokerFaultContract(_Suite):
     async def test_a_consumer_reconnects_by_itself_and_loses_nothing(self, bench: BrokerRig) -> None:
         reader = await bench.reader()
         await bench.publish(b"done", b"open")
-        done, still_open = sorted(await reader.take(2), key=lambda message: message.body or b"")
+        done, still_open = sorted(await reader.receive(2), key=lambda message: message.body or b"")
         await reader.adapter.ack(done)
         await bench.harness.kill_broker()
         assert not await reader.adapter.health_check()

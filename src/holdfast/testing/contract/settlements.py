@@ -92,7 +92,7 @@ class SettlementContract(Contract):
         assert await rig.succeed(*claims) == [SettleResult.APPLIED] * 3
 
     async def _elsewhere(self, rig: Rig) -> list[Claim]:
-        other = Rig(rig.harness, rig.engine, "letters")
+        other = Rig(rig.harness, rig.engine, "reports")
         return [await other.start_one(), await other.start_one("w2")]
 
     # After a lost reply ----------------------------------------------------------------------------
@@ -236,10 +236,10 @@ class SettlementContract(Contract):
 
     async def test_a_task_can_request_approval_during_its_run(self, rig: Rig) -> None:
         claim = await rig.start_one()
-        await rig.settle(claim, Hold("send 4,000 letters?"))
+        await rig.settle(claim, Hold("send 4,000 messages?"))
         assert await rig.claim_due() == []
         requested = (await rig.events(claim.job_id))[-1]
-        assert (requested.type, requested.message) == ("approval.requested", "send 4,000 letters?")
+        assert (requested.type, requested.message) == ("approval.requested", "send 4,000 messages?")
         await rig.move(claim.job_id, State.QUEUED)
         again = await rig.claim_one()
         assert (again.job_id, again.attempt) == (claim.job_id, 2)

@@ -50,7 +50,7 @@ class FairnessContract(Contract):
     async def test_ten_jobs_do_not_wait_behind_another_tenants_thousands(self, rig: Rig, at_a_time: int) -> None:
         await rig.submit(BACKLOG, tenant_id="acme")
         late = set(await rig.submit(10, tenant_id="zeta"))
-        claims = await self._take(rig, 100, at_a_time)
+        claims = await self._claim_all(rig, 100, at_a_time)
         assert late <= set(ids(claims))
         assert tenants_of(claims) == {"acme": 90, "zeta": 10}
 
@@ -66,7 +66,7 @@ class FairnessContract(Contract):
     async def test_equal_weights_get_equal_shares(self, rig: Rig) -> None:
         for tenant in ("acme", "zeta", "omega"):
             await rig.submit(300, tenant_id=tenant)
-        shares = tenants_of(await self._take(rig, 300, 10))
+        shares = tenants_of(await self._claim_all(rig, 300, 10))
         assert all(90 <= shares[tenant] <= 110 for tenant in ("acme", "zeta", "omega")), shares
 
     @pytest.mark.parametrize("at_a_time", [20, 1])
@@ -74,7 +74,7 @@ class FairnessContract(Contract):
         await self._control(rig, acme=TenantControl(weight=3))
         for tenant in ("acme", "zeta"):
             await rig.submit(200, tenant_id=tenant)
-        shares = tenants_of(await self._take(rig, 100, at_a_time))
+        shares = tenants_of(await self._claim_all(rig, 100, at_a_time))
         assert 68 <= shares["acme"] <= 82, shares
 
     async def test_a_tenant_without_ready_jobs_costs_the_others_nothing(self, rig: Rig) -> None:
@@ -82,7 +82,7 @@ class FairnessContract(Contract):
         await rig.succeed(*[await rig.start_one(tenant_id="zeta") for _ in range(3)])
         submitted = await rig.submit(30, tenant_id="acme")
         assert ids(await rig.claim(limit=10)) == submitted[:10]
-        assert ids(await self._take(rig, 20, 1)) == submitted[10:]
+        assert ids(await self._claim_all(rig, 20, 1)) == submitted[10:]
         assert await rig.claim() == []
 
     async def test_a_claim_is_filled_whatever_the_shares(self, rig: Rig) -> None:
@@ -97,7 +97,7 @@ class FairnessContract(Contract):
         for count in (5, 11, 3):
             for tenant, jobs in submitted.items():
                 jobs += await rig.submit(count, tenant_id=tenant)
-        claims = await self._take(rig, 38, at_a_time)
+        claims = await self._claim_all(rig, 38, at_a_time)
         for tenant, jobs in submitted.items():
             assert [claim.job_id for claim in claims if claim.tenant_id == tenant] == jobs
 
@@ -116,7 +116,7 @@ class FairnessContract(Contract):
         others = {f"tenant-{number:03}" for number in range(MAX_TENANTS + 36)}
         for tenant in sorted(others):
             await rig.submit(1, tenant_id=tenant)
-        claims = await self._take(rig, 300, 10)
+        claims = await self._claim_all(rig, 300, 10)
         assert set(tenants_of(claims)) == {"acme", *others}
         while more := await rig.claim(limit=500):
             claims += more
@@ -131,7 +131,7 @@ class FairnessContract(Contract):
             assert await rig.succeed(claim) == [SettleResult.APPLIED]
         await rig.submit(200, tenant_id="acme")
         late = set(await rig.submit(5, tenant_id="zeta"))
-        assert late <= set(ids(await self._take(rig, 50, 5)))
+        assert late <= set(ids(await self._claim_all(rig, 50, 5)))
 
     @pytest.mark.parametrize("way", ["delayed", "retried", "released", "resumed", "approved"])
     async def test_a_returning_job_does_not_wait_behind_other_tenants(self, rig: Rig, way: str) -> None:
@@ -153,7 +153,7 @@ class FairnessContract(Contract):
             await rig.move(job_id, State.QUEUED)
         await rig.harness.advance(1_001)
         await rig.promote()
-        assert job_id in ids(await self._take(rig, SOON_SERVED, 1))
+        assert job_id in ids(await self._claim_all(rig, SOON_SERVED, 1))
 
     # A tenant's own concurrency --------------------------------------------------------------------
 
@@ -299,7 +299,7 @@ class FairnessContract(Contract):
     async def _control(self, rig: Rig, **tenants: TenantControl) -> None:
         await rig.engine.set_control(rig.queue, QueueControl(tenants=tenants))
 
-    async def _take(self, rig: Rig, count: int, at_a_time: int) -> list[Claim]:
+    async def _claim_all(self, rig: Rig, count: int, at_a_time: int) -> list[Claim]:
         """Return the next `count` claims, each settled at once."""
         claims: list[Claim] = []
         while len(claims) < count:

@@ -83,7 +83,7 @@ async def lost(fixture: AcceptanceFixture) -> str:
     return "removed from Redis, restored from the ledger with its id, key and due time, run once"
 
 
-async def whole_stories(fixture: AcceptanceFixture) -> str:
+async def check_histories(fixture: AcceptanceFixture) -> str:
     fixture.need_ledger()
     from holdfast.ledger.verify import verify_ledger
 
@@ -108,7 +108,10 @@ LEDGER_CRITERIA: Final = (
 )
 LAST: Final = (
     Criterion(
-        "L2", "the ledger's histories are gapless and legal", "`holdfast verify` of all jobs of the run", whole_stories
+        "L2",
+        "the ledger's histories are gapless and legal",
+        "`holdfast verify` of all jobs of the run",
+        check_histories,
     ),
     Criterion("Q2", "nothing is pending at the end", "every queue of the run is checked", nothing_left),
 )
@@ -140,7 +143,7 @@ async def _judged(_fixture: AcceptanceFixture, *, finding: Finding) -> str:
     raise CriterionFailed(message)
 
 
-async def place(fixture: AcceptanceFixture) -> str:
+async def check_sandbox(fixture: AcceptanceFixture) -> str:
     if fixture.sandbox.no_ledger:
         raise CriterionFailed(fixture.sandbox.no_ledger)
     return f"created with the name {fixture.sandbox.name}"
@@ -155,7 +158,7 @@ async def tables(fixture: AcceptanceFixture) -> str:
 
 
 SERVER_CRITERIA: Final = (
-    Criterion("place", "the check has a sandbox", "a separate namespace, and a schema or a file", place),
+    Criterion("place", "the check has a sandbox", "a separate namespace, and a schema or a file", check_sandbox),
     Criterion("ledger.tables", "the ledger's tables and rights on them", "the deployment's tables are checked", tables),
 )
 

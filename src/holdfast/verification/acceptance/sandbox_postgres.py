@@ -93,8 +93,10 @@ class PostgresSandbox:
             return str(exc)
         if found.version is None:
             return "the database has no ledger; run `holdfast migrate up`"
-        if found.version != found.wanted:
-            return f"tables have version {found.version}, this release needs {found.wanted}; run `holdfast migrate up`"
+        if found.version != found.required:
+            return (
+                f"tables have version {found.version}, this release needs {found.required}; run `holdfast migrate up`"
+            )
         missing = await self._store.fetch(_MISSING, sorted(jobs.metadata.tables))
         if not missing:
             return ""

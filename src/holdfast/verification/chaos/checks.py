@@ -125,7 +125,7 @@ def check_recoveries(results: Sequence[FaultResult], within_s: float) -> list[st
 
 
 def check_forgotten(findings: Findings, journal: SubmissionJournal, results: Sequence[FaultResult]) -> None:
-    """Redis may lose only jobs that it accepted around one of its own faults (`results`)."""
+    """Redis may lose only jobs that it accepted around a fault of Redis (`results`)."""
     near = [(each.began_at - _NEAR_S, each.ended_at + _NEAR_S) for each in results]
     for job_id in list(findings.forgotten_jobs):
         at = journal.accepted_at[job_id]
@@ -157,7 +157,7 @@ async def _rows(snapshot: Snapshot) -> dict[str, _Row]:
     return {row.job_id: _Row(**row._mapping) async for row in snapshot.rows(statement)}
 
 
-def errand_of(journal: SubmissionJournal, number: int, folder: Path) -> WorkItem:
+def work_item_of(journal: SubmissionJournal, number: int, folder: Path) -> WorkItem:
     """The work item or probe of this number."""
     return probe(journal.seed, -1 - number) if number < 0 else work_item(journal.seed, number, folder)
 
@@ -179,7 +179,7 @@ def _check_journal(findings: Findings, journal: SubmissionJournal, rows: dict[st
         kept = job_ids & rows.keys() if findings.forgetful else job_ids
         if len(kept) > 1:
             findings.add(f"one idempotency key, several jobs: number {number} is {', '.join(sorted(job_ids))}")
-        item = errand_of(journal, number, folder)
+        item = work_item_of(journal, number, folder)
         for job_id in job_ids:
             _check_one(findings, journal, item, job_id, rows.get(job_id))
 
@@ -257,7 +257,7 @@ async def _check_effects(
         if count > 1:
             findings.add(f"effect {effect} happened {count} times")
     for number, job_ids in journal.accepted.items():
-        key = errand_of(journal, number, folder).arguments.get("key")
+        key = work_item_of(journal, number, folder).arguments.get("key")
         if key is None:
             continue
         ends = {rows[job_id].state for job_id in job_ids if job_id in rows}

@@ -159,7 +159,7 @@ class Deployment:
     def unsupported(self) -> dict[str, str]:
         """Faults that cannot be injected on this machine → why; for the report."""
         disks = {part.name: part.disk.why_not for part in self.parts.values() if part.disk is not None}
-        return {f"{FaultKind.FILL} {name}": why for name, why in disks.items() if why}
+        return {f"{FaultKind.FILL} {name}": reason for name, reason in disks.items() if reason}
 
     @property
     def _redis_disk(self) -> Path:

@@ -20,7 +20,7 @@ import hiredis
 from holdfast.verification.chaos.deployment import STRICT, Deployment
 from holdfast.verification.chaos.parts import DiskPostgres, Fault, FaultKind, Part, do, group_of
 from holdfast.verification.chaos.proxy import Proxy
-from holdfast.verification.chaos.redis_nodes import ask
+from holdfast.verification.chaos.redis_nodes import call_redis
 
 #: The first and the last fault start when this share of all jobs is accepted.
 _FIRST: Final = 0.03
@@ -241,7 +241,7 @@ async def _fill(deployment: Deployment, part: Part, fault: Fault) -> str:
     refuses = part.group == "redis" and fault.number % 2 == 0
     if refuses:
         await do(lambda: _set(part, "everysec"))
-    before = await do(lambda: _complaints(part))
+    before = await do(lambda: _write_errors(part))
     try:
         await do(disk.fill)
         await asyncio.sleep(fault.seconds)
@@ -291,7 +291,7 @@ def _lost(proxies: list[Proxy]) -> int:
 
 
 def _set(part: Part, appendfsync: str) -> None:
-    ask(part.process.port, "CONFIG", "SET", "appendfsync", appendfsync)
+    call_redis(part.process.port, "CONFIG", "SET", "appendfsync", appendfsync)
 
 
 async def _rewrite_aof(part: Part) -> None:
@@ -302,7 +302,7 @@ async def _rewrite_aof(part: Part) -> None:
 
 def _accepts(part: Part, command: str) -> bool:
     with suppress(OSError, hiredis.ReplyError):
-        ask(part.process.port, command)
+        call_redis(part.process.port, command)
         return True
     return False
 
@@ -310,17 +310,17 @@ def _accepts(part: Part, command: str) -> bool:
 def _persistence(part: Part) -> str:
     """INFO persistence of Redis; empty if it does not answer."""
     with suppress(OSError, hiredis.ReplyError):
-        return str(ask(part.process.port, "INFO", "persistence"))
+        return str(call_redis(part.process.port, "INFO", "persistence"))
     return ""
 
 
-def _complaints(part: Part) -> int:
-    return part.process.complaints() if isinstance(part.process, DiskPostgres) else 0
+def _write_errors(part: Part) -> int:
+    return part.process.write_errors() if isinstance(part.process, DiskPostgres) else 0
 
 
-def _is_affected(part: Part, complaints: int) -> bool:
-    """Whether it could not write: it reports so, or went down. `complaints`: their number before the fault."""
-    if part.process.ended is not None or _complaints(part) > complaints:
+def _is_affected(part: Part, errors_before: int) -> bool:
+    """Whether it could not write: it reports so, or went down. `errors_before`: its write errors before the fault."""
+    if part.process.ended is not None or _write_errors(part) > errors_before:
         return True
     return part.group == "redis" and "aof_last_write_status:err" in _persistence(part)
 

@@ -11,7 +11,7 @@ from redis.exceptions import MovedError
 from holdfast.core.job import DEFAULT_QUEUE
 from holdfast.engine.redis.keys import RETRY_CONSUMER, KeyNames, QueueKeys
 from holdfast.verification.chaos.deployment import Deployment
-from holdfast.verification.chaos.redis_nodes import ask
+from holdfast.verification.chaos.redis_nodes import call_redis
 from holdfast.verification.chaos.workload import SIDE_QUEUE, TENANTS
 
 QUEUES: Final = (DEFAULT_QUEUE, SIDE_QUEUE)
@@ -28,7 +28,7 @@ _SIZES: Final = {"stream": "XLEN", "zset": "ZCARD", "hash": "HLEN", "set": "SCAR
 def masters(deployment: Deployment) -> list[int]:
     """Ports of all master servers."""
     servers = deployment.topology.servers if deployment.topology is not None else {}
-    return [server.port for server in servers.values() if ask(server.port, "ROLE")[0] == "master"]
+    return [server.port for server in servers.values() if call_redis(server.port, "ROLE")[0] == "master"]
 
 
 class Leftovers:

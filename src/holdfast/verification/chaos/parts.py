@@ -280,7 +280,7 @@ class DiskPostgres(PostgresServer):
             os.chown(self.disk.folder, self._account.pw_uid, self._account.pw_gid)
         super().start()
 
-    def complaints(self) -> int:
+    def write_errors(self) -> int:
         """How often it had no space to write, by its log."""
         return self._log_file.read_bytes().count(b"No space left on device")
 

@@ -24,7 +24,7 @@ _BUS: Final = 10_000
 _PORTS: Final = (12_000, 22_000)
 
 
-def ask(port: int, *command: str | int) -> Any:
+def call_redis(port: int, *command: str | int) -> Any:
     """Send one command on a new connection. Returns its reply; raises `OSError` or `hiredis.ReplyError`."""
     reader = hiredis.Reader(encoding="utf-8", errors="replace")
     with socket.create_connection(("127.0.0.1", port), timeout=_ANSWER_S) as connection:
@@ -50,14 +50,14 @@ class Node(RedisServer):
     def runs(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
-    def ask(self, *command: str | int) -> Any:
-        return ask(self.port, *command)
+    def call(self, *command: str | int) -> Any:
+        return call_redis(self.port, *command)
 
     def info(self, section: str) -> dict[str, str]:
         """One section of INFO, or CLUSTER INFO as section `cluster info`. Empty if it does not answer."""
         words = ("CLUSTER", "INFO") if section == "cluster info" else ("INFO", section)
         try:
-            lines = str(self.ask(*words)).splitlines()
+            lines = str(self.call(*words)).splitlines()
         except (OSError, hiredis.ReplyError):
             return {}
         return dict(line.split(":", 1) for line in lines if ":" in line)
@@ -77,10 +77,10 @@ class Node(RedisServer):
         in_sync = info.get("master_link_status") == "up" and info.get("master_sync_in_progress") == "0"
         return in_sync and self.is_replica_of(master)
 
-    def cut_off_replicas(self) -> None:
+    def disconnect_replicas(self) -> None:
         """Stop replication until the server restarts, without an effect on clients."""
-        self.ask("ACL", "SETUSER", "default", "-psync", "-sync")
-        self.ask("CLIENT", "KILL", "TYPE", "replica")
+        self.call("ACL", "SETUSER", "default", "-psync", "-sync")
+        self.call("CLIENT", "KILL", "TYPE", "replica")
 
 
 class Sentinel(Node):
@@ -112,7 +112,7 @@ class Sentinel(Node):
     def master_port(self) -> int:
         """Port of the master it names; 0 if it does not answer."""
         try:
-            address = self.ask("SENTINEL", "GET-MASTER-ADDR-BY-NAME", SERVICE)
+            address = self.call("SENTINEL", "GET-MASTER-ADDR-BY-NAME", SERVICE)
         except (OSError, hiredis.ReplyError):
             return 0
         return int(address[1]) if address else 0
@@ -120,7 +120,7 @@ class Sentinel(Node):
     def state(self) -> dict[str, str]:
         """Its state of the master; empty if it does not answer."""
         try:
-            words = self.ask("SENTINEL", "MASTER", SERVICE)
+            words = self.call("SENTINEL", "MASTER", SERVICE)
         except (OSError, hiredis.ReplyError):
             return {}
         return dict(zip(words[::2], words[1::2], strict=True))

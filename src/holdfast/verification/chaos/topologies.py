@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final
 
 import hiredis
 
-from holdfast.verification.chaos.redis_nodes import SERVICE, Node, Sentinel, ask
+from holdfast.verification.chaos.redis_nodes import SERVICE, Node, Sentinel, call_redis
 from holdfast.verification.chaos.servers import ServerProcess, find_redis
 
 #: How long a fail-over, a heal or a start may take; on a busy machine elections are repeated.
@@ -87,7 +87,7 @@ class Topology(ABC):
     def wipe(self) -> None:
         """Delete all data, as an accidental FLUSHALL does."""
         for name in self.masters():
-            self.node(name).ask("FLUSHALL")
+            self.node(name).call("FLUSHALL")
 
     def node(self, name: str) -> Node:
         """A server by name."""
@@ -207,7 +207,7 @@ class SentinelRedis(Topology):
     def _request_fail_over(self) -> bool:
         """A sentinel refuses this if it knows no healthy replica, or during another fail-over."""
         with suppress(OSError, hiredis.ReplyError):
-            self._sentinels[0].ask("SENTINEL", "FAILOVER", SERVICE)
+            self._sentinels[0].call("SENTINEL", "FAILOVER", SERVICE)
             return True
         return False
 
@@ -222,7 +222,7 @@ class SentinelRedis(Topology):
     def _follow(self, master: str) -> None:
         other = self.node(self._other(master))
         if other.info("replication").get("master_port") != str(self.node(master).port):
-            other.ask("REPLICAOF", "127.0.0.1", self.node(master).port)
+            other.call("REPLICAOF", "127.0.0.1", self.node(master).port)
 
     def _other(self, name: str) -> str:
         return next(other for other in self.nodes() if other != name)
@@ -281,8 +281,8 @@ class ClusterRedis(Topology):
 
     def owner(self, key: str) -> str:
         """The master that holds this key."""
-        slot = ask(self._any().port, "CLUSTER", "KEYSLOT", key)
-        for first, last, address, *_ in ask(self._any().port, "CLUSTER", "SLOTS"):
+        slot = call_redis(self._any().port, "CLUSTER", "KEYSLOT", key)
+        for first, last, address, *_ in call_redis(self._any().port, "CLUSTER", "SLOTS"):
             if first <= slot <= last:
                 return next(name for name, node in self.nodes().items() if node.port == address[1])
         raise LookupError(f"no node has slot {slot}")
@@ -302,7 +302,7 @@ class ClusterRedis(Topology):
                 # Repeated: Redis silently aborts a fail-over that takes longer, as it does on a busy machine.
                 requested_at = monotonic()
                 with suppress(OSError, hiredis.ReplyError):
-                    self.node(candidates[0]).ask("CLUSTER", "FAILOVER")
+                    self.node(candidates[0]).call("CLUSTER", "FAILOVER")
             return self._successor(candidates)
 
         return str(self._wait(successor, f"a replica of {old} to be promoted"))
@@ -313,16 +313,16 @@ class ClusterRedis(Topology):
 
     def _create(self, nodes: list[Node]) -> None:
         for epoch, node in enumerate(nodes, 1):
-            node.ask("CLUSTER", "SET-CONFIG-EPOCH", epoch)
+            node.call("CLUSTER", "SET-CONFIG-EPOCH", epoch)
         for node in nodes[1:]:
-            node.ask("CLUSTER", "MEET", "127.0.0.1", nodes[0].port)
+            node.call("CLUSTER", "MEET", "127.0.0.1", nodes[0].port)
         masters, replicas = nodes[: self._first_masters], nodes[self._first_masters :]
         share = _SLOTS / len(masters)
         for number, master in enumerate(masters):
-            master.ask("CLUSTER", "ADDSLOTS", *range(round(number * share), round((number + 1) * share)))
+            master.call("CLUSTER", "ADDSLOTS", *range(round(number * share), round((number + 1) * share)))
         self._wait(lambda: all(_knows(node, len(nodes)) for node in nodes), "all nodes to know each other")
         for number, replica in enumerate(replicas):
-            master_id = masters[number % len(masters)].ask("CLUSTER", "MYID")
+            master_id = masters[number % len(masters)].call("CLUSTER", "MYID")
             self._wait(partial(_replicate, replica, master_id), "a replica to know its master")
 
     def _any(self) -> Node:
@@ -337,7 +337,7 @@ class ClusterRedis(Topology):
     def _with_slots(self) -> set[int]:
         """Ports of the healthy nodes that have slots, according to one running node."""
         found = set()
-        for row in str(self._any().ask("CLUSTER", "NODES")).splitlines():
+        for row in str(self._any().call("CLUSTER", "NODES")).splitlines():
             _, address, flags, *rest = row.split()
             healthy = not {"fail", "fail?", "handshake"} & set(flags.split(","))
             if healthy and len(rest) > _BEFORE_SLOTS:
@@ -377,12 +377,12 @@ def _sees_all(state: Mapping[str, str], master_port: int) -> bool:
 
 
 def _knows(node: Node, count: int) -> bool:
-    rows = str(node.ask("CLUSTER", "NODES")).splitlines()
+    rows = str(node.call("CLUSTER", "NODES")).splitlines()
     return len(rows) == count and not any("handshake" in row for row in rows)
 
 
 def _replicate(node: Node, master_id: str) -> bool:
     with suppress(hiredis.ReplyError):
-        node.ask("CLUSTER", "REPLICATE", master_id)
+        node.call("CLUSTER", "REPLICATE", master_id)
         return True
     return False

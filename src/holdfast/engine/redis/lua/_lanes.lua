@@ -1,6 +1,6 @@
--- Put before every script, after the common part: lanes, whose they are, and what operators allow them.
+-- Prepended after _prelude to scripts that use lanes: their streams, owners and limits.
 
-local SHARED_MS = 10000 -- a tenant that found no lane of its own looks again after so long
+local SHARED_MS = 10000 -- a tenant that shares a lane searches for its own again after this time
 
 local function numbers_in(text)
   local found = {}
@@ -12,7 +12,7 @@ local function lane_of_stream(index)
   return math.floor(index / STREAMS_PER_LANE)
 end
 
--- The streams by line (from 1) of lane 0 and of the lanes that the caller declares; and how many keys come before those.
+-- The streams, by index (from 1), of lane 0 and of the declared lanes; and the number of keys before those.
 local function declared_streams()
   local streams, names = { KEYS[1], KEYS[2], KEYS[3], KEYS[4] }, ARGV[#ARGV]
   if names == '' then return streams, #KEYS end
@@ -24,7 +24,7 @@ local function declared_streams()
   return streams, before
 end
 
--- What to answer if some of these lanes are not declared: {'lanes', tenant ('': whoever), lane, …}; nil if all are.
+-- The reply if some of these lanes are not declared: {'lanes', tenant ('': any), lane, …}; nil if all are.
 local function undeclared_lanes(streams, lanes)
   local reply
   for _, lane in ipairs(lanes) do
@@ -36,7 +36,7 @@ local function undeclared_lanes(streams, lanes)
   return reply
 end
 
--- The same for the lanes that records point at.
+-- The same for the lanes in the positions of records.
 local function undeclared_positions(streams, records)
   local lanes = {}
   for _, record in pairs(records) do
@@ -46,7 +46,7 @@ local function undeclared_positions(streams, records)
   return undeclared_lanes(streams, lanes)
 end
 
--- What operators allow, by lane: `limits` in the controls. Below zero: no limit.
+-- Limits by lane, from `limits` in the controls. Below zero: no limit.
 local function decode_limits(packed)
   local limits, values = {}, packed and cmsgpack.unpack(packed) or {}
   for i = 1, #values, 4 do
@@ -61,7 +61,7 @@ local function backlog_of(streams, lane)
   return count
 end
 
--- Jobs in line or running: what limits are about. Retries that only wait in the pending list are neither.
+-- Jobs that are ready or running, which limits apply to. Retries that wait in the pending list do not count.
 local function active_jobs_in(streams, lane, group, retry_consumer)
   local count = backlog_of(streams, lane)
   for index = STREAMS_PER_LANE * lane + 1, count > 0 and STREAMS_PER_LANE * lane + STREAMS_PER_LANE or 0 do
@@ -72,7 +72,7 @@ local function active_jobs_in(streams, lane, group, retry_consumer)
   return count
 end
 
--- Leases that are held in a lane; retries that only wait in the pending list are none.
+-- Leases in a lane. Retries that wait in the pending list do not count.
 local function leases_in(streams, lane, group, retry_consumer)
   local count = 0
   for index = STREAMS_PER_LANE * lane + 1, STREAMS_PER_LANE * lane + STREAMS_PER_LANE do
@@ -85,7 +85,7 @@ local function leases_in(streams, lane, group, retry_consumer)
   return count
 end
 
--- How many more of a lane may run; nil: as many as there are.
+-- How many more jobs of a lane may run; nil: no limit.
 local function free_slots_in(streams, limits, lane, group, retry_consumer)
   local limit = limits[lane]
   if not limit or limit.concurrency < 0 then return nil end
@@ -96,7 +96,7 @@ local function wake_one(wake)
   redis.call('XADD', wake, 'MAXLEN', 1, '*', 'more', 1)
 end
 
--- Leases of these lines ended: whoever waits for a limited tenant's place has to look.
+-- Leases in these streams ended: wake a worker, because a limited tenant may have a free slot.
 local function wake_if_limited(wake, packed, indexes)
   if not packed then return end
   local limits = decode_limits(packed)
@@ -106,7 +106,7 @@ local function wake_if_limited(wake, packed, indexes)
   end
 end
 
--- Where tenants' next messages go. `lane_for_tenant` reads and decides; `open_lanes` writes, once nothing is missing.
+-- The lanes of tenants' next messages. `lane_for_tenant` reads and decides; `open_lanes` writes once no lane is missing.
 local function new_assignment(streams, key, control, group)
   return { streams = streams, key = key, control = control, group = group, lane_of = { default = 0, [''] = 0 }, used = {},
     given = {}, assignments = {}, released = {}, shared = {}, missing = { 'lanes' } }
@@ -125,7 +125,7 @@ local function assign_lane(assignment, tenant, lane, owner)
   return lane
 end
 
--- A lane for a tenant that has none: one that is nobody's, else one that nobody uses, else a part of the shortest one.
+-- A lane for a tenant without one: a lane without an owner, else an unused one, else a share of the shortest one.
 local function find_lane(assignment, tenant)
   local owners, rows, now = {}, redis.call('HGETALL', assignment.key), now_ms()
   for i = 1, #rows, 2 do
@@ -165,7 +165,7 @@ local function find_lane(assignment, tenant)
   return shortest
 end
 
--- The lane in which this tenant's next message goes; nil if the caller has to declare more first.
+-- The lane of this tenant's next message; nil if the caller must declare more lanes first.
 local function lane_for_tenant(assignment, tenant)
   local lane = assignment.lane_of[tenant]
   if lane then return lane end
@@ -174,7 +174,7 @@ local function lane_for_tenant(assignment, tenant)
   if known then
     local own, ends = string.match(known, '^(%d+) ?(%d*)$')
     own = tonumber(own)
-    -- A guest leaves a lane that has become a named tenant's.
+    -- A lane that now belongs to a named tenant is no longer shared.
     if ends == '' or (tonumber(ends) > now_ms() and not assignment.reserved[own]) then lane = own end
   end
   lane = lane or find_lane(assignment, tenant)
@@ -188,12 +188,12 @@ local function lane_for_tenant(assignment, tenant)
   return lane
 end
 
--- What to answer if lanes are not declared; nil if all are.
+-- The reply if lanes are not declared; nil if all are.
 local function missing_lanes(assignment)
   return #assignment.missing > 1 and assignment.missing or nil
 end
 
--- HSET and XGROUP come before HDEL: a full Redis has to refuse a submission.
+-- HSET and XGROUP come before HDEL: a full Redis must refuse a submission.
 local function open_lanes(assignment, wake)
   local new = false
   for lane in pairs(assignment.used) do

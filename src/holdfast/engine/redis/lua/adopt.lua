@@ -1,13 +1,13 @@
 -- uses: lanes
--- adopt: messages that other programs wrote, just delivered to this worker, become jobs, or dead letters.
+-- adopt: turn foreign messages, just delivered to this worker, into jobs or dead letters.
 -- KEYS   1-4 streams  5 feed  6 result  7 dlq ('' if off)  8 dead  9 control  10 waiters  then n records, then idempotency keys,
 --        then streams of further lanes
 -- ARGV   1 group  2 worker  3 nonce  4 feed limit  5 n  6 finished ttl  7 result limit  8 ledger (1|0)  9 dlq stream (1|0)
---        then 16 a message: line, message id, deliveries, job id, fault ('' if well formed), body, packed dlq fields,
---        index of its idempotency key (0: none), type, payload, tenant, idempotency key, trace, meta,
---        old owner ('' unless it was just reclaimed), what the feed says of the dead letter, then the lanes that are
---        declared
--- Reply  {'lanes', …} | one word a message: 'adopted' | 'duplicate' | 'waits' (a duplicate of a job that waits for its time) | 'dead' | 'stale' | 'clash' (a malformed one under a known id)
+--        then 16 per message: stream index, message id, delivery count, job id, fault ('' if well formed), body,
+--        packed dlq fields, index of its idempotency key (0: none), type, payload, tenant, idempotency key, trace, meta,
+--        old owner ('' unless it was just reclaimed), data of the dead letter's event, then declared lanes
+-- Reply  {'lanes', …} | one word per message: 'adopted' | 'duplicate' | 'waits' (a duplicate of a delayed or retrying job)
+--        | 'dead' | 'stale' | 'clash' (a malformed message with a known id)
 local streams, last_key = declared_streams()
 local feed_key, results, dlq, dead, control, waiters = KEYS[5], KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
 local group, worker, nonce, feed_limit, n = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
@@ -20,8 +20,8 @@ local known = redis.call('MGET', unpack(KEYS, FIRST_KEY + 1, last_key))
 local missing = undeclared_positions(streams, { unpack(known, 1, n) })
 if missing then return missing end
 local now = format_integer(now_ms())
-local reply, moves, ended, letters, taken = {}, {}, {}, {}, {}
--- Whose job this is: ids are unique in a queue, so a second message may name another tenant.
+local reply, moves, ended, dlq_fields, adopted = {}, {}, {}, {}, {}
+-- The tenant of a known job: ids are unique in a queue, so a second message may have another tenant.
 local function known_tenant(record)
   local position, _, _, body = parse_record(record)
   local index, id = split_position(position)
@@ -37,7 +37,7 @@ end
 
 for i = 1, n do
   local packed = ARGV[FIRST_ARG + (i - 1) * STRIDE + 7]
-  letters[i] = packed ~= '' and cmsgpack.unpack(packed)
+  dlq_fields[i] = packed ~= '' and cmsgpack.unpack(packed)
 end
 for i = 1, n do
   local arg = FIRST_ARG + (i - 1) * STRIDE
@@ -57,25 +57,25 @@ for i = 1, n do
       moves[#moves + 1] = { 'reclaimed', job_id, tenant, deliveries, owner, id, worker, retries }
     end
     reply[i] = 'adopted'
-  elseif (known[i] or taken[job_id]) and fault ~= '' then
+  elseif (known[i] or adopted[job_id]) and fault ~= '' then
     reply[i] = 'clash'
-  elseif known[i] or taken[job_id] or (first and first ~= job_id) then
-    local whose = taken[job_id] or (known[i] and known_tenant(known[i])) or tenant
+  elseif known[i] or adopted[job_id] or (first and first ~= job_id) then
+    local whose = adopted[job_id] or (known[i] and known_tenant(known[i])) or tenant
     redis.call('XACK', stream, group, id)
     redis.call('XDEL', stream, id)
     moves[#moves + 1] = { 'duplicate', first or job_id, first and tenant or whose, id }
     reply[i] = known[i] and is_waiting(known[i]) and 'waits' or 'duplicate'
   else
-    -- A batch may hold two copies.
-    taken[job_id] = tenant
+    -- A batch may have two copies.
+    adopted[job_id] = tenant
     if key_index > 0 then known[key_index] = job_id end
     moves[#moves + 1] = { 'created', job_id, tenant, ARGV[arg + 9], ARGV[arg + 10], ARGV[arg + 12], ARGV[arg + 13], ARGV[arg + 14] }
     if fault == '' then
-      -- The lease again, for its own sake and because a full Redis allows it: then it allows the SET, too.
+      -- Renews the lease, and comes first because a full Redis allows it, and then the SET.
       redis.call('XCLAIM', stream, group, worker, 0, id, 'JUSTID')
       redis.call('SET', record, position .. ' queued -')
       if key_index > 0 then redis.call('SET', KEYS[FIRST_KEY + key_index], job_id) end
-      -- Workers that died before they could adopt it had attempts too; only the last of them is known by name.
+      -- Workers that died before they adopted it had attempts too; only the name of the last one is known.
       local owner = ARGV[arg + 15]
       moves[#moves + 1] = { 'claimed', job_id, tenant, 1, owner == '' and worker or owner }
       for lost = 2, deliveries do
@@ -90,7 +90,7 @@ for i = 1, n do
         redis.call('SET', record, '- dlq_pending -\n' .. body)
         redis.call('ZADD', dead, now, job_id)
       else
-        if dlq_on then redis.call('XADD', dlq, '*', 'failed_at', now, unpack(letters[i])) end
+        if dlq_on then redis.call('XADD', dlq, '*', 'failed_at', now, unpack(dlq_fields[i])) end
         moves[#moves + 1] = { 'dlq_recorded', job_id, tenant }
         moves[#moves + 1] = { 'failed', job_id, tenant }
         redis.call('SET', record, '- failed -\n' .. body, 'PX', ttl)

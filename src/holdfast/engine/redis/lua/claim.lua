@@ -1,9 +1,9 @@
 -- uses: lanes
--- claim: lease what may run now. Writes nothing per job: the pending list is the lease.
+-- claim: lease ready jobs. Writes nothing per job: the pending list is the lease.
 -- KEYS   1-4 streams  5 feed  6 control  7 wake  8 workers  then streams of further lanes
 -- ARGV   1 group  2 worker  3 limit  4 nonce  5 feed limit  6 wake group  7-9 priorities in reading order
---        10 consumer that holds retries in the pending list  11 the lanes that are declared
--- Reply  {'paused'} | {'lanes', …} | {'ok', now, lanes in use, line, entries, line, entries, …} | {'nogroup', …the same}
+--        10 consumer that holds retries in the pending list  11 declared lanes
+-- Reply  {'paused'} | {'lanes', …} | {'ok', now, lanes in use, stream index, entries, …} | {'nogroup', …the same}
 local streams = declared_streams()
 local feed_key, control, wake, workers = KEYS[5], KEYS[6], KEYS[7], KEYS[8]
 local group, worker, limit, nonce, feed_limit, wake_group = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4], ARGV[5], ARGV[6]
@@ -17,11 +17,11 @@ if missing then return missing end
 
 check_types({ feed_key, wake }, { workers }, {})
 local now = format_integer(now_ms())
-local reply, moves, room = { 'ok', now, controls[3] or '' }, {}, limit
+local reply, moves, free = { 'ok', now, controls[3] or '' }, {}, limit
 
--- Leases up to `count` of a line; returns how many there were.
+-- Lease up to `count` messages of a stream; returns how many.
 local function read(index, count)
-  -- pcall: a group that is gone must not hide what the lines before it have given.
+  -- pcall: a missing group must not lose the entries of the streams read before.
   local got = redis.pcall('XREADGROUP', 'GROUP', group, worker, 'COUNT', count, 'STREAMS', streams[index + 1], '>')
   if not got then return 0 end
   if got.err then
@@ -30,7 +30,7 @@ local function read(index, count)
     return 0
   end
   local entries = got[1][2]
-  room = room - #entries
+  free = free - #entries
   reply[#reply + 1] = index
   reply[#reply + 1] = entries
   for _, entry in ipairs(entries) do
@@ -43,11 +43,12 @@ local function read(index, count)
   return #entries
 end
 
--- Lanes take turns. Each line has a pass: how much it got, divided by its weight, beyond what the one that got least had.
--- The lowest goes first and gets its share of the room; what one cannot use goes to the others. A line that runs dry
--- begins again beside the lowest: nothing is saved up. Passes are the queue's, so that claims of one job are fair, too.
+-- Weighted fair shares (stride scheduling). Each stream has a pass: the number of jobs claimed from it, divided by its weight,
+-- in excess of the lowest pass. The stream with the lowest pass comes first and gets its share of the limit; what it does not
+-- use goes to the others. An empty stream loses its pass and starts again at the lowest: it does not accumulate a share.
+-- Passes are kept per queue, so that claims of a single job are fair, too.
 local function claim_fairly()
-  -- First, because a full Redis allows it, and then allows the rest.
+  -- First: a full Redis allows it, and then the rest of the script.
   redis.call('XDEL', wake, '0-0')
   local limits, passes, spare, used = decode_limits(controls[4]), {}, {}, {}
   local kept = controls[5] and cmsgpack.unpack(controls[5]) or {}
@@ -55,13 +56,13 @@ local function claim_fairly()
   local lanes = { 0, unpack(active) }
   for _, lane in ipairs(lanes) do spare[lane] = free_slots_in(streams, limits, lane, group, retry_consumer) end
 
-  for turn = 7, 9 do
-    if room <= 0 then break end
-    local priority = tonumber(ARGV[turn])
+  for arg = 7, 9 do
+    if free <= 0 then break end
+    local priority = tonumber(ARGV[arg])
     local function index_of(lane) return STREAMS_PER_LANE * lane + priority end
     local function weight_of(lane) return limits[lane] and limits[lane].weight or 1 end
     local function pass_of(lane) return passes[index_of(lane)] or 0 end
-    local function goes_before(one, other)
+    local function comes_before(one, other)
       local first, second = pass_of(one), pass_of(other)
       if first ~= second then return first < second end
       return one < other
@@ -74,16 +75,16 @@ local function claim_fairly()
         waiting[#waiting + 1] = lane
       end
     end
-    while room > 0 and #waiting > 0 do
-      table.sort(waiting, goes_before)
-      local total, whole, still = 0, room, {}
+    while free > 0 and #waiting > 0 do
+      table.sort(waiting, comes_before)
+      local total, whole, still = 0, free, {}
       for _, lane in ipairs(waiting) do total = total + weight_of(lane) end
       for _, lane in ipairs(waiting) do
-        if room <= 0 then
+        if free <= 0 then
           still[#still + 1] = lane
         else
           local index, weight = index_of(lane), weight_of(lane)
-          local share = math.min(room, math.ceil(whole * weight / total), spare[lane] or room)
+          local share = math.min(free, math.ceil(whole * weight / total), spare[lane] or free)
           local got = read(index, share)
           if spare[lane] then spare[lane] = spare[lane] - got end
           used[lane] = used[lane] or got > 0
@@ -103,7 +104,7 @@ local function claim_fairly()
   return passes, used
 end
 
--- A lane that has nothing in line and nothing running is given back, consumers and all.
+-- Delete the streams, with their consumers, of lanes without ready or running jobs.
 local function save_lanes_in_use(used)
   local left = {}
   for _, lane in ipairs(active) do
@@ -120,12 +121,12 @@ local function save_lanes_in_use(used)
 end
 
 if #active == 0 and not controls[4] then
-  for turn = 7, 9 do
-    if room <= 0 then break end
-    read(tonumber(ARGV[turn]), room)
+  for arg = 7, 9 do
+    if free <= 0 then break end
+    read(tonumber(ARGV[arg]), free)
   end
 else
-  -- Asked first: what other lanes give must not be told twice because lane 0 has no groups yet.
+  -- Checked first: entries of other lanes must not be claimed twice because lane 0 has no groups yet.
   for index = 1, DIRECT do
     if redis.pcall('XPENDING', streams[index], group, '-', '+', 1).err then return { 'nogroup', now, reply[3] } end
   end
@@ -145,8 +146,8 @@ append_feed(feed_key, feed_limit, controls[2], nonce, 'claimed', now, worker, mo
 redis.call('ZADD', workers, now, worker)
 
 if reply[1] == 'ok' then
-  if room > 0 then
-    -- Came short: nothing more may run. Whoever waits from now on is woken by the next message, or the next nudge.
+  if free > 0 then
+    -- Below the limit: nothing else may run. Workers that wait from now on are woken by the next message or wake entry.
     for _, stream in ipairs({ streams[1], streams[2], streams[3], wake }) do
       if redis.pcall('XGROUP', 'SETID', stream, wake_group, '$').err then reply[1] = 'nogroup' end
     end

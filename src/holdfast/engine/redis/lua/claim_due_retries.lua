@@ -1,9 +1,8 @@
 -- uses: lanes
--- claim_due_retries: retries that waited in the pending list and are due run again under this worker.
+-- claim_due_retries: lease due retries that waited in the pending list.
 -- KEYS   1-4 streams  5 feed  6 control  7 waiting  8 wake  9 lanes  then n records, then streams of further lanes
--- ARGV   1 group  2 worker  3 nonce  4 feed limit  5 consumer that holds them  6 n  7 how many at most  then n job ids, then
---        the lanes that are declared
--- Reply  {'paused'} | {'lanes', …} | {'ok', now, then line, deliveries, entry, record for each taken}
+-- ARGV   1 group  2 worker  3 nonce  4 feed limit  5 consumer that holds them  6 n  7 limit  then n job ids, then declared lanes
+-- Reply  {'paused'} | {'lanes', …} | {'ok', now, then stream index, delivery count, entry, record for each claimed job}
 local streams = declared_streams()
 local feed_key, control, waiting, wake = KEYS[5], KEYS[6], KEYS[7], KEYS[8]
 local group, worker, nonce, feed_limit, retry_consumer, n = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], tonumber(ARGV[6])
@@ -19,7 +18,7 @@ local records = redis.call('MGET', unpack(KEYS, FIRST_KEY + 1, FIRST_KEY + n))
 local missing = undeclared_positions(streams, records)
 if missing then return missing end
 local limits, spare = decode_limits(controls[3]), {}
--- Whether the tenant may run one more. Those that may not wait on: somebody asks again when a place is free.
+-- Whether the tenant may run one more job. Otherwise its retries keep waiting; they are tried again when a slot is free.
 local function has_free_slot(index)
   local lane = lane_of_stream(index)
   if spare[lane] == nil then spare[lane] = free_slots_in(streams, limits, lane, group, retry_consumer) or false end
@@ -39,7 +38,7 @@ for i = 1, n do
     elseif #redis.call('XRANGE', streams[index + 1], id, id) == 1 then
       if #due < most and has_free_slot(index) then due[#due + 1] = { i, job_id, index, id, cmsgpack.unpack(packed) } end
     else
-      -- Somebody deleted the message; the record has all of the job.
+      -- The message was deleted; the record has the whole job.
       local body = cmsgpack.unpack(packed)
       lane_for_tenant(assignment, body[TENANT])
       requeued[#requeued + 1] = { i, job_id, index, id, token, body }

@@ -1,10 +1,10 @@
 -- uses: lanes
--- claim_job: lease one job, wherever it waits. Its message goes in the line of its tenant's lane from which nobody claims.
+-- claim_job: lease one waiting job by id. Its message moves to the stream of its tenant's lane that `claim` does not read.
 -- KEYS   1-4 streams  5 feed  6 delayed  7 retry  8 waiting  9 control  10 wake  11 lanes  12 workers  13 record
 --        then streams of further lanes
 -- ARGV   1 group  2 worker  3 nonce  4 feed limit  5 job id  6 consumer that holds retries in the pending list
---        7 the lanes that are declared
--- Reply  {'unknown'} | {'lanes', …} | {'illegal', state} | {'ok', now, line, entry}
+--        7 declared lanes
+-- Reply  {'unknown'} | {'lanes', …} | {'illegal', state} | {'ok', now, stream index, entry}
 local streams = declared_streams()
 local feed_key, control, wake, workers, record_key = KEYS[5], KEYS[9], KEYS[10], KEYS[12], KEYS[13]
 local group, worker, nonce, feed_limit, job_id, retry_consumer = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
@@ -31,7 +31,7 @@ if missing then return missing end
 check_types({ feed_key, wake }, { KEYS[6], KEYS[7], KEYS[8], workers }, { control, KEYS[11] })
 check_types(streams, {}, {})
 
--- XACK and ZREM come first: they are allowed on a full Redis, and then so is the rest.
+-- XACK and ZREM come first: a full Redis allows them, and then the rest of the script.
 if index then
   redis.call('XACK', streams[index + 1], group, id)
   redis.call('XDEL', streams[index + 1], id)
@@ -47,13 +47,13 @@ else
   position = POSITION_PREFIX[to_index] .. redis.call('XADD', stream, '*', unpack(entry[2]))
 end
 local _, new_id = split_position(position)
-local taken
-repeat -- a group that was made anew has older ones to tell of first; those are lost leases
-  taken = redis.call('XREADGROUP', 'GROUP', group, worker, 'COUNT', 1, 'STREAMS', stream, '>')[1][2][1]
-until taken[1] == new_id
+local claimed
+repeat -- a group that was created again delivers older messages first; those are lost leases
+  claimed = redis.call('XREADGROUP', 'GROUP', group, worker, 'COUNT', 1, 'STREAMS', stream, '>')[1][2][1]
+until claimed[1] == new_id
 redis.call('SET', record_key, position .. ' ' .. state .. ' ' .. token)
-local fields, now = taken[2], format_integer(now_ms())
+local fields, now = claimed[2], format_integer(now_ms())
 local head = is_native(fields) and fields[2] or ''
 append_feed(feed_key, feed_limit, redis.call('HGET', control, 'reader'), nonce, 'claimed', now, worker, { job_id, head, tenant_of(fields) })
 redis.call('ZADD', workers, now, worker)
-return { 'ok', now, to_index, taken }
+return { 'ok', now, to_index, claimed }

@@ -1,8 +1,8 @@
--- expedite: a job that waits for its time is due now.
+-- expedite: make a delayed or retrying job due now.
 -- KEYS   1 record  2 delayed  3 retry  4 waiting  5 feed  6 control  7 notices
--- ARGV   1 nonce  2 feed limit  3 job id  4 the record's first line as last seen  5 attempt  6 retry count  7 event  8 its data
---        9 the operators' event ('': none)  10 its data  11 tenant
--- Reply  'changed' | 'idle' (it waits for no time) | 'ok'
+-- ARGV   1 nonce  2 feed limit  3 job id  4 the record's first line as last read  5 attempt  6 retry count  7 event  8 its data
+--        9 the operator's event ('': none)  10 its data  11 tenant
+-- Reply  'changed' | 'idle' (it does not wait for a time) | 'ok'
 local job_id = ARGV[3]
 local record = redis.call('GET', KEYS[1])
 if string.match(record or '', '^[^\n]*') ~= ARGV[4] then return 'changed' end
@@ -13,7 +13,7 @@ end
 if not set then return 'idle' end
 check_types({ KEYS[5], KEYS[7] }, {}, { KEYS[6] })
 
--- ZREM comes first: it is allowed on a full Redis, and then so is the rest.
+-- ZREM comes first: a full Redis allows it, and then the rest of the script.
 redis.call('ZREM', set, job_id)
 local now = format_integer(now_ms())
 redis.call('ZADD', set, now, job_id)

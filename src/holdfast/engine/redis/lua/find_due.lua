@@ -1,6 +1,6 @@
--- find_due: which waiting jobs are due, and when is the next one? Reads only.
+-- find_due: waiting jobs that are due, and when the next one is. Reads only.
 -- KEYS   sets by due time
--- ARGV   1 limit  2 how many to pass over (none if it is left out)
+-- ARGV   1 limit  2 how many to skip (default 0)
 -- Reply  {now, next due ('' if none), then the due job ids of each set}
 local limit, skip = tonumber(ARGV[1]), tonumber(ARGV[2] or 0)
 local at = now_ms()

@@ -1,11 +1,11 @@
 -- uses: lanes
--- find_expired: which leases have been idle for the visibility timeout? Reads only; `reclaim` takes them over.
+-- find_expired: leases that have been idle for the visibility timeout. Reads only; `reclaim` claims them.
 -- KEYS   1-4 streams  5 control  then streams of further lanes
 -- ARGV   1 group  2 visibility timeout  3 limit  4 filter by idle time (1: Redis 6.2 and later)
---        5 consumer that holds retries in the pending list  6 packed: line, where to go on, … ('-' for other lines)
---        7 the lanes that are declared
--- Reply  {'lanes', …} | {where to go on ({line, start, …}), then line, message id, owner, deliveries, fields for each}
---        No fields: deleted.
+--        5 consumer that holds retries in the pending list  6 packed: stream index, start, … ('-' for other streams)
+--        7 declared lanes
+-- Reply  {'lanes', …} | {where to continue ({stream index, start, …}), then stream index, message id, owner, delivery count,
+--        fields for each}. No fields: deleted.
 local streams = declared_streams()
 local group, timeout, limit, filter, retry_consumer = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4] == '1', ARGV[5]
 local missing = undeclared_lanes(streams, numbers_in(redis.call('HGET', KEYS[5], 'lanes')))
@@ -16,12 +16,12 @@ for i = 1, #values, 2 do starts[values[i]] = values[i + 1] end
 for index in pairs(streams) do indexes[#indexes + 1] = index - 1 end
 table.sort(indexes)
 
--- Before 6.2 XPENDING cannot filter by idle time, nor exclude the start of a range: look at more rows.
--- Rows of retries that only wait count as looked at, too.
+-- Before 6.2 XPENDING cannot filter by idle time, nor exclude the start of a range: read more rows.
+-- Rows of retries that wait in the pending list count towards the limit, too.
 local scan = math.max(limit, 1000)
-local going_on, found = {}, 0
-local reply = { going_on }
-local function continue_at(index, start) going_on[#going_on + 1], going_on[#going_on + 2] = index, start end
+local continuations, found = {}, 0
+local reply = { continuations }
+local function continue_at(index, start) continuations[#continuations + 1], continuations[#continuations + 2] = index, start end
 
 for _, index in ipairs(indexes) do
   local stream, start, rows, after = streams[index + 1], starts[index] or '-', {}, nil

@@ -1,7 +1,7 @@
 -- uses: lanes
--- get: jobs as they are at one moment. Reads only, unless callers are to be notified of those that have not ended.
+-- get: a consistent read of jobs. With register waiters, callers are notified when jobs that have not finished finish.
 -- KEYS   1-4 streams  5 waiting  6 retry  7 delayed  8 waiters  then records, then streams of further lanes
--- ARGV   1 group  2 register waiters (1|0)  then the job ids, then the lanes that are declared
+-- ARGV   1 group  2 register waiters (1|0)  then the job ids, then declared lanes
 -- Reply  {'lanes', …} | for each: '' | {record} | {record, '', due} | {record, fields, owner, deliveries, due}
 local streams, last = declared_streams()
 local group, registers, waiting, retry, delayed, waiters = ARGV[1], ARGV[2] == '1', KEYS[5], KEYS[6], KEYS[7], KEYS[8]

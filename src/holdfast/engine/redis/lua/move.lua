@@ -1,46 +1,46 @@
 -- uses: lanes
--- move: an operator's move, by the same table as every other.
+-- move: an operator's move, checked with the same table as every other move.
 -- KEYS   1-4 streams  5 feed  6 result  7 dlq  8 retry  9 waiting  10 suspended  11 held  12 dead  13 delayed  14 control
 --        15 waiters  16 notices  17 wake  18 lanes  19 record  20 idempotency key (or the record again)
 --        then streams of further lanes
--- ARGV   1 group  2 nonce  3 feed limit  4 job id  5 target  6 expected state ('' any)  7 the record's first line as last seen
+-- ARGV   1 group  2 nonce  3 feed limit  4 job id  5 target  6 expected state ('' any)  7 the record's first line as last read
 --        8 body  9 data (who and why)  10 finished ttl  11 result limit  12 ledger (1|0)  13 dlq stream (1|0)
 --        14 packed fields of a dead letter  15 consumer that holds retries in the pending list
 --        16 has an idempotency key (1|0)  17 milliseconds the key outlives the job  18 attempt  19 retry count  20 error
---        21 owner and deliveries as last seen ('<owner> <deliveries>')  22 tenant  23 data of the steps after a dead letter
---        24 what the move means ('': as usual)  25 the operators' event ('': none)  26 its data  27 the lanes that are declared
+--        21 owner and delivery count as last read ('<owner> <deliveries>')  22 tenant  23 data of the steps after a dead letter
+--        24 event ('': the default one)  25 the operator's event ('': none)  26 its data  27 declared lanes
 -- Reply  {'unknown'} | {'changed'} | {'lanes', …} | {'illegal', from} | {'applied', from}
 local streams = declared_streams()
 local feed_key, results, dlq, retry, waiting, suspended = KEYS[5], KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
-local held, dead, delayed, control, waiters, notices = KEYS[11], KEYS[12], KEYS[13], KEYS[14], KEYS[15], KEYS[16]
+local held_set, dead, delayed, control, waiters, notices = KEYS[11], KEYS[12], KEYS[13], KEYS[14], KEYS[15], KEYS[16]
 local wake, assignment = KEYS[17], new_assignment(streams, KEYS[18], KEYS[14], ARGV[1])
 local group, nonce, feed_limit, job_id, target, expected = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
-local seen, body, data, ttl, result_limit = ARGV[7], ARGV[8], ARGV[9], ARGV[10], ARGV[11]
+local header, body, data, ttl, result_limit = ARGV[7], ARGV[8], ARGV[9], ARGV[10], ARGV[11]
 local ledger, dlq_on, dlq_fields, retry_consumer = ARGV[12] == '1', ARGV[13] == '1', ARGV[14], ARGV[15]
 local attempt, retry_count, error_text, tenant = ARGV[18], ARGV[19], ARGV[20], ARGV[22]
 local record_key = KEYS[19]
 
 local record = redis.call('GET', record_key)
 if not record then return { 'unknown' } end
-if string.match(record, '^[^\n]*') ~= seen then return { 'changed' } end
+if string.match(record, '^[^\n]*') ~= header then return { 'changed' } end
 local missing = undeclared_positions(streams, { record })
 if missing then return missing end
 local position, from, token = parse_record(record)
 local index, id = split_position(position)
 local row = index and pending(streams[index + 1], group, id, id, 1)[1]
--- A claim leaves the record as it was: only the pending list shows that somebody was faster.
+-- A claim does not change the record: only the pending list shows a concurrent claim.
 if (row and row[2] .. ' ' .. row[4] or ' 0') ~= ARGV[21] then return { 'changed' } end
 local running = row and row[2] ~= retry_consumer
 if running then from = 'running' end
 if (expected ~= '' and expected ~= from) or not MOVES[from][target] then return { 'illegal', from } end
 
 check_types({ feed_key, results, notices, wake, dlq_on and dlq or results },
-  { retry, waiting, suspended, held, dead, delayed }, { control, waiters, KEYS[18] })
+  { retry, waiting, suspended, held_set, dead, delayed }, { control, waiters, KEYS[18] })
 check_types(streams, {}, {})
 local at = now_ms()
 local now = format_integer(at)
 local body_values = target == 'queued' and cmsgpack.unpack(body)
-local letter = dlq_fields ~= '' and cmsgpack.unpack(dlq_fields)
+local dead_letter = dlq_fields ~= '' and cmsgpack.unpack(dlq_fields)
 local to_index
 if body_values and tonumber(body_values[RUN_AT]) <= at then
   to_index = STREAMS_PER_LANE * (lane_for_tenant(assignment, body_values[TENANT]) or 0) + tonumber(body_values[STREAM_INDEX])
@@ -53,7 +53,7 @@ if index then
   redis.call('XACK', streams[index + 1], group, id)
   redis.call('XDEL', streams[index + 1], id)
 end
-for _, set in ipairs({ retry, waiting, suspended, held, dead, delayed }) do redis.call('ZREM', set, job_id) end
+for _, set in ipairs({ retry, waiting, suspended, held_set, dead, delayed }) do redis.call('ZREM', set, job_id) end
 
 local moves = { ARGV[24], job_id, from, target, attempt, retry_count, data, tenant }
 local function park(state, set)
@@ -68,7 +68,7 @@ local function finish(state)
   publish_finished(waiters, { job_id })
 end
 local function write_dead_letter()
-  if dlq_on and letter then redis.call('XADD', dlq, '*', 'failed_at', now, unpack(letter)) end
+  if dlq_on and dead_letter then redis.call('XADD', dlq, '*', 'failed_at', now, unpack(dead_letter)) end
 end
 
 if to_index then
@@ -81,7 +81,7 @@ elseif target == 'queued' then
 elseif target == 'suspended' then
   park(target, suspended)
 elseif target == 'waiting_approval' then
-  park(target, held)
+  park(target, held_set)
 elseif target == 'dlq_recorded' then
   write_dead_letter()
   park(target, dead)

@@ -1,7 +1,7 @@
 -- uses: lanes
--- promote: jobs whose time has come go (back) in line. No move of the state machine: a retry is `retrying` until claimed.
+-- promote: make due jobs ready. Not a move of the state machine: a retry stays `retrying` until it is claimed.
 -- KEYS   1-4 streams  5 delayed  6 retry  7 control  8 wake  9 lanes  then n records, then streams of further lanes
--- ARGV   1 group  2 n, then 2 a job: job id, 'delayed' | 'retry', then the lanes that are declared
+-- ARGV   1 group  2 n, then 2 per job: job id, 'delayed' | 'retry', then declared lanes
 -- Reply  {'lanes', …} | how many
 local streams = declared_streams()
 local sets, wake = { delayed = KEYS[5], retry = KEYS[6] }, KEYS[8]
@@ -30,7 +30,7 @@ end
 local missing = missing_lanes(assignment)
 if missing then return missing end
 
--- ZREM comes first: it is allowed on a full Redis, and then so is the rest. What waits must drain too.
+-- ZREM comes first: a full Redis allows it, and then the rest of the script. Waiting jobs must drain, too.
 for _, job in ipairs(ready) do redis.call('ZREM', job[3], job[2]) end
 for _, orphan in ipairs(orphans) do redis.call('ZREM', orphan[1], orphan[2]) end
 if #ready > 0 then open_lanes(assignment, wake) end

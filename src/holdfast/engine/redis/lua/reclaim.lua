@@ -1,9 +1,9 @@
 -- uses: lanes
--- reclaim: take over leases that are lost, if they still are. A tenant's concurrency is not touched: they were held before.
+-- reclaim: claim expired leases, if they are still expired. A tenant's concurrency does not change: they were leased before.
 -- KEYS   1-4 streams  5 feed  6 control  then n records, then streams of further lanes
 -- ARGV   1 group  2 worker  3 nonce  4 feed limit  5 visibility timeout  6 autoclaim (1: Redis 6.2 and later)  7 n
---        then 4 a lease: line, message id, owner, deliveries, then the lanes that are declared
--- Reply  {'paused'} | {'ok', now, then position (from 1), deliveries, entry, record ('' if none) for each taken}
+--        then 4 per lease: stream index, message id, owner, delivery count, then declared lanes
+-- Reply  {'paused'} | {'ok', now, then index (from 1), delivery count, entry, record ('' if none) for each claimed lease}
 local streams = declared_streams()
 local feed_key, control = KEYS[5], KEYS[6]
 local group, worker, nonce, feed_limit = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
@@ -30,7 +30,7 @@ for i = 1, n do
   end
 end
 
--- An entry that someone deleted under the pending list would stay there for ever.
+-- The message was deleted, but its row would stay in the pending list for ever.
 for _, entry in ipairs(deleted) do redis.call('XACK', entry[1], group, entry[2]) end
 local reply, moves = { 'ok', now }, {}
 for _, row in ipairs(lost) do
@@ -44,7 +44,7 @@ for _, row in ipairs(lost) do
   local deliveries = redis.call('XPENDING', stream, group, id, id, 1, worker)[1][4]
   local r, fields = #reply, entry[2]
   reply[r + 1], reply[r + 2], reply[r + 3], reply[r + 4] = i, deliveries, entry, records[i] or ''
-  -- Foreign messages have no header; `adopt` knows whether they are jobs yet, and tells their story.
+  -- Foreign messages have no header; `adopt` knows whether they are jobs, and writes their events.
   if is_native(fields) then
     moves[#moves + 1] = { fields[4], fields[2], deliveries, owner, id, retries, tenant_of(fields) }
   end

@@ -1,12 +1,12 @@
 -- uses: lanes
--- remove_consumers: forget consumers that hold nothing. One that still has pending entries stays: removing it would lose them.
+-- remove_consumers: remove consumers without pending entries. Removing others would lose their entries.
 -- KEYS   1-4 streams  5 workers  6 control  then streams of further lanes
--- ARGV   1 group  2 the one to forget ('' all that were idle long enough)  3 how long is enough  4 consumer never to forget
---        5 the lanes that are declared
+-- ARGV   1 group  2 consumer to remove ('': all that are idle)  3 idle ms  4 consumer never to remove
+--        5 declared lanes
 -- Reply  {'lanes', …} | how many
 local streams = declared_streams()
 local workers, control = KEYS[5], KEYS[6]
-local group, worker, enough, retry_consumer = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
+local group, worker, min_idle, retry_consumer = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
 local missing = undeclared_lanes(streams, numbers_in(redis.call('HGET', control, 'lanes')))
 if missing then return missing end
 
@@ -14,15 +14,15 @@ local count = 0
 if worker ~= '' then
   redis.call('ZREM', workers, worker)
 else
-  redis.call('ZREMRANGEBYSCORE', workers, '-inf', format_integer(now_ms() - enough))
+  redis.call('ZREMRANGEBYSCORE', workers, '-inf', format_integer(now_ms() - min_idle))
 end
 for _, stream in pairs(streams) do
   local consumers = redis.pcall('XINFO', 'CONSUMERS', stream, group)
   if not consumers.err then
     for _, info in ipairs(consumers) do
       local name, pending, idle = info[2], info[4], info[6]
-      local wanted = (worker == '' and idle >= enough) or name == worker
-      if wanted and pending == 0 and name ~= retry_consumer then
+      local matches = (worker == '' and idle >= min_idle) or name == worker
+      if matches and pending == 0 and name ~= retry_consumer then
         redis.call('XGROUP', 'DELCONSUMER', stream, group, name)
         count = count + 1
       end

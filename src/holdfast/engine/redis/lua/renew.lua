@@ -1,9 +1,9 @@
 -- uses: lanes
--- renew: push the deadlines of leases out, if they are still this worker's.
--- KEYS   1-4 streams  5 feed  6 control  then the records of those that leave a heartbeat, then streams of further lanes
--- ARGV   1 group  2 worker  3 n  4 nonce  5 feed limit  then 4 a lease: line, message id, deliveries,
---        index of its record (0: no heartbeat), then the lanes that are declared
--- Reply  positions (from 1) of the leases that are lost
+-- renew: extend leases that are still this worker's.
+-- KEYS   1-4 streams  5 feed  6 control  then the records of jobs with a heartbeat, then streams of further lanes
+-- ARGV   1 group  2 worker  3 n  4 nonce  5 feed limit  then 4 per lease: stream index, message id,
+--        delivery count, index of its record (0: no heartbeat), then declared lanes
+-- Reply  indexes (from 1) of lost leases
 local streams = declared_streams()
 local group, worker, n = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local FIRST_ARG, STRIDE = 5, 4
@@ -16,15 +16,15 @@ for i = 1, n do
   ids[index][#ids[index] + 1] = ARGV[arg + 2]
   positions[i] = { index, ARGV[arg + 2], tonumber(ARGV[arg + 3]), tonumber(ARGV[arg + 4]) }
 end
-local held, mine = {}, {}
+local leased, mine = {}, {}
 for index, of_index in pairs(ids) do
-  held[index] = deliveries_held(streams[index], group, worker, #of_index, '-', '+', function() return of_index end)
+  leased[index] = deliveries_held(streams[index], group, worker, #of_index, '-', '+', function() return of_index end)
   mine[index] = {}
 end
 local lost, beats = {}, {}
 for i, position in ipairs(positions) do
   local index, id, deliveries = position[1], position[2], position[3]
-  if held[index][id] == deliveries then
+  if leased[index][id] == deliveries then
     mine[index][#mine[index] + 1] = id
     if position[4] > 0 then beats[#beats + 1] = position end
   else
@@ -32,7 +32,7 @@ for i, position in ipairs(positions) do
   end
 end
 
--- What a heartbeat says of its job is in the message, but for retries that waited in the pending list.
+-- The data of a heartbeat is in the message, except for retries that waited in the pending list.
 local moves = {}
 for _, position in ipairs(beats) do
   local index, id, deliveries, record_index = unpack(position)
@@ -53,7 +53,7 @@ for index, of_index in pairs(mine) do
   for first = 1, #of_index, CHUNK do
     local command = { 'XCLAIM', streams[index], group, worker, 0 }
     for i = first, math.min(first + CHUNK - 1, #of_index) do command[#command + 1] = of_index[i] end
-    -- JUSTID leaves the delivery count alone: a renewal is no new attempt.
+    -- JUSTID leaves the delivery count alone: a renewal is not a new attempt.
     command[#command + 1] = 'JUSTID'
     redis.call(unpack(command))
   end

@@ -1,11 +1,11 @@
 -- uses: lanes
--- restore: lost jobs come back in their state, while the feed is still the one that was surveyed.
+-- restore: write lost jobs again in their states, if the feed is still the one of the snapshot.
 -- KEYS   1-4 streams  5 feed  6 retry  7 suspended  8 held  9 dead  10 delayed  11 control  12 notices  13 wake  14 lanes
 --        then n records, then idempotency keys, then streams of further lanes
--- ARGV   1 nonce  2 feed limit  3 position of the cut ('': the feed was empty)  4 its nonce  5 n
---        6 packed, 6 values a job: job id, state, due (0: at once), index of its idempotency key (0: none), attempt, tenant
---        then n bodies, then the group, then the lanes that are declared
--- Reply  {'forked'} | {'lanes', …} | {'ok', feed id ('' if nothing was restored), positions (from 1) of those that were}
+-- ARGV   1 nonce  2 feed limit  3 position of the snapshot ('': the feed was empty)  4 its nonce  5 n
+--        6 packed, 6 values per job: job id, state, due (0: now), index of its idempotency key (0: none), attempt, tenant
+--        then n bodies, then the group, then declared lanes
+-- Reply  {'forked'} | {'lanes', …} | {'ok', feed id ('' if nothing was restored), indexes (from 1) of restored jobs}
 local streams, last_key = declared_streams()
 local feed_key, retry, delayed, control, notices, wake = KEYS[5], KEYS[6], KEYS[10], KEYS[11], KEYS[12], KEYS[13]
 local parked = { suspended = KEYS[7], waiting_approval = KEYS[8], dlq_pending = KEYS[9], dlq_recorded = KEYS[9] }
@@ -27,12 +27,12 @@ local reader = redis.call('HGET', control, 'reader')
 local at = now_ms()
 local now = format_integer(at)
 local function is_ready(state, due) return state == 'running' or (state == 'queued' and due <= at) end
-local lost, taken = {}, {}
+local lost, restored = {}, {}
 for i = 1, n do
   local first = (i - 1) * STRIDE
-  if not known[i] and not taken[jobs[first + 1]] then
-    taken[jobs[first + 1]] = true
-    -- Unpacked here: it can fail, and nothing may once writing has begun.
+  if not known[i] and not restored[jobs[first + 1]] then
+    restored[jobs[first + 1]] = true
+    -- Unpacked here: it can fail, and no write may be followed by an error.
     local body = cmsgpack.unpack(ARGV[FIRST_BODY + i])
     lost[#lost + 1] = { i, body, unpack(jobs, first + 1, first + STRIDE) }
     if is_ready(jobs[first + 2], jobs[first + 3]) then lane_for_tenant(assignment, body[TENANT]) end
@@ -64,7 +64,7 @@ for _, job in ipairs(lost) do
       schedule(state == 'retrying' and retry or delayed, job_id, due)
     end
   end
-  -- Without an end: it outlives the open job. A key that somebody else has by now stays theirs.
+  -- Without an expiry: it outlives the open job. A key that another job has meanwhile taken keeps that job.
   local holder = key_index > 0 and known[key_index]
   if key_index > 0 and (not holder or holder == job_id) then
     known[key_index] = job_id

@@ -1,7 +1,7 @@
--- restore_keys: idempotency keys are known again, unless they are already.
+-- restore_keys: write idempotency keys that do not exist.
 -- KEYS   n idempotency keys
--- ARGV   2 a key: job id, the instant at which it ends
--- Reply  how many are new
+-- ARGV   2 per key: job id, expiry in ms
+-- Reply  number of keys written
 local at, count = now_ms(), 0
 for i = 1, #KEYS do
   local left = tonumber(ARGV[2 * i]) - at

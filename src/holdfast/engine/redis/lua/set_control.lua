@@ -1,9 +1,9 @@
 -- uses: lanes
--- set_control: an operator's hand on a queue; everyone who listens or waits is told.
+-- set_control: change an operator's controls of a queue; all listeners and waiting workers are notified.
 -- KEYS   1 control  2 notices  3 wake  4 feed  5 lanes
--- ARGV   1 nonce  2 feed limit  3 the operators' event ('': none)  4 its data  5 packed, 4 values a named tenant: tenant,
---        weight, concurrency, intake limit (below zero: none)  6 has to be as expected (1|0)
---        then 3 a control: field, value ('' removes it), expected value
+-- ARGV   1 nonce  2 feed limit  3 the operator's event ('': none)  4 its data  5 packed, 4 values per named tenant: tenant,
+--        weight, concurrency, intake limit (below zero: none)  6 compare with expected values (1|0)
+--        then 3 per control: field, value ('' removes it), expected value
 -- Reply  'changed' | 'ok'
 local control, notices, wake, feed_key, lanes_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local named = cmsgpack.unpack(ARGV[5])
@@ -16,11 +16,11 @@ if ARGV[6] == '1' then
 end
 check_types({ notices, wake, feed_key }, {}, { lanes_key })
 
--- Whoever is named has a lane of its own that is never given away: the one that it has to itself, one that is nobody's,
--- one that nobody uses, or else one of the further lanes, which only named tenants get. What is allowed to it must not
--- bind the jobs of others that are in line there.
-local wanted, limits, assignments, released, taken, shared = {}, {}, {}, {}, { [0] = true }, {}
-for i = 1, #named, 4 do wanted[named[i]] = true end
+-- Each named tenant gets its own lane, which is never released: the lane that it does not share, else one without an owner,
+-- else an unused one, else one of the further lanes, which only named tenants get. Its limits must not apply to jobs of
+-- other tenants in the lane.
+local is_named, limits, assignments, released, assigned, shared = {}, {}, {}, {}, { [0] = true }, {}
+for i = 1, #named, 4 do is_named[named[i]] = true end
 local owners, own, active = {}, { default = 0 }, {}
 local rows = redis.call('HGETALL', lanes_key)
 for i = 1, #rows, 2 do
@@ -29,15 +29,15 @@ for i = 1, #rows, 2 do
 end
 for i = 1, #rows, 2 do
   local lane = tonumber(rows[i + 1])
-  if lane and not (shared[lane] and wanted[rows[i]]) then
+  if lane and not (shared[lane] and is_named[rows[i]]) then
     owners[lane], own[rows[i]] = rows[i], lane
-    if wanted[rows[i]] then taken[lane] = true end
+    if is_named[rows[i]] then assigned[lane] = true end
   end
 end
 for _, lane in ipairs(numbers_in(redis.call('HGET', control, 'lanes'))) do active[lane] = true end
 local function first_lane(first, last, fits)
   for lane = first, last do
-    if not taken[lane] and fits(lane) then return lane end
+    if not assigned[lane] and fits(lane) then return lane end
   end
 end
 local function is_unowned(lane) return not owners[lane] and not active[lane] end
@@ -49,13 +49,13 @@ for i = 1, #named, 4 do
     lane = first_lane(1, LANES, is_unowned) or first_lane(1, LANES, is_unused)
       or first_lane(LANES + 1, 2 * LANES, is_unowned) or first_lane(LANES + 1, 2 * LANES, is_unused)
       or first_lane(LANES + 1, 2 * LANES, is_any)
-    taken[lane], assignments[named[i]] = true, format_integer(lane)
+    assigned[lane], assignments[named[i]] = true, format_integer(lane)
     if owners[lane] then released[#released + 1] = owners[lane] end
   end
   for _, value in ipairs({ lane, named[i + 1], named[i + 2], named[i + 3] }) do limits[#limits + 1] = value end
 end
 
--- HDEL comes first: it is allowed on a full Redis, and then so is the rest.
+-- HDEL comes first: a full Redis allows it, and then the rest of the script.
 redis.call('HDEL', control, 'limits')
 if #released > 0 then redis.call('HDEL', lanes_key, unpack(released)) end
 for tenant, lane in pairs(assignments) do redis.call('HSET', lanes_key, tenant, lane) end

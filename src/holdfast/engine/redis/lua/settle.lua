@@ -1,15 +1,15 @@
 -- uses: lanes
--- settle: lease holders end their attempts.
+-- settle: end attempts of jobs that the worker has leased.
 -- KEYS   1-4 streams  5 feed  6 result  7 dlq  8 retry  9 waiting  10 suspended  11 held  12 dead  13 delayed  14 control
 --        15 waiters  16 notices  17 wake  18 lanes  then n records, then idempotency keys, then streams of further lanes
 -- ARGV   1 group  2 worker  3 nonce  4 feed limit  5 n  6 finished ttl  7 result limit  8 ledger (1|0)  9 dlq stream (1|0)
 --        10 consumer that holds retries in the pending list ('' if they wait in a set)
---        11 packed, 4 values a line that has jobs: line, how many, lowest and highest instant of their messages
---        12 packed, 10 values a job: line, message id, deliveries, token, job id, target state, data, attempt, retry count,
+--        11 packed, 4 values per stream that has jobs: stream index, number of jobs, lowest and highest instant of their messages
+--        12 packed, 10 values per job: stream index, message id, delivery count, token, job id, target state, data, attempt, retry count,
 --        more (0 | {delay, index of its idempotency key (0: none), ms the key outlives the job, dead letter's fields,
---        tenant ('' for the default one)}; the feed tells the tenant, the scripts do not need it)
---        then n bodies, then the lanes that are declared
--- Reply  {'lanes', …} | position (from 1) and 'already' | 'stale' of each that was not applied
+--        tenant ('' for the default one)}; the tenant is for the feed, the script does not use it)
+--        then n bodies, then declared lanes
+-- Reply  {'lanes', …} | index (from 1) and 'already' | 'stale' of each verdict that was not applied
 local streams = declared_streams()
 local feed_key, results, dlq, retry, waiting, suspended = KEYS[5], KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
 local held_set, dead, delayed, control, waiters, notices = KEYS[11], KEYS[12], KEYS[13], KEYS[14], KEYS[15], KEYS[16]
@@ -17,13 +17,13 @@ local wake, assignment = KEYS[17], new_assignment(streams, KEYS[18], KEYS[14], A
 local group, worker, nonce, feed_limit, n = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
 local ttl, result_limit, ledger, dlq_on = ARGV[6], ARGV[7], ARGV[8] == '1', ARGV[9] == '1'
 local retry_consumer = ARGV[10]
--- One packed argument: nine a job would cost Redis more than the jobs themselves.
+-- One packed argument: nine per job would cost Redis more than the jobs themselves.
 local spans, jobs = cmsgpack.unpack(ARGV[11]), cmsgpack.unpack(ARGV[12])
 local FIRST_KEY, FIRST_BODY, STRIDE = 18, 12, 10
-local LINE_AT, ID_AT, DELIVERIES_AT, TOKEN_AT, JOB_AT, TARGET_AT, DATA_AT, RETRIES_AT, MORE_AT = 1, 2, 3, 4, 5, 6, 7, 9, 10
+local STREAM_AT, ID_AT, DELIVERIES_AT, TOKEN_AT, JOB_AT, TARGET_AT, DATA_AT, RETRIES_AT, MORE_AT = 1, 2, 3, 4, 5, 6, 7, 9, 10
 local legal = MOVES['running']
 
--- Read: who holds what, and what do the records say?
+-- Read leases and records.
 check_types({ feed_key, results }, {}, { waiters })
 for at = 0, (n - 1) * STRIDE, STRIDE do
   if jobs[at + TARGET_AT] ~= 'succeeded' then
@@ -36,18 +36,18 @@ local records = redis.call('MGET', unpack(KEYS, FIRST_KEY + 1, FIRST_KEY + n))
 local function ids_of(index)
   local ids = {}
   for at = 0, (n - 1) * STRIDE, STRIDE do
-    if jobs[at + LINE_AT] == index then ids[#ids + 1] = jobs[at + ID_AT] end
+    if jobs[at + STREAM_AT] == index then ids[#ids + 1] = jobs[at + ID_AT] end
   end
   return ids
 end
-local held, leaving = {}, {}
+local leased, leaving = {}, {}
 for at = 1, #spans, 4 do
-  local index, wanted, low, high = unpack(spans, at, at + 3)
-  held[index] = deliveries_held(streams[index + 1], group, worker, wanted, low, high, function() return ids_of(index) end)
+  local index, count, low, high = unpack(spans, at, at + 3)
+  leased[index] = deliveries_held(streams[index + 1], group, worker, count, low, high, function() return ids_of(index) end)
   leaving[index] = {}
 end
 
--- Whether the record says that the job is in this message: it begins with `<line>:<id> `.
+-- Whether the record has this position: it begins with `<stream index>:<id> `.
 local function is_current(record, index, id)
   local position = POSITION_PREFIX[index]
   local first, last = #position + 1, #position + #id
@@ -55,26 +55,26 @@ local function is_current(record, index, id)
     and string.sub(record, 1, #position) == position
 end
 
--- Decide. The fence is (message, worker, delivery count), and the record must agree that the job is here.
+-- Decide. The fence is (message, worker, delivery count), and the record must have this position.
 local DONE = -1
 local reply, skipped, released, indexes = {}, {}, {}, {}
 for i = 1, n do
   local at = (i - 1) * STRIDE
-  local index, id, deliveries, target = jobs[at + LINE_AT], jobs[at + ID_AT], jobs[at + DELIVERIES_AT], jobs[at + TARGET_AT]
-  local record, has = records[i], held[index][id]
+  local index, id, deliveries, target = jobs[at + STREAM_AT], jobs[at + ID_AT], jobs[at + DELIVERIES_AT], jobs[at + TARGET_AT]
+  local record, has = records[i], leased[index][id]
   local verdict = 'stale'
   if has == deliveries and legal[target] then
-    held[index][id] = DONE
+    leased[index][id] = DONE
     if not record or is_current(record, index, id) then
       verdict = nil
-      -- Unpacked here: it can fail, and nothing may once writing has begun.
+      -- Unpacked here: it can fail, and no write may be followed by an error.
       if target == 'queued' then
         local body = cmsgpack.unpack(ARGV[FIRST_BODY + i])
         released[i] = body
         if jobs[at + MORE_AT][1] <= 0 then indexes[i] = STREAMS_PER_LANE * (lane_for_tenant(assignment, body[TENANT]) or 0) + tonumber(body[STREAM_INDEX]) end
       end
     end
-    -- A copy of a job that is elsewhere, or has ended, leaves the line without a word more.
+    -- A copy of a job that is elsewhere or has finished is removed from the stream without an event.
     if verdict or target ~= 'retrying' or retry_consumer == '' then
       local of_index = leaving[index]
       of_index[#of_index + 1] = id
@@ -126,7 +126,7 @@ end
 
 -- Everything but success.
 local function settle_slow(i, at, target)
-  local index, id = jobs[at + LINE_AT], jobs[at + ID_AT]
+  local index, id = jobs[at + STREAM_AT], jobs[at + ID_AT]
   local token = jobs[at + TOKEN_AT]
   local record, job_id, body, delay = KEYS[FIRST_KEY + i], jobs[at + JOB_AT], ARGV[FIRST_BODY + i], jobs[at + MORE_AT][1]
   if target == 'retrying' and retry_consumer == '' then
@@ -147,11 +147,11 @@ local function settle_slow(i, at, target)
   elseif target == 'waiting_approval' then
     redis.call('SET', record, '- waiting_approval ' .. token .. '\n' .. body)
     redis.call('ZADD', held_set, now, job_id)
-  elseif ledger then -- dlq_pending: the ledger records the dead letter, then moves the job on
+  elseif ledger then -- dlq_pending: the ledger records the dead letter, then moves the job
     redis.call('SET', record, '- dlq_pending ' .. token .. '\n' .. body)
     redis.call('ZADD', dead, now, job_id)
   else
-    -- Without a ledger the entry in the DLQ stream is the dead letter's record: it comes before `failed`.
+    -- Without a ledger the entry in the DLQ stream is the record of the dead letter: it is written before `failed`.
     if dlq_on then redis.call('XADD', dlq, '*', 'failed_at', now, unpack(jobs[at + MORE_AT][4])) end
     finish(i, at, 'failed')
   end

@@ -1,38 +1,38 @@
 -- uses: lanes
--- submit: accept new jobs, or name the ones that were there first.
+-- submit: accept new jobs; reply with the existing job for each duplicate.
 -- KEYS   1-4 streams  5 feed  6 delayed  7 held  8 control  9 notices  10 wake  11 lanes  then n records, then idempotency
 --        keys, then streams of further lanes
--- ARGV   1 nonce  2 feed limit  3 feed bytes  4 n  5 values a job (4 or 10)  6 packed, so many values a job:
+-- ARGV   1 nonce  2 feed limit  3 feed bytes  4 n  5 number of values per job (4 or 10)  6 packed, the values of each job:
 --        priority, job id, type, payload, due ('' | 'in <ms>' | 'at <ms>'; 'hold' before it: approval first),
 --        index of its idempotency key (0: none), tenant, idempotency key, trace, meta
---        Four values when no job of the batch has more to say, and none is there twice.
---        7 whose memory the caller takes this for ('': there is no ledger)  8 packed positions (from 1) of the durable ones ('' if none)  9 group
---        10 consumer that holds retries in the pending list  11 the lanes that are declared
+--        Four values if no job of the batch needs more, and no job id occurs twice.
+--        7 epoch that the caller expects ('': there is no ledger)  8 packed indexes (from 1) of durable jobs ('' if none)
+--        9 group  10 consumer that holds retries in the pending list  11 declared lanes
 -- Reply  {'paused'} | {'detached'} | {'full'} (the feed) | {'lanes', …} | {'limited', limit, backlog, tenant ('': the queue)} |
 --        {'ok', feed id, then index, 'known' | <id of the first job> for each that is not new}
 local streams, last_key = declared_streams()
-local feed_key, delayed, held, control, notices, wake = KEYS[5], KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
+local feed_key, delayed, held_set, control, notices, wake = KEYS[5], KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
 local nonce, feed_limit, feed_bytes, n, width = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
--- One packed argument: several a job would cost Redis more than the jobs themselves.
+-- One packed argument: several per job would cost Redis more than the jobs themselves.
 local jobs = cmsgpack.unpack(ARGV[6])
 local plain = width == 4
 local FIRST_KEY = 11
 
 local controls = redis.call('HMGET', control, 'intake_paused', 'reader', 'feed_read', 'intake_limit', 'limits', 'lanes')
 if controls[1] == '1' then return { 'paused' } end
--- With a ledger: without a reader the store is new, or was wiped; with one that registered in another memory it was
--- restarted, or a replica took over. What the ledger knows must come first.
+-- With a ledger: without a reader the store is new or was wiped; with a reader of another epoch it was restarted, or a
+-- replica was promoted. The idempotency keys of the ledger must be restored first.
 if ARGV[7] ~= '' and controls[2] ~= ARGV[7] then return { 'detached' } end
 if controls[2] and (redis.call('MEMORY', 'USAGE', feed_key) or 0) - (controls[3] or 0) > feed_bytes then
   return { 'full' }
 end
 
-check_types({ feed_key, notices, wake }, { delayed, held }, { KEYS[11] })
+check_types({ feed_key, notices, wake }, { delayed, held_set }, { KEYS[11] })
 check_types(streams, {}, {})
 local known = redis.call('MGET', unpack(KEYS, FIRST_KEY + 1, last_key))
-local reply, skipped, taken = { 'ok', '' }, {}, {}
-local function skip(i, why)
-  reply[#reply + 1], reply[#reply + 2] = i, why
+local reply, skipped, accepted = { 'ok', '' }, {}, {}
+local function skip(i, answer)
+  reply[#reply + 1], reply[#reply + 2] = i, answer
   skipped[#skipped + 1] = i
   known[i] = true
 end
@@ -41,20 +41,20 @@ for i = 1, n do
     skip(i, 'known')
   elseif not plain then
     local job_id, key_index = jobs[(i - 1) * width + 2], jobs[(i - 1) * width + 6]
-    local first = key_index > 0 and (known[key_index] or taken[key_index])
-    if taken[job_id] then
+    local first = key_index > 0 and (known[key_index] or accepted[key_index])
+    if accepted[job_id] then
       skip(i, 'known')
     elseif first then
       skip(i, first)
     else
-      taken[job_id] = true
-      if key_index > 0 then taken[key_index] = job_id end
+      accepted[job_id] = true
+      if key_index > 0 then accepted[key_index] = job_id end
     end
   end
 end
 if #skipped == n then return reply end
 
--- Limits are about the jobs in line or running; those that are known already were answered without any.
+-- Limits apply to ready and running jobs. Duplicates have been answered above, without limits.
 local function over_limit(limits)
   local queue_limit = tonumber(controls[4])
   if queue_limit then
@@ -71,7 +71,7 @@ local function over_limit(limits)
     if not known[i] then more[tenant] = (more[tenant] or 0) + 1 end
   end
   for tenant, count in pairs(more) do
-    -- Named tenants have lanes of their own: whoever is not named is in none of theirs.
+    -- Named tenants have their own lanes, without messages of other tenants.
     local lane = tenant == 'default' and 0 or tonumber(redis.call('HGET', KEYS[11], tenant) or nil)
     local limit = lane and limits[lane]
     if limit and limit.intake >= 0 then
@@ -123,7 +123,7 @@ for i = 1, n do
         if how then body[RUN_AT] = how == 'in' and format_integer(at + tonumber(ms)) or ms end
         if string.sub(due, 1, 4) == 'hold' then
           record = '- waiting_approval -\n' .. cmsgpack.pack(body)
-          redis.call('ZADD', held, now, job_id)
+          redis.call('ZADD', held_set, now, job_id)
         else
           record = '- queued -\n' .. cmsgpack.pack(body)
           redis.call('ZADD', delayed, body[RUN_AT], job_id)

@@ -1,7 +1,7 @@
--- trim_detached_feed: drop feed entries that are as old as the oldest finished record, while nobody has registered to read them.
+-- trim_detached_feed: drop feed entries that are as old as the oldest finished record, if no reader is attached.
 -- KEYS   1 control  2 feed
 -- ARGV   1 first id to keep  2 trim by id (1: Redis 6.2 and later)
--- Reply  how many went
+-- Reply  number of entries dropped
 if redis.call('HEXISTS', KEYS[1], 'reader') == 1 then return 0 end
 if ARGV[2] == '1' then return redis.call('XTRIM', KEYS[2], 'MINID', ARGV[1]) end
 local old = {}

@@ -1,7 +1,7 @@
--- trim_feed: the feed's reader has everything before a position; some of that is kept for those who look over its shoulder.
+-- trim_feed: drop entries before the reader's position, keeping a tail for event streams.
 -- KEYS   1 feed  2 control
 -- ARGV   1 position  2 entries to keep before it  3 trim by id (1: Redis 6.2 and later)
--- Reply  how many entries up to the position are left
+-- Reply  number of entries left up to the position
 local feed_key, position, tail = KEYS[1], ARGV[1], tonumber(ARGV[2])
 local kept = redis.call('XREVRANGE', feed_key, position, '-', 'COUNT', tail + 1)
 local first = kept[#kept] and kept[#kept][1] or position
@@ -19,7 +19,7 @@ else
 end
 local count = redis.call('XLEN', feed_key)
 if tail > 0 and count > 0 then
-  -- What has been read does not count as full; about as many bytes as it has entries.
+  -- Entries that were read do not count towards the limit; their bytes are estimated from their number.
   local bytes = (redis.call('MEMORY', 'USAGE', feed_key) or 0) * math.min(1, #kept / count)
   redis.call('HSET', KEYS[2], 'feed_read', format_integer(math.floor(bytes)))
 end

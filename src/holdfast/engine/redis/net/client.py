@@ -73,7 +73,7 @@ class Redirected(ScriptError):
     def __init__(self, text: str) -> None:
         super().__init__(f"this Redis is a node of a Cluster; start the URL with redis+cluster:// ({text})")
         kind, _, self.address = text.split(" ")[:3]
-        self.asks = kind == "ASK"
+        self.is_ask = kind == "ASK"
 
 
 class Unreachable(EngineUnavailable):

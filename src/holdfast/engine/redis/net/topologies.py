@@ -133,10 +133,10 @@ class ClusterClient(RedisClient):
         return int(await self._follow(slot_of(key), lambda node: node.time_ms(), lambda node: node.time_ms()))
 
     async def epoch(self, purpose: Purpose, key: bytes) -> bytes:
-        def ask(node: RedisClient) -> Awaitable[bytes]:
+        def read_epoch(node: RedisClient) -> Awaitable[bytes]:
             return node.epoch(purpose, key)
 
-        return bytes(await self._follow(slot_of(key), ask, ask))
+        return bytes(await self._follow(slot_of(key), read_epoch, read_epoch))
 
     # Nodes -----------------------------------------------------------------------------------------
 
@@ -168,7 +168,10 @@ class ClusterClient(RedisClient):
         self._routes = _UNKNOWN
 
     async def _follow(
-        self, slot: int, send: Callable[[RedisClient], Awaitable[Any]], ask: Callable[[RedisClient], Awaitable[Any]]
+        self,
+        slot: int,
+        send: Callable[[RedisClient], Awaitable[Any]],
+        send_asking: Callable[[RedisClient], Awaitable[Any]],
     ) -> Any:
         """Send to the node that has the slot, and follow redirects."""
         node, way = self._routes[slot] or await self._find(slot), send
@@ -177,8 +180,8 @@ class ClusterClient(RedisClient):
                 return await way(node)
             except Redirected as exc:
                 address = self._address(node, exc)
-                if exc.asks:
-                    node, way = self._node(*address), ask
+                if exc.is_ask:
+                    node, way = self._node(*address), send_asking
                 else:
                     node, way = await self._moved(slot, address), send
             except ScriptError:
@@ -249,11 +252,11 @@ class ClusterClient(RedisClient):
             self._guide = None
             raise Unreachable(f"cannot read the slot map from any node of the Redis Cluster ({'; '.join(failures)})")
 
-    def _routes_from(self, rows: Sequence[Any], asked: str) -> list[RedisClient | None]:
+    def _routes_from(self, rows: Sequence[Any], queried: str) -> list[RedisClient | None]:
         routes: list[RedisClient | None] = [None] * _SLOTS
         for first, last, (host, port, *_), *_ in rows:
             # A node that does not know its own address has the one it was queried at.
-            name = host.decode() if host and host != b"?" else asked
+            name = host.decode() if host and host != b"?" else queried
             routes[first : last + 1] = [self._node(name, port)] * (last + 1 - first)
         return routes
 
@@ -350,10 +353,10 @@ class SentinelClient(RedisClient):
     async def _candidates(self, failures: list[str]) -> list[tuple[str, int]]:
         """Addresses named by the sentinels, most votes first. Ends early with a majority."""
         votes: Counter[tuple[str, int]] = Counter()
-        asking = [asyncio.create_task(self._query_master(address)) for address in self._sentinels.addresses]
+        queries = [asyncio.create_task(self._query_master(address)) for address in self._sentinels.addresses]
         unknown = 0
         try:
-            for answer in asyncio.as_completed(asking):
+            for answer in asyncio.as_completed(queries):
                 try:
                     named = await answer
                 except EngineUnavailable as exc:
@@ -363,12 +366,12 @@ class SentinelClient(RedisClient):
                     unknown += 1
                     continue
                 votes[named] += 1
-                if votes[named] > len(asking) // 2:
+                if votes[named] > len(queries) // 2:
                     break
         finally:
-            for task in asking:
+            for task in queries:
                 task.cancel()
-            await asyncio.gather(*asking, return_exceptions=True)
+            await asyncio.gather(*queries, return_exceptions=True)
         if not votes and unknown:
             raise EngineUnavailable(
                 f"the sentinels do not know service {self._sentinels.service!r}; set its name after the hosts in "

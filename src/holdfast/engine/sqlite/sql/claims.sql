@@ -1,26 +1,26 @@
 -- name: ready_queues
--- Is there anything to claim? Asked outside of a transaction, so that idle workers write nothing.
+-- Queues with jobs to claim. Read outside of a transaction, so that idle workers write nothing.
 -- Takes  :queues, a JSON list
--- Gives  for each that is not paused: [queue, has jobs in line, of several tenants in one priority, controls of single
+-- Gives  for each that is not paused: [queue, has ready jobs, of several tenants in one priority, controls of single
 --        tenants as JSON text or null, when its next waiting job is due or null]
 SELECT json_group_array(json_array(
-           asked.value,
-           json(iif(EXISTS (SELECT 1 FROM jobs WHERE queue = asked.value AND ready_seq IS NOT NULL), 'true', 'false')),
+           input.value,
+           json(iif(EXISTS (SELECT 1 FROM jobs WHERE queue = input.value AND ready_seq IS NOT NULL), 'true', 'false')),
            json(iif(EXISTS (
-               SELECT 1 FROM (VALUES {{each priority}}) AS lines
+               SELECT 1 FROM (VALUES {{each priority}}) AS levels
                 WHERE (SELECT tenant_id FROM jobs
-                        WHERE queue = asked.value AND priority = lines.column1 AND ready_seq IS NOT NULL
+                        WHERE queue = input.value AND priority = levels.column1 AND ready_seq IS NOT NULL
                         ORDER BY tenant_id LIMIT 1)
                    <> (SELECT tenant_id FROM jobs
-                        WHERE queue = asked.value AND priority = lines.column1 AND ready_seq IS NOT NULL
+                        WHERE queue = input.value AND priority = levels.column1 AND ready_seq IS NOT NULL
                         ORDER BY tenant_id DESC LIMIT 1)), 'true', 'false')),
-           (SELECT tenants FROM queues WHERE queue = asked.value),
-           (SELECT due_at FROM jobs WHERE queue = asked.value AND due_at IS NOT NULL ORDER BY due_at LIMIT 1)))
-  FROM json_each(:queues) AS asked
- WHERE NOT EXISTS (SELECT 1 FROM queues WHERE queue = asked.value AND paused)
+           (SELECT tenants FROM queues WHERE queue = input.value),
+           (SELECT due_at FROM jobs WHERE queue = input.value AND due_at IS NOT NULL ORDER BY due_at LIMIT 1)))
+  FROM json_each(:queues) AS input
+ WHERE NOT EXISTS (SELECT 1 FROM queues WHERE queue = input.value AND paused)
 
 -- name: claimable
--- The head of the line, urgent jobs first; where one tenant has all jobs of a priority, as is most common.
+-- The first ready jobs, by priority, if one tenant has all jobs of each priority, which is the common case.
 -- Takes  :queue, :limit, :first, :second, :third (priorities in reading order)
 -- Gives  work rows
 SELECT json_group_array(json_array(
@@ -51,10 +51,10 @@ SELECT json_group_array(json_array(
  WHERE NOT EXISTS (SELECT 1 FROM queues WHERE queue = :queue AND paused)
 
 -- name: ready_tenants
--- Who has how many jobs in line, so that tenants can take turns. A window of tenants, in the order of their names.
+-- Ready jobs by tenant, for fair shares. A window of tenants, ordered by name.
 -- Takes  :queue, :first, :second, :third (priorities in reading order), :after (the window's first is the next by name),
---        :window, :limit (counts end there), :capped (a JSON list of tenants whose running jobs are to be counted)
--- Gives  [whose turn it is as JSON text or null, [[place in the reading order, tenant, count]…], [[tenant, how many are running]…]]
+--        :window, :limit (counts stop there), :capped (a JSON list of tenants whose running jobs are counted)
+-- Gives  [fair shares as JSON text or null, [[rank in the reading order, tenant, count]…], [[tenant, running jobs]…]]
 WITH RECURSIVE priorities (rank, priority) AS (
     VALUES (0, :first), (1, :second), (2, :third)),
 tenants (rank, priority, number, tenant_id) AS (
@@ -87,7 +87,7 @@ SELECT json_array(
          GROUP BY tenant_id)))
 
 -- name: tenant_candidates
--- The heads of some tenants' lines.
+-- The first ready jobs of some tenants.
 -- Takes  :queue, :shares (a JSON list of [priority, tenant, count]), :most (the largest count)
 -- Gives  for each share its work rows, in order
 SELECT json_group_array(json((
@@ -106,32 +106,32 @@ SELECT json_group_array(json((
   FROM json_each(:shares) AS share
 
 -- name: save_fair_share
--- Whose turn it is from now on.
+-- Save the fair shares.
 -- Takes  :queue, :fair_share (JSON text)
 INSERT INTO queues (queue, fair_share) VALUES (:queue, :fair_share)
 ON CONFLICT (queue) DO UPDATE SET fair_share = excluded.fair_share
 
 -- name: lease_jobs
--- Lease jobs from the line, or retries due in the pending list; `early`: wherever they wait. Counted here, not at
--- failure: a worker that dies never reports.
+-- Lease ready jobs, or due retries in the pending list; `early`: jobs that wait for a time, too. The attempt is counted
+-- here, not at failure: a worker that dies never reports.
 -- Takes  :ids (a JSON list), :worker, :now, :until, :early (0|1)
 UPDATE jobs
    SET previous_state = state, state = 'running', attempt = attempt + 1, claim_seq = claim_seq + 1, deliveries = 1, worker = :worker,
        claimed_at = :now, lease_expires_at = :until, ready_seq = NULL, due_at = NULL, next_retry_at = NULL, last_seq = last_seq + 1,
-       -- One that was taken before its time does not go back to waiting for it.
+       -- A job that is claimed early does not wait for its time again.
        run_at = min(run_at, :now), updated_at = :now
  WHERE id IN (SELECT value FROM json_each(:ids)) AND state IN ({{into running}})
    AND (ready_seq IS NOT NULL OR lease_expires_at <= :now OR :early)
 
 -- name: insert_claimed_events
--- Jobs are about to be leased from the line, or as retries due in the pending list.
+-- Events of jobs that are about to be leased.
 -- Takes  :ids (a JSON list), :worker, :type, :now
 INSERT INTO events (job_row, seq, type, from_state, to_state, attempt, retry_count, worker, at)
 SELECT jobs.id, last_seq + 1, :type, state, 'running', attempt + 1, retry_count, :worker, :now
-  FROM json_each(:ids) AS asked CROSS JOIN jobs ON jobs.id = asked.value
+  FROM json_each(:ids) AS input CROSS JOIN jobs ON jobs.id = input.value
 
 -- name: worker_leases
--- What a worker holds.
+-- The leases of a worker.
 -- Takes  :queue, :worker
 -- Gives  work rows
 SELECT json_group_array(json_array(
@@ -141,7 +141,7 @@ SELECT json_group_array(json_array(
  WHERE queue = :queue AND lease_expires_at IS NOT NULL AND state = 'running' AND worker = :worker
 
 -- name: leases_by_id
--- The fence and what a settle must know, for rows by id.
+-- The fence and other fields that settle needs, by row.
 -- Takes  :ids (a JSON list)
 -- Gives  lease rows
 SELECT json_group_array(json_array(
@@ -150,34 +150,34 @@ SELECT json_group_array(json_array(
  WHERE id IN (SELECT value FROM json_each(:ids))
 
 -- name: renew
--- Push deadlines out.
--- Takes  until; rows of id, place, deliveries, worker
+-- Extend leases.
+-- Takes  until; rows of id, claim_seq, deliveries, worker
 UPDATE jobs SET lease_expires_at = ?
-  FROM (SELECT column1 AS id, column2 AS claim_seq, column3 AS deliveries, column4 AS worker FROM (VALUES {{rows 4}})) AS held
- WHERE jobs.id = held.id AND jobs.state = 'running' AND jobs.claim_seq = held.claim_seq AND jobs.deliveries = held.deliveries
-   AND jobs.worker = held.worker
+  FROM (SELECT column1 AS id, column2 AS claim_seq, column3 AS deliveries, column4 AS worker FROM (VALUES {{rows 4}})) AS lease
+ WHERE jobs.id = lease.id AND jobs.state = 'running' AND jobs.claim_seq = lease.claim_seq AND jobs.deliveries = lease.deliveries
+   AND jobs.worker = lease.worker
 
 -- name: add_heartbeat_seq
--- The job has one event more.
+-- Advance the event counter of jobs for a heartbeat.
 -- Takes  :ids (a JSON list), :now
 UPDATE jobs SET last_seq = last_seq + 1, updated_at = :now
  WHERE id IN (SELECT value FROM json_each(:ids)) AND state = 'running'
 
 -- name: insert_heartbeats
--- Leased jobs are alive.
+-- Heartbeat events of leased jobs.
 -- Takes  :ids (a JSON list), :type, :now
 INSERT INTO events (job_row, seq, type, attempt, retry_count, worker, at)
 SELECT jobs.id, last_seq + 1, :type, attempt, retry_count, worker, :now
-  FROM json_each(:ids) AS asked CROSS JOIN jobs ON jobs.id = asked.value
+  FROM json_each(:ids) AS input CROSS JOIN jobs ON jobs.id = input.value
 
 -- name: touch_worker
--- A worker reads from a queue.
+-- Record that a worker reads from a queue.
 -- Takes  :worker, :queue, :now
 INSERT INTO workers (worker, queue, seen_at) VALUES (:worker, :queue, :now)
 ON CONFLICT (queue, worker) DO UPDATE SET seen_at = excluded.seen_at
 
 -- name: delete_worker
--- A worker is gone; it stays known while it holds leases.
+-- Deregister a worker, unless it has leases.
 -- Takes  :worker, :queue
 DELETE FROM workers
  WHERE worker = :worker AND queue = :queue AND NOT EXISTS (

@@ -1,10 +1,10 @@
 -- name: intake_state
--- What must be known before jobs are taken into a queue.
+-- What must be known before jobs are accepted into a queue.
 -- Takes  :queue, :now, :window (ms); :names, a JSON list of job ids and idempotency keys alike;
 --        :tenants, a JSON list
 -- Gives  [[intake paused, intake limit or null, tenants' controls as JSON text or null] or null, whether the feed has a
 --        reader, its unread bytes or null, jobs, keys]
---        jobs: [job id, tenant, has no key of its own, ended and past the window]; keys: [tenant, key, job id, expired]
+--        jobs: [job id, tenant, has no key, finished and past the window]; keys: [tenant, key, job id, expired]
 SELECT json_array(
     json((SELECT json_array(intake_paused, intake_limit, tenants) FROM queues WHERE queue = :queue)),
     EXISTS (SELECT 1 FROM feed_readers WHERE queue = :queue),
@@ -34,7 +34,7 @@ SELECT json_array(
 -- name: insert_jobs
 -- New jobs of one queue, in order.
 -- Takes  created_at, updated_at, queue; rows of job id, tenant, type, state, priority, idempotency key, trace id,
---        dlq id, run_at, line, due_at, meta, payload
+--        dlq id, run_at, ready_seq, due_at, meta, payload
 INSERT INTO jobs (
     created_at, updated_at, queue, last_seq, job_id, tenant_id, job_type, state, priority, idempotency_key, trace_id,
     dlq_id, run_at, ready_seq, due_at, meta, payload)
@@ -44,8 +44,8 @@ SELECT ?, ?, ?, 1, column1, column2, column3, column4, column5, column6, column7
  WHERE column1 IS NOT NULL
 
 -- name: insert_created_events
--- The first event of new jobs. Of their envelope only what may change is copied (policy, time): the feed
--- reads the rest from the job's row.
+-- The first event of new jobs. Only what may change is copied from the envelope (policy, time): the feed reads the rest
+-- from the job's row.
 -- Takes  :first and :last, the new jobs' consecutive ids
 INSERT INTO events (job_row, seq, type, to_state, attempt, retry_count, data, at)
 SELECT id, 1,
@@ -59,7 +59,7 @@ SELECT id, 1,
  ORDER BY id
 
 -- name: insert_submission_keys
--- Which job came first under a key; an expired entry is replaced.
+-- The first job under each key; an expired entry is replaced.
 -- Takes  queue; rows of tenant, key, job id, expires_at
 INSERT OR REPLACE INTO submission_keys (queue, tenant_id, key, job_id, expires_at)
 SELECT ?, column1, column2, column3, column4
@@ -67,8 +67,8 @@ SELECT ?, column1, column2, column3, column4
  WHERE column1 IS NOT NULL
 
 -- name: count_backlog
--- How many jobs are in line or running, as far as a limit wants to know: of a queue, and of some of its tenants.
--- Takes  :queue, :most (the count of the queue ends there), :tenants (a JSON list), :most_each (each tenant's ends there)
+-- Ready and running jobs of a queue and of some of its tenants, counted up to a limit.
+-- Takes  :queue, :most (the count of the queue stops there), :tenants (a JSON list), :most_each (each tenant's count stops there)
 -- Gives  [count, [[tenant, count]…]]
 SELECT json_array(
     (SELECT count(*) FROM (SELECT 1 FROM jobs WHERE queue = :queue AND ready_seq IS NOT NULL LIMIT :most))
@@ -87,7 +87,7 @@ SELECT json_array(
        FROM json_each(:tenants) AS tenant))
 
 -- name: mark_queue_used
--- The queue has had a job from now on.
+-- Mark the queue as used.
 -- Takes  :queue
 INSERT INTO queues (queue, has_jobs) VALUES (:queue, 1)
 ON CONFLICT (queue) DO UPDATE SET has_jobs = 1 WHERE has_jobs = 0

@@ -1,16 +1,16 @@
 -- name: move
--- Jobs go from one state to another, each only if it is still as it was when the move was decided.
--- Takes  updated_at; rows of id, from_state, place, deliveries, to_state, attempt, meta, error_code, last_error,
---        error_message, line, due_at, lease_expires_at, next_retry_at, dlq_id, finished_at, token, last_seq
+-- Move jobs from one state to another, each only if it is unchanged since the move was decided.
+-- Takes  updated_at; rows of id, from_state, claim_seq, deliveries, to_state, attempt, meta, error_code, last_error,
+--        error_message, ready_seq, due_at, lease_expires_at, next_retry_at, dlq_id, finished_at, token, last_seq
 UPDATE jobs
    SET updated_at = ?, previous_state = state, state = move.to_state, attempt = move.attempt, meta = move.meta,
-       -- Its way to the end of a dead letter changes nothing about why it died.
+       -- The last moves of a dead letter keep the error of its last attempt.
        error_code = iif(move.from_state LIKE 'dlq%', jobs.error_code, move.error_code),
        last_error = iif(move.from_state LIKE 'dlq%', jobs.last_error, move.last_error),
        error_message = iif(move.from_state LIKE 'dlq%', jobs.error_message, move.error_message), ready_seq = move.ready_seq, due_at = move.due_at,
        lease_expires_at = move.lease_expires_at, next_retry_at = move.next_retry_at, dlq_id = coalesce(move.dlq_id, jobs.dlq_id),
        finished_at = move.finished_at,
-       -- A job that sleeps keeps its time, also while it is parked.
+       -- A delayed job keeps its time while it is parked.
        run_at = iif(move.to_state = 'queued', coalesce(move.due_at, jobs.run_at), jobs.run_at), token = coalesce(move.token, jobs.token), last_seq = move.last_seq, worker = NULL
   FROM (
     SELECT column1 AS id, column2 AS from_state, column3 AS claim_seq, column4 AS deliveries, column5 AS to_state,
@@ -23,7 +23,7 @@ UPDATE jobs
    AND jobs.deliveries = move.deliveries
 
 -- name: insert_events
--- What happened, one row a move, in order.
+-- One event per move, in order.
 -- Takes  at; rows of the job's row, seq, type, from_state, to_state, attempt, retry_count, worker, message, data
 INSERT INTO events (at, job_row, seq, type, from_state, to_state, attempt, retry_count, worker, message, data)
 SELECT ?, column1, column2, column3, column4, column5, column6, column7, column8, column9, column10
@@ -31,7 +31,7 @@ SELECT ?, column1, column2, column3, column4, column5, column6, column7, column8
  WHERE column1 IS NOT NULL
 
 -- name: insert_dead_letters
--- The record of jobs that were given up (requirement D2); their last move is in the same transaction.
+-- The record of dead letters (requirement D2), in the same transaction as their last move.
 -- Takes  failed_at, acked_at, queue; rows of tenant, dlq id, job id, type, trace id, payload, error_code, error, stack,
 --        retry_count, history, fingerprint
 INSERT INTO dlq_items (
@@ -43,19 +43,19 @@ SELECT ?, ?, ?, column1, column2, column3, column4, column5, column6, column7, c
  WHERE column1 IS NOT NULL
 
 -- name: mark_dlq_recorded
--- The dead letter is written.
+-- Mark jobs whose dead letter is written.
 -- Takes  :ids (a JSON list), :now
 UPDATE jobs SET previous_state = state, state = 'dlq_recorded', updated_at = :now
  WHERE id IN (SELECT value FROM json_each(:ids)) AND state IN ({{into dlq_recorded}})
 
 -- name: mark_failed
--- The end of a job whose dead letter is written.
+-- Finish jobs whose dead letter is recorded.
 -- Takes  :ids (a JSON list), :now
 UPDATE jobs SET previous_state = state, state = 'failed', updated_at = :now, finished_at = :now
  WHERE id IN (SELECT value FROM json_each(:ids)) AND state IN ({{into failed}})
 
 -- name: insert_approval_requests
--- Questions to people, in the embedded ledger (requirement A2). One that is there already stays as it is.
+-- Approval requests, in the embedded ledger (requirement A2). An existing one stays unchanged.
 -- Takes  requested_at, queue; rows of tenant, approval id, job id, type, name, payload hash, policies, reason, details,
 --        quorum, deadline, requested_by
 INSERT OR IGNORE INTO approvals (
@@ -66,20 +66,20 @@ SELECT ?, ?, column1, column2, column3, column4, column5, column6, column7, colu
  WHERE column1 IS NOT NULL
 
 -- name: withdraw_approvals
--- A job does not wait for people any more, so nobody has to decide. Where somebody has, that stays.
+-- Withdraw the pending approval requests of a job that no longer waits. Decided ones stay unchanged.
 -- Takes  :tenant, :job_id, :queue, :actor, :reason, :now
 UPDATE approvals
    SET status = 'withdrawn', decided_by = :actor, decided_at = :now, decision_reason = :reason, acked_at = :now
  WHERE tenant_id = :tenant AND job_id = :job_id AND queue = :queue AND status = 'requested'
 
 -- name: insert_audit_event
--- What an operator did, for the feed. In nobody's story: the row of its job is 0.
+-- An audit event for the feed. It belongs to no job: its `job_row` is 0.
 -- Takes  :type, :message, :data (JSON text), :now
 INSERT INTO events (job_row, seq, type, attempt, retry_count, message, data, at)
 SELECT 0, coalesce(max(seq), 0) + 1, :type, 0, 0, :message, :data, :now FROM events WHERE job_row = 0
 
 -- name: insert_audit_entry
--- What an operator did, for the embedded ledger.
+-- An audit entry for the embedded ledger.
 -- Takes  :tenant, :id, :type, :actor, :target, :target_id, :queue, :reason, :before, :after (JSON text), :now
 INSERT INTO operator_events (tenant_id, id, type, actor, target, target_id, queue, reason, before, after, at)
 VALUES (:tenant, :id, :type, :actor, :target, :target_id, :queue, :reason, :before, :after, :now)

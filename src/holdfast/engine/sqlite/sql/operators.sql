@@ -1,7 +1,7 @@
 -- name: job_for_move
 -- One job for an operator's move.
 -- Takes  :queue, :job_id
--- Gives  no or one work row
+-- Gives  at most one work row
 SELECT json_group_array(json_array(
            id, job_id, job_type, tenant_id, idempotency_key, trace_id, state, attempt, claim_seq, deliveries, worker,
            claimed_at, created_at, run_at, last_seq, payload, meta))
@@ -9,7 +9,7 @@ SELECT json_group_array(json_array(
  WHERE queue = :queue AND job_id = :job_id
 
 -- name: get_control
--- An operator's hand on a queue.
+-- An operator's controls of a queue.
 -- Takes  :queue
 -- Gives  [paused, intake paused, concurrency, intake limit, backlog alert, tenants' controls as JSON text; or nulls]
 SELECT coalesce(
@@ -20,7 +20,7 @@ SELECT coalesce(
     json_array(json('false'), json('false'), NULL, NULL, NULL, NULL))
 
 -- name: set_control
--- An operator changes a queue's controls.
+-- Change an operator's controls of a queue.
 -- Takes  :queue, :paused, :intake_paused, :concurrency, :intake_limit, :backlog_alert, :tenants (JSON text)
 INSERT INTO queues (queue, paused, intake_paused, concurrency, intake_limit, backlog_alert, tenants)
 VALUES (:queue, :paused, :intake_paused, :concurrency, :intake_limit, :backlog_alert, :tenants)
@@ -29,7 +29,7 @@ ON CONFLICT (queue) DO UPDATE
        intake_limit = excluded.intake_limit, backlog_alert = excluded.backlog_alert, tenants = excluded.tenants
 
 -- name: expedite
--- A job that waits for its time is due now.
+-- Make a waiting job due now.
 -- Takes  :id, :now
 UPDATE jobs
    SET due_at = min(due_at, :now), lease_expires_at = min(lease_expires_at, :now), run_at = min(run_at, :now),

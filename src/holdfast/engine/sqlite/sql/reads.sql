@@ -1,6 +1,6 @@
 -- name: get
--- Jobs as they are now.
--- Takes  :queue, :ids (a JSON list of job ids), :expired (jobs that ended by then are gone)
+-- Current jobs by id.
+-- Takes  :queue, :ids (a JSON list of job ids), :expired (jobs that finished by then are omitted)
 -- Gives  view rows
 SELECT json_group_array(json_array(
            id, job_id, job_type, queue, tenant_id, state, attempt, payload, idempotency_key, trace_id, meta, created_at,
@@ -10,8 +10,8 @@ SELECT json_group_array(json_array(
    AND (finished_at IS NULL OR finished_at > :expired)
 
 -- name: find
--- Some jobs in these states, the newest first. One arm for each index, so that none reads the whole table.
--- Takes  :queue, :states (a JSON list), :limit, :expired (jobs that ended by then are gone)
+-- Jobs in these states, newest first. One arm per index, so that none reads the whole table.
+-- Takes  :queue, :states (a JSON list), :limit, :expired (jobs that finished by then are omitted)
 -- Gives  view rows
 SELECT json_group_array(json_array(
            id, job_id, job_type, queue, tenant_id, state, attempt, payload, idempotency_key, trace_id, meta, created_at,
@@ -43,19 +43,19 @@ SELECT json_group_array(json_array(
      ORDER BY id DESC LIMIT :limit)
 
 -- name: finished_among
--- Which of these jobs have ended.
+-- Which of these jobs have finished.
 -- Takes  :pairs (a JSON list of [queue, job id])
 -- Gives  a list of [queue, job id]
 SELECT json_group_array(json_array(jobs.queue, jobs.job_id))
-  FROM json_each(:pairs) AS asked
-  CROSS JOIN jobs ON jobs.queue = asked.value ->> 0 AND jobs.job_id = asked.value ->> 1
+  FROM json_each(:pairs) AS input
+  CROSS JOIN jobs ON jobs.queue = input.value ->> 0 AND jobs.job_id = input.value ->> 1
  WHERE jobs.finished_at IS NOT NULL
 
 -- name: stats
--- A queue at one moment, counted in the partial indexes alone.
+-- Counts of a queue, from the partial indexes alone.
 -- Takes  :queue, :now
 -- Gives  [states: [[state, count]…], delayed, workers, feed entries, dead letters, unread bytes of the feed (0 without a
---        reader), leases and retries in the pending list, jobs in line or running by tenant: [[tenant, count]…]]
+--        reader), leases and retries in the pending list, ready and running jobs by tenant: [[tenant, count]…]]
 SELECT json_array(
     (SELECT json_group_array(json_array(state, count)) FROM (
         SELECT state, count(*) AS count FROM jobs WHERE queue = :queue AND ready_seq IS NOT NULL GROUP BY state
@@ -84,7 +84,7 @@ SELECT json_array(
 )
 
 -- name: workers
--- Who claims from some queues, and how many leases each has. Whoever holds one is there, seen or not.
+-- The workers of some queues and their leases. A worker with a lease is included even if it is not registered.
 -- Takes  :queues (a JSON list)
 -- Gives  rows of [worker, queue, seen_at, leases], by name
 SELECT json_group_array(json_array(worker, queue, seen_at, leases))
@@ -92,39 +92,39 @@ SELECT json_group_array(json_array(worker, queue, seen_at, leases))
     SELECT worker, queue, max(seen_at) AS seen_at, sum(leases) AS leases
       FROM (
         SELECT worker, workers.queue, seen_at, 0 AS leases
-          FROM json_each(:queues) AS asked CROSS JOIN workers ON workers.queue = asked.value
+          FROM json_each(:queues) AS input CROSS JOIN workers ON workers.queue = input.value
         UNION ALL
         SELECT worker, jobs.queue, max(claimed_at), count(*)
-          FROM json_each(:queues) AS asked CROSS JOIN jobs ON jobs.queue = asked.value
+          FROM json_each(:queues) AS input CROSS JOIN jobs ON jobs.queue = input.value
          WHERE lease_expires_at IS NOT NULL AND state = 'running'
          GROUP BY jobs.queue, worker)
      GROUP BY worker, queue
      ORDER BY worker, queue)
 
 -- name: queues
--- The queues that ever had a job, sorted.
+-- Queues that ever had a job, sorted.
 -- Gives  a list of names
 SELECT json_group_array(queue) FROM (SELECT queue FROM queues WHERE has_jobs ORDER BY queue)
 
 -- name: notices
--- What happened in some queues since a listener last asked.
+-- Notices of some queues after a position.
 -- Takes  :queues (a JSON list), :after
 -- Gives  a list of [id, queue, kind, job id, at_ms]
 SELECT json_group_array(json_array(id, queue, kind, job_id, at_ms))
   FROM (SELECT * FROM notices WHERE id > :after AND queue IN (SELECT value FROM json_each(:queues)) ORDER BY id)
 
 -- name: last_notice
--- Where a new listener begins.
+-- The position at which a new listener starts.
 -- Gives  [the latest notice's id]
 SELECT json_array(coalesce((SELECT seq FROM sqlite_sequence WHERE name = 'notices'), 0))
 
 -- name: insert_notice
--- Something that listeners in other processes want to know.
+-- A notice for listeners in other processes.
 -- Takes  :queue, :kind, :job_id, :at
 INSERT INTO notices (queue, kind, job_id, at_ms) VALUES (:queue, :kind, :job_id, :at)
 
 -- name: insert_due_notice
--- A job waits that is due earlier than all others, if that is so.
+-- A notice that a job is due at :at, unless another one is due earlier.
 -- Takes  :queue, :at
 INSERT INTO notices (queue, kind, at_ms)
 SELECT :queue, 'due', :at

@@ -3,11 +3,11 @@
 -- engine does not write (effects, steps, approvals …) and the ledger's indexes come from ledger/schema.py: `ledger_tables.py`.
 -- Instants are milliseconds since the epoch, UTC. Payload, result, meta, history and data are JSON text.
 
--- A job in motion is in exactly one place: in the line (`line` orders it), waiting for a time (`due_at`), or
--- leased (`lease_expires_at`; a retry that waits in the pending list is kept there too, under its due time).
--- A lease is (id, place, deliveries, worker): `place` counts the claims of this row, `deliveries` the leases of one claim.
--- `previous_state` is the state before this one: every statement that sets the state sets it too, and the last CHECK is the
--- state table once more where the data lives, for the day when our own code is wrong.
+-- An active job is exactly one of: ready (ordered by `ready_seq`), waiting for a time (`due_at`), or leased
+-- (`lease_expires_at`; for a retry that waits in the pending list this is its due time).
+-- A lease is (id, claim_seq, deliveries, worker): `claim_seq` counts the claims of this row, `deliveries` the leases of one
+-- claim. `previous_state` is the state before this one: every statement that sets the state sets it too, and the last CHECK
+-- repeats the state table, as protection against errors in the code.
 CREATE TABLE jobs (
     id              INTEGER PRIMARY KEY AUTOINCREMENT,
     tenant_id       TEXT    NOT NULL DEFAULT 'default',
@@ -54,20 +54,20 @@ CREATE TABLE jobs (
     CONSTRAINT legal_move CHECK ({{legal}})
 );
 CREATE UNIQUE INDEX jobs_by_job_id ON jobs (job_id, queue);
--- Tenants take turns within a priority: each has a line of its own in this index.
+-- Tenants share a priority fairly: the ready jobs of each are contiguous in this index.
 CREATE INDEX jobs_ready ON jobs (queue, priority, tenant_id, ready_seq, state) WHERE ready_seq IS NOT NULL;
 CREATE INDEX jobs_due ON jobs (queue, due_at, state) WHERE due_at IS NOT NULL;
 CREATE INDEX jobs_leased ON jobs (queue, lease_expires_at, state, tenant_id) WHERE lease_expires_at IS NOT NULL;
 CREATE INDEX jobs_parked ON jobs (queue, state) WHERE state IN ({{parked}});
 CREATE INDEX jobs_finished ON jobs (queue, finished_at, state) WHERE finished_at IS NOT NULL;
--- For the ledger's queries, beside the ones of its own: keys that were given; and what is neither in line, nor leased, nor
--- an ordinary success. OR, not IN: that is how SQLite finds the one state that a query asks for.
+-- For the ledger's queries, in addition to the ledger's own indexes: keys that callers passed; and jobs that are neither ready,
+-- nor leased, nor ordinary successes. OR, not IN: only so can SQLite use the index for a single state.
 CREATE INDEX jobs_by_key ON jobs (tenant_id, idempotency_key) WHERE idempotency_key <> job_id AND idempotency_key <> '';
 CREATE INDEX jobs_by_state ON jobs (tenant_id, state, created_at, job_id) WHERE {{indexed}};
 
--- The story of every job; `id` is the feed position, `job` the row of the job. What the job's own row still says
--- (most of the envelope of a creation, the result of a success) is not copied into `data`. Row 0 is nobody: what operators
--- did is in the feed, but in no job's story; `data` says to whom.
+-- The history of every job; `id` is the feed position, `job_row` the row of the job. What the job's row contains (most of
+-- the envelope of a creation, the result of a success) is not copied into `data`. Audit events are in the feed, but in the
+-- history of no job: their `job_row` is 0, and `data` names the target.
 CREATE TABLE events (
     id          INTEGER PRIMARY KEY AUTOINCREMENT,
     job_row     INTEGER NOT NULL,
@@ -83,7 +83,7 @@ CREATE TABLE events (
     at          INTEGER NOT NULL
 );
 CREATE UNIQUE INDEX events_by_job ON events (job_row, seq);
--- The same as the ledger names it, whole.
+-- The events as the ledger's queries read them, with complete data.
 CREATE VIEW job_events AS
 SELECT event.id, jobs.tenant_id, jobs.job_id, jobs.queue, event.job_row, event.seq, event.type, event.from_state,
        event.to_state, event.attempt, event.retry_count, event.worker, event.message, {{event_data}} AS data, event.at
@@ -107,7 +107,7 @@ CREATE TABLE feed_readers (
     registered_at INTEGER NOT NULL
 ) WITHOUT ROWID;
 
--- Which job came first under a key (requirement E1). Jobs without a key of their own are found by their id.
+-- Which job came first under a key (requirement E1). Jobs without a key are found by their id.
 CREATE TABLE submission_keys (
     tenant_id  TEXT    NOT NULL,
     queue      TEXT    NOT NULL,
@@ -150,7 +150,7 @@ CREATE INDEX dlq_items_by_time ON dlq_items (tenant_id, failed_at, dlq_id);
 CREATE INDEX dlq_items_by_fingerprint ON dlq_items (tenant_id, fingerprint, failed_at);
 CREATE INDEX dlq_items_replaying ON dlq_items (tenant_id, dlq_id) WHERE replay_pending = 1;
 
--- `tenants` are the controls of single tenants, `turns` whose turn it is (`turns.py`): JSON, null while there are none.
+-- `tenants` has the controls of single tenants, `fair_share` the passes of tenants (`claims.py`). Both are JSON or null.
 CREATE TABLE queues (
     queue         TEXT PRIMARY KEY,
     has_jobs      INTEGER NOT NULL DEFAULT 0,
@@ -170,7 +170,7 @@ CREATE TABLE workers (
     PRIMARY KEY (queue, worker)
 ) WITHOUT ROWID;
 
--- What other processes that listen should know: 'cancelled' (job_id), 'due' (at_ms), 'controlled'.
+-- Notices for other processes: 'cancelled' (job_id), 'due' (at_ms), 'controlled'.
 CREATE TABLE notices (
     id     INTEGER PRIMARY KEY AUTOINCREMENT,
     queue  TEXT    NOT NULL,

@@ -1,6 +1,6 @@
 -- name: succeed
--- Lease holders report success.
--- Takes  finished_at, updated_at; rows of id, place, deliveries, worker, result, meta, token
+-- Settle leased jobs as succeeded.
+-- Takes  finished_at, updated_at; rows of id, claim_seq, deliveries, worker, result, meta, token
 UPDATE jobs
    SET previous_state = state, state = 'succeeded', finished_at = ?, updated_at = ?, result = done.result, meta = done.meta, token = done.token,
        lease_expires_at = NULL, worker = NULL, error_code = NULL, last_error = NULL, error_message = NULL,
@@ -13,8 +13,8 @@ UPDATE jobs
    AND jobs.deliveries = done.deliveries AND jobs.worker = done.worker
 
 -- name: insert_succeeded_events
--- Jobs are about to succeed. Their result is not copied: the feed reads it from the job's row.
+-- Events of jobs that are about to succeed. The result is not copied: the feed reads it from the job's row.
 -- Takes  :ids (a JSON list), :type, :now
 INSERT INTO events (job_row, seq, type, from_state, to_state, attempt, retry_count, worker, at)
 SELECT jobs.id, last_seq + 1, :type, state, 'succeeded', attempt, retry_count, worker, :now
-  FROM json_each(:ids) AS asked CROSS JOIN jobs ON jobs.id = asked.value
+  FROM json_each(:ids) AS input CROSS JOIN jobs ON jobs.id = input.value

@@ -1,18 +1,17 @@
 -- name: queues_with_expired_leases
--- Is there anything to reclaim? Asked outside of a transaction. A paused queue's jobs stay where they are.
+-- Queues with leases to reclaim. Read outside of a transaction. Jobs of a paused queue are not reclaimed.
 -- Takes  :queues (a JSON list), :now
 -- Gives  a list of queues
-SELECT json_group_array(asked.value)
-  FROM json_each(:queues) AS asked
- WHERE NOT EXISTS (SELECT 1 FROM queues WHERE queue = asked.value AND paused)
-   AND EXISTS (SELECT 1 FROM jobs WHERE queue = asked.value AND lease_expires_at IS NOT NULL AND lease_expires_at <= :now)
+SELECT json_group_array(input.value)
+  FROM json_each(:queues) AS input
+ WHERE NOT EXISTS (SELECT 1 FROM queues WHERE queue = input.value AND paused)
+   AND EXISTS (SELECT 1 FROM jobs WHERE queue = input.value AND lease_expires_at IS NOT NULL AND lease_expires_at <= :now)
 
 -- name: expired_leases
--- Leases that have expired, and retries due in the pending list. A retry stays there while its tenant runs as many jobs
--- as it may.
+-- Expired leases, and due retries in the pending list. A retry stays there while its tenant is at its concurrency limit.
 -- Takes  :queue, :now, :limit
 -- Gives  work rows
-WITH limited (tenant_id, room) AS (
+WITH limited (tenant_id, free) AS (
     SELECT key, json_extract(value, '$.concurrency')
               - (SELECT count(*) FROM jobs
                   WHERE queue = :queue AND lease_expires_at IS NOT NULL AND state = 'running' AND tenant_id = key)
@@ -27,7 +26,7 @@ SELECT json_group_array(json_array(
        AND NOT EXISTS (SELECT 1 FROM queues WHERE queue = :queue AND paused)
        AND (state = 'running' OR NOT EXISTS (
            SELECT 1 FROM limited
-            WHERE limited.tenant_id = jobs.tenant_id AND (room <= 0 OR room <= (
+            WHERE limited.tenant_id = jobs.tenant_id AND (free <= 0 OR free <= (
                 SELECT count(*) FROM (
                     SELECT 1 FROM jobs AS earlier
                      WHERE earlier.queue = :queue AND earlier.lease_expires_at IS NOT NULL
@@ -38,7 +37,7 @@ SELECT json_group_array(json_array(
      ORDER BY lease_expires_at, id LIMIT :limit)
 
 -- name: reclaim
--- Another worker takes over leases that have run out.
+-- Claim expired leases for another worker.
 -- Takes  :ids (a JSON list), :worker, :now, :until
 UPDATE jobs
    SET attempt = attempt + 1, deliveries = deliveries + 1, worker = :worker, claimed_at = :now, lease_expires_at = :until,
@@ -46,7 +45,7 @@ UPDATE jobs
  WHERE id IN (SELECT value FROM json_each(:ids)) AND state = 'running' AND lease_expires_at <= :now
 
 -- name: promote
--- Jobs that are due go in line, in the order in which they fell due.
+-- Make due jobs ready, ordered by due time.
 -- Takes  :queue, :now, :limit
 UPDATE jobs SET ready_seq = due_at, due_at = NULL, updated_at = :now
  WHERE id IN (
@@ -55,15 +54,15 @@ UPDATE jobs SET ready_seq = due_at, due_at = NULL, updated_at = :now
      ORDER BY due_at LIMIT :limit)
 
 -- name: next_due
--- When waiting jobs are due next.
+-- When the next waiting job is due.
 -- Takes  :queues, a JSON list
 -- Gives  [the earliest instant or null]
 SELECT json_array(min((
-           SELECT due_at FROM jobs WHERE queue = asked.value AND due_at IS NOT NULL ORDER BY due_at LIMIT 1)))
-  FROM json_each(:queues) AS asked
+           SELECT due_at FROM jobs WHERE queue = input.value AND due_at IS NOT NULL ORDER BY due_at LIMIT 1)))
+  FROM json_each(:queues) AS input
 
 -- name: expired_jobs
--- Finished jobs past their time that nobody still needs. Asked by a reader: it may have to look past many.
+-- Finished jobs past their retention that nothing refers to. Read by a reader: it may have to skip many.
 -- Takes  :queue, :before, :limit
 -- Gives  a list of ids
 SELECT json_group_array(id)
@@ -73,7 +72,7 @@ SELECT json_group_array(id)
      ORDER BY finished_at LIMIT :limit)
 
 -- name: prunable_jobs
--- Which of some finished jobs nobody still needs.
+-- Which of some finished jobs nothing refers to.
 -- Takes  :queue, :before, :ids (a JSON list)
 -- Gives  a list of ids
 SELECT json_group_array(id) FROM jobs
@@ -81,7 +80,7 @@ SELECT json_group_array(id) FROM jobs
    AND queue = :queue AND {{prunable}}
 
 -- name: delete_idle_workers
--- Workers that nobody has seen for long and that hold no leases.
+-- Delete idle workers without leases.
 -- Takes  :queue, :before
 DELETE FROM workers
  WHERE queue = :queue AND seen_at < :before AND NOT EXISTS (
@@ -89,21 +88,21 @@ DELETE FROM workers
      WHERE jobs.queue = workers.queue AND lease_expires_at IS NOT NULL AND state = 'running' AND jobs.worker = workers.worker)
 
 -- name: prune_anomalies
--- The anomalies of pruned jobs go with them. Before the jobs do.
+-- Delete the anomalies of jobs to prune. Runs before `prune_jobs`.
 -- Takes  :ids (a JSON list of the jobs' rows)
 DELETE FROM anomalies
  WHERE (tenant_id, job_id, queue) IN (
     SELECT tenant_id, job_id, queue FROM jobs WHERE id IN (SELECT value FROM json_each(:ids)))
 
 -- name: prune_approvals
--- The approvals of pruned jobs go with them. Before the jobs do.
+-- Delete the approvals of jobs to prune. Runs before `prune_jobs`.
 -- Takes  :ids (a JSON list of the jobs' rows)
 DELETE FROM approvals
  WHERE (tenant_id, job_id, queue) IN (
     SELECT tenant_id, job_id, queue FROM jobs WHERE id IN (SELECT value FROM json_each(:ids)))
 
 -- name: prune_audit_events
--- Operators' entries of the feed past their time that no reader still needs.
+-- Delete audit events past their retention that no reader needs.
 -- Takes  :queue, :before, :limit
 DELETE FROM events
  WHERE id IN (
@@ -114,7 +113,7 @@ DELETE FROM events
      ORDER BY seq LIMIT :limit)
 
 -- name: prune_effects
--- Keys of effects that are done and may be used again. Reserved ones and those in doubt stay.
+-- Delete expired keys of effects that are done. Keys that are reserved or in doubt stay.
 -- Takes  :now, :limit
 DELETE FROM idempotency_keys
  WHERE (tenant_id, key) IN (
@@ -130,12 +129,12 @@ DELETE FROM idempotency_keys
      LIMIT :limit)
 
 -- name: prune_events
--- The story of pruned jobs goes with them.
+-- Delete the events of pruned jobs.
 -- Takes  :ids (a JSON list of the jobs' rows)
 DELETE FROM events WHERE job_row IN (SELECT value FROM json_each(:ids))
 
 -- name: prune_executions
--- What became of messages, past its time.
+-- Delete executions past their retention.
 -- Takes  :before, :limit
 DELETE FROM queue_executions
  WHERE (tenant_id, id) IN (
@@ -151,19 +150,19 @@ DELETE FROM queue_executions
      LIMIT :limit)
 
 -- name: prune_feed
--- Entries whose events are all gone.
+-- Delete feed entries whose events were all pruned.
 -- Takes  :queue
 DELETE FROM feed_entries
  WHERE queue = :queue AND NOT EXISTS (SELECT 1 FROM feed_readers WHERE queue = :queue)
    AND position < coalesce((SELECT min(id) FROM events), 0)
 
 -- name: prune_jobs
--- Finished jobs past their time.
+-- Delete finished jobs.
 -- Takes  :ids (a JSON list)
 DELETE FROM jobs WHERE id IN (SELECT value FROM json_each(:ids)) AND finished_at IS NOT NULL
 
 -- name: prune_keys
--- Keys past their window, unless their job is still open.
+-- Delete keys past their window, unless their job is still open.
 -- Takes  :queue, :now, :limit
 DELETE FROM submission_keys
  WHERE (tenant_id, queue, key) IN (
@@ -173,14 +172,14 @@ DELETE FROM submission_keys
      LIMIT :limit)
 
 -- name: prune_dead_letters
--- The dead letters, which somebody has dealt with, of pruned jobs go with them. Before the jobs do.
+-- Delete the closed dead letters of jobs to prune. Runs before `prune_jobs`.
 -- Takes  :ids (a JSON list of the jobs' rows)
 DELETE FROM dlq_items
  WHERE (tenant_id, job_id, queue) IN (
     SELECT tenant_id, job_id, queue FROM jobs WHERE id IN (SELECT value FROM json_each(:ids)))
 
 -- name: prune_audit_entries
--- The operators' log, past its time.
+-- Delete audit entries past their retention.
 -- Takes  :before, :limit
 DELETE FROM operator_events
  WHERE (tenant_id, id) IN (
@@ -196,48 +195,48 @@ DELETE FROM operator_events
      LIMIT :limit)
 
 -- name: prune_notices
--- Only the latest are kept; who comes later has missed them.
+-- Keep only the latest notices.
 -- Takes  :keep
 DELETE FROM notices WHERE id <= (SELECT max(id) FROM notices) - :keep
 
 -- name: prune_outbox
--- Events that were sent long ago. Those that wait or are dead stay.
+-- Delete sent events past their retention. Pending and dead ones stay.
 -- Takes  :before, :limit
 DELETE FROM outbox_events
  WHERE position IN (
     SELECT position FROM outbox_events WHERE status = 'SENT' AND sent_at <= :before ORDER BY sent_at LIMIT :limit)
 
 -- name: prune_steps
--- The checkpoints of pruned jobs go with them. Before the jobs do.
+-- Delete the steps of jobs to prune. Runs before `prune_jobs`.
 -- Takes  :ids (a JSON list of the jobs' rows)
 DELETE FROM job_steps
  WHERE (tenant_id, job_id, queue) IN (
     SELECT tenant_id, job_id, queue FROM jobs WHERE id IN (SELECT value FROM json_each(:ids)))
 
 -- name: prune_votes
--- What people said about pruned jobs goes with them. Before the approvals do.
+-- Delete the votes on jobs to prune. Runs before `prune_approvals`.
 -- Takes  :ids (a JSON list of the jobs' rows)
 DELETE FROM approval_votes
  WHERE (tenant_id, approval_id) IN (
     SELECT approvals.tenant_id, approvals.approval_id
-      FROM json_each(:ids) AS asked CROSS JOIN jobs ON jobs.id = asked.value
+      FROM json_each(:ids) AS input CROSS JOIN jobs ON jobs.id = input.value
       CROSS JOIN approvals
         ON approvals.tenant_id = jobs.tenant_id AND approvals.job_id = jobs.job_id AND approvals.queue = jobs.queue)
 
 -- name: snapshot
--- Which of some jobs are not known here, and where the feed ends, at one moment.
+-- Which of some jobs are unknown, and where the feed ends, in one atomic step.
 -- Takes  :queue, :ids (a JSON list of job ids)
 -- Gives  [ids, position or null, nonce or null]
 SELECT json_array(
-    (SELECT json_group_array(asked.value) FROM json_each(:ids) AS asked
-      WHERE NOT EXISTS (SELECT 1 FROM jobs WHERE queue = :queue AND job_id = asked.value)),
+    (SELECT json_group_array(input.value) FROM json_each(:ids) AS input
+      WHERE NOT EXISTS (SELECT 1 FROM jobs WHERE queue = :queue AND job_id = input.value)),
     (SELECT position FROM feed_entries WHERE queue = :queue ORDER BY position DESC LIMIT 1),
     (SELECT nonce FROM feed_entries WHERE queue = :queue ORDER BY position DESC LIMIT 1))
 
 -- name: insert_restored_jobs
--- Jobs that were lost, put back under their own ids.
--- Takes  updated_at, place, queue; rows of job id, tenant, type, state, previous_state, priority, attempt, idempotency key,
---        trace id, dlq id, run_at, line, due_at, lease_expires_at, next_retry_at, error_code, last_error, error_message,
+-- Restore lost jobs under their ids.
+-- Takes  updated_at, claim_seq, queue; rows of job id, tenant, type, state, previous_state, priority, attempt, idempotency key,
+--        trace id, dlq id, run_at, ready_seq, due_at, lease_expires_at, next_retry_at, error_code, last_error, error_message,
 --        created_at, meta, payload
 INSERT INTO jobs (
     updated_at, claim_seq, queue, last_seq, job_id, tenant_id, job_type, state, previous_state, priority, attempt,
@@ -249,7 +248,7 @@ SELECT ?, ?, ?, 1, column1, column2, column3, column4, column5, column6, column7
  WHERE column1 IS NOT NULL
 
 -- name: restore_keys
--- Keys that a ledger knew; what is known here stays, but a job's own key is not kept for longer than said.
+-- Restore keys from a ledger. Existing keys stay, but the key of the same job expires no later than given.
 -- Takes  queue; rows of tenant, key, job id, expires_at
 INSERT INTO submission_keys (queue, tenant_id, key, job_id, expires_at)
 SELECT ?, column1, column2, column3, column4

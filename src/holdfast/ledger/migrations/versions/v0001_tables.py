@@ -41,7 +41,7 @@ def upgrade() -> None:
     _create_alerts()
     _create_outbox_events()
     _create_outbox_lanes()
-    _tell_of_outbox_events()
+    _notify_of_outbox_events()
     _create_queue_executions()
     _create_trigger_presences()
     _create_trigger_pauses()
@@ -425,8 +425,8 @@ def _create_outbox_lanes() -> None:
     )
 
 
-def _tell_of_outbox_events() -> None:
-    """Whoever writes an event, in whichever language, wakes the relays."""
+def _notify_of_outbox_events() -> None:
+    """Wake the relays on every insert of an event, by any program."""
     if op.get_bind().dialect.name != "postgresql":
         return
     op.execute(
