@@ -62,7 +62,7 @@ class RedisStreamsHarness(BrokerHarness):
         return self.publisher(url=f"redis://ann:{PASSWORD}@127.0.0.1:{free_port()}/0")
 
     def refused_adapter(self, queue: str) -> RedisAdapter:
-        return self.adapter(queue, username="nobody", password=PASSWORD)
+        return self.adapter(queue, username="unknown", password=PASSWORD)
 
     async def spoil_dead_letters(self, queue: str) -> bool:
         await self.redis.set(self.dead_letters(queue), "no stream")

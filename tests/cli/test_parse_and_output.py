@@ -241,7 +241,7 @@ def test_arguments_that_are_not_kept_are_null() -> None:
     assert job_document(make_info(State.SUCCEEDED, payload=b""))["payload"] is None
 
 
-def test_an_error_without_a_type_has_no_stray_colon() -> None:
+def test_an_error_without_a_type_has_no_leading_colon() -> None:
     assert error_text(Failure("CANCELLED", "by cli")) == "CANCELLED: by cli"
     assert error_text(Failure("TASK_ERROR", "boom", "ValueError")) == "TASK_ERROR: ValueError: boom"
     assert error_text(Failure("CANCELLED", "")) == "CANCELLED"

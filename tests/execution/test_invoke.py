@@ -220,13 +220,13 @@ async def test_a_result_that_cannot_be_encoded_is_fatal(url: str) -> None:
         return "x" * 2_000
 
     @app.task(name="wrapped")
-    def forgot_await() -> Any:
+    def skipped_await() -> Any:
         return asyncio.sleep(0)
 
     async with app, working(app):
         assert await wait_outcome(app, await no_json.submit()) == (State.FAILED, "INVALID_PAYLOAD")
         assert await wait_outcome(app, await too_long.submit()) == (State.FAILED, "PAYLOAD_TOO_LARGE")
-        assert await wait_outcome(app, await forgot_await.submit()) == (State.FAILED, "INVALID_PAYLOAD")
+        assert await wait_outcome(app, await skipped_await.submit()) == (State.FAILED, "INVALID_PAYLOAD")
 
 
 async def test_a_task_that_exceeds_its_timeout_is_stopped(app: Holdfast) -> None:

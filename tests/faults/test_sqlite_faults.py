@@ -220,7 +220,7 @@ async def test_a_damaged_file_is_reported(sqlite_site: Site) -> None:
     await site.app.close()
     healthy = path.read_bytes()
     assert len(healthy) > 40 * 4096
-    for damage in (b"this is no database" + healthy[19:], healthy[:4096] + os.urandom(len(healthy) - 4096)):
+    for damage in (b"not a database file" + healthy[19:], healthy[:4096] + os.urandom(len(healthy) - 4096)):
         path.write_bytes(damage)
         with pytest.raises(HoldfastError) as refused:
             await site.tasks.work.submit_many((number,) for number in range(500))

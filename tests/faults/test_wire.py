@@ -53,7 +53,7 @@ SHORT: Final = {
 }
 LONG: Final = SHORT | {"tenant_id": b"acme", "idempotency_key": b"k1", "trace_id": b"t1", "meta": b""}
 
-#: Forged markers that parse at first sight.
+#: Forged markers that can be parsed.
 MARKERS: Final[dict[str, bytes]] = {
     "another version": b"2 queued 0 0 1700000000000",
     "no version": b"x queued 0 0 1700000000000",

@@ -297,7 +297,7 @@ async def test_unconfirmed_dead_letters_are_counted_by_tenant(
 
 
 async def test_an_unreachable_ledger_is_reported(redis_url: str, namespace: str, tmp_path: Path) -> None:
-    ledger = "postgresql://nobody:x@127.0.0.1:1/none"
+    ledger = "postgresql://unknown:x@127.0.0.1:1/none"
     async with make(redis_url, namespace, ledger=ledger, connect_timeout_s=0.5) as app:
         metrics = await scrape(app)
     assert (metrics["engine_up"], metrics["ledger_up"]) == (1, 0)

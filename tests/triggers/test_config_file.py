@@ -222,8 +222,8 @@ def test_secrets_in_validator_errors_are_redacted(broker: None, monkeypatch: pyt
     class EchoingConnection(Connection):
         @classmethod
         def model_validate(cls, value: Any, **_: Any) -> Any:  # type: ignore[override]
-            raise ValueError(f"this is no password: {value['password']}")
+            raise ValueError(f"this password is wrong: {value['password']}")
 
     monkeypatch.setattr(config, "connection_model", lambda _: EchoingConnection)
     errors = load_errors(with_connection(password="${SECRET}"), SECRET=SECRET)
-    assert errors == {"adapter.connection": "this is no password: ***"}
+    assert errors == {"adapter.connection": "this password is wrong: ***"}

@@ -32,7 +32,9 @@ def _forge_payload(url: str, **more: str) -> bytes:
     return msgspec.json.encode({"url": url, "webhook_id": "msg_1", "event": "job.succeeded", "body": "{}"} | more)
 
 
-@pytest.mark.parametrize("more", [{}, {"seal": ""}, {"seal": "0" * 64}, {"seal": "é"}])
+@pytest.mark.parametrize(
+    "more", [{}, {"signature": ""}, {"signature": "0" * 64}, {"signature": "é"}, {"seal": "0" * 64}]
+)
 async def test_a_forged_delivery_is_not_sent(app: Holdfast, receiver: Receiver, more: dict[str, str]) -> None:
     async with app, working(app):
         job = Envelope(

@@ -169,7 +169,7 @@ class Backend(Configurable):
             return None
         outbox = self.connections.outbox()
         if outbox is None:
-            raise NoLedger("to know what became of a job that was submitted in a transaction")
+            raise NoLedger("to know the outcome of a job that was submitted in a transaction")
         return await (await outbox.open()).get(tenant_id, job_id)
 
     @contextmanager

@@ -209,7 +209,7 @@ class LoopConnections:
         self._durable_timeout_s = durable_timeout_s
         self._lock = threading.Lock()
         self._first: Engine | None = None
-        self._taken = False
+        self._first_in_use = False
         self._connections: dict[asyncio.AbstractEventLoop, LoopConnection] = {}
         #: The connection used last; most programs have only one.
         self._latest: LoopConnection | None = None
@@ -221,9 +221,9 @@ class LoopConnections:
         leave_to_parent((self._connections, self._first))
         self._connections = {}
         self._latest = None
-        if self._taken and self._first is not None:
+        if self._first_in_use and self._first is not None:
             self._first = self._first.clone()
-            self._taken = False
+            self._first_in_use = False
 
     @property
     def in_use(self) -> bool:
@@ -307,10 +307,10 @@ class LoopConnections:
 
     def _next_engine(self) -> Engine:
         # The first engine serves the first loop; every further loop gets a clone on the same store.
-        taken = self._taken
-        self._taken = True
+        in_use = self._first_in_use
+        self._first_in_use = True
         first = self._first_engine()
-        return first.clone() if taken else first
+        return first.clone() if in_use else first
 
     def _first_engine(self) -> Engine:
         if self._first is None:
