@@ -57,7 +57,7 @@ async def test_one_that_cannot_be_replayed_hinders_no_other(world: World) -> Non
     # Whoever knows the task knows that 5 is no text; of the others too.
     ledger = world.app.ledger_backend
     assert ledger is not None
-    picky = DeadLetterOperations(world.app.engine, ledger, plans=stranger.specs)
+    picky = DeadLetterOperations(world.app.engine, ledger, specs=stranger.specs)
     report = await picky.replay_many(ADA, EVERY, reason="")
     assert (report.matched, report.done, report.failed) == (3, 0, 3)
     assert {result.code for result in report.results} == {"INVALID_PAYLOAD"}

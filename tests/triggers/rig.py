@@ -163,7 +163,7 @@ class Rig:
             self.config,
             self.adapter,
             runtime,
-            gate=gate,
+            guard_runner=gate,
             book=self.book,
             dedup=dedup or InMemoryDedupStore(clock),
             clock=clock,

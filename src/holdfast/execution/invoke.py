@@ -248,32 +248,32 @@ def _clean(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-async def invoke(plan: TaskSpec, claim: Claim, context: Context | None) -> Outcome:
+async def invoke(spec: TaskSpec, claim: Claim, context: Context | None) -> Outcome:
     """Run an `async def`. Everything it raises, including `SystemExit` and cancellation, becomes an outcome."""
     try:
-        arguments = plan.bind(claim, context)
+        arguments = spec.bind(claim, context)
     except Exception as exc:  # noqa: BLE001 - decoding calls the user's validators
         return invalid_payload(exc)
     try:
-        value = await plan.function(**arguments)
+        value = await spec.function(**arguments)
     except BaseException as exc:  # noqa: BLE001 - the user's code
         _end(context)
-        return outcome_of(exc, plan.policy)
-    return _returned(plan, value, _end(context))
+        return outcome_of(exc, spec.policy)
+    return _returned(spec, value, _end(context))
 
 
-def invoke_sync(plan: TaskSpec, claim: Claim, context: Context | None) -> Outcome:
+def invoke_sync(spec: TaskSpec, claim: Claim, context: Context | None) -> Outcome:
     """Run a plain function in this thread."""
     try:
-        arguments = plan.bind(claim, context)
+        arguments = spec.bind(claim, context)
     except Exception as exc:  # noqa: BLE001 - decoding calls the user's validators
         return invalid_payload(exc)
     try:
-        value = plan.function(**arguments)
+        value = spec.function(**arguments)
     except BaseException as exc:  # noqa: BLE001 - the user's code
         _end(context)
-        return outcome_of(exc, plan.policy)
-    return _returned(plan, value, _end(context))
+        return outcome_of(exc, spec.policy)
+    return _returned(spec, value, _end(context))
 
 
 def _end(context: Context | None) -> list[str]:
@@ -281,17 +281,17 @@ def _end(context: Context | None) -> list[str]:
     return [] if context is None else context.begun.end()
 
 
-def _returned(plan: TaskSpec, value: Any, left: list[str]) -> Outcome:
+def _returned(spec: TaskSpec, value: Any, left: list[str]) -> Outcome:
     if left:
         if inspect.iscoroutine(value):
             value.close()
-        return not_awaited(left, inspect.iscoroutinefunction(plan.function))
+        return not_awaited(left, inspect.iscoroutinefunction(spec.function))
     try:
         if inspect.iscoroutine(value):
             value.close()
             raise InvalidPayload(
-                f"task {plan.name!r} returned a coroutine; decorate the `async def` itself, or wrap it in one"
+                f"task {spec.name!r} returned a coroutine; decorate the `async def` itself, or wrap it in one"
             )
-        return Returned(plan.encode_result(value))
+        return Returned(spec.encode_result(value))
     except Exception as exc:  # noqa: BLE001 - encoding calls the user's models
         return invalid_result(exc)

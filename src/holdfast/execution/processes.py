@@ -112,25 +112,25 @@ def _read(connection: socket.socket, commands: SimpleQueue[bytes]) -> None:
 
 def _load(location: TaskLocation, *, in_memory: bool = False) -> TaskSpec | Raised:
     try:
-        plan = _plans.get(location.task) or _plans.setdefault(location.task, load_task(location, in_memory=in_memory))
+        spec = _specs.get(location.task) or _specs.setdefault(location.task, load_task(location, in_memory=in_memory))
     except BaseException as exc:  # noqa: BLE001 - importing runs the user's code
         return failure_outcome(exc, TaskPolicy())
-    return plan
+    return spec
 
 
-def _run(plan: TaskSpec, claim: Claim, runner: asyncio.Runner) -> Outcome:
+def _run(spec: TaskSpec, claim: Claim, runner: asyncio.Runner) -> Outcome:
     before = current_claim.set(claim)
-    context = Context(claim) if plan.context_name is not None else None
+    context = Context(claim) if spec.context_name is not None else None
     try:
-        if inspect.iscoroutinefunction(plan.function):
-            return runner.run(invoke(plan, claim, context))
-        return invoke_sync(plan, claim, context)
+        if inspect.iscoroutinefunction(spec.function):
+            return runner.run(invoke(spec, claim, context))
+        return invoke_sync(spec, claim, context)
     finally:
         current_claim.reset(before)
         sys.stdout.flush()
 
 
-_plans: dict[str, TaskSpec] = {}
+_specs: dict[str, TaskSpec] = {}
 
 
 #: More children would only compete for the cores; further jobs wait, each in its slot.
@@ -157,9 +157,9 @@ class ProcessPool:
         self._all: set[ChildProcess] = set()
         self._locations: dict[str, TaskLocation] = {}
 
-    async def perform(self, plan: TaskSpec, claim: Claim, started: Callable[[], None]) -> Outcome:
+    async def perform(self, spec: TaskSpec, claim: Claim, started: Callable[[], None]) -> Outcome:
         """Run one job in a child; `started` is called when its code begins. A cancelled call kills its child."""
-        location = self._locations.get(plan.name) or self._locations.setdefault(plan.name, locate(plan))
+        location = self._locations.get(spec.name) or self._locations.setdefault(spec.name, locate(spec))
         command = _encode(RunCommand(location, claim, self._in_memory))
         async with self._slots:
             while True:

@@ -113,47 +113,49 @@ class TaskLocation(msgspec.Struct, frozen=True):
     task: str
 
 
-def locate(plan: TaskSpec) -> TaskLocation:
+def locate(spec: TaskSpec) -> TaskLocation:
     """The location of a task; raises `InvalidOption` if a child could not find it there."""
-    name = plan.function.__module__
+    name = spec.function.__module__
     module = sys.modules.get(name)
-    if module is None or find_task(module, plan.name) is not plan:
+    if module is None or find_task(module, spec.name) is not spec:
         raise InvalidOption(
-            f"task {plan.name!r} has process=True, but a child process cannot find it in module {name!r}; "
+            f"task {spec.name!r} has process=True, but a child process cannot find it in module {name!r}; "
             "define it, or its app, at the module's top level"
         )
     file = getattr(module, "__file__", None) or ""
     if name == "__main__":
-        # Started with `-m`, the spec has the real name; a script has no spec.
-        spec = getattr(module, "__spec__", None)
-        return TaskLocation("" if spec is None or spec.name == name else spec.name, file, plan.name)
-    return TaskLocation(name, file, plan.name)
+        # Started with `-m`, the module's spec has the real name; a script has none.
+        module_spec = getattr(module, "__spec__", None)
+        return TaskLocation(
+            "" if module_spec is None or module_spec.name == name else module_spec.name, file, spec.name
+        )
+    return TaskLocation(name, file, spec.name)
 
 
 def load_task(location: TaskLocation, *, in_memory: bool = False) -> TaskSpec:
     """In the child: the task at this location. With `in_memory`, the module's apps are moved into memory."""
     module = importlib.import_module(location.module) if location.module else _load_file(location.file)
-    plan = find_task(module, location.task)
-    if plan is None:
+    spec = find_task(module, location.task)
+    if spec is None:
         raise InvalidOption(f"module {module.__name__!r} has no task {location.task!r} in the child process")
     if in_memory:
         for value in _ours(module):
             if isinstance(getattr(value, "specs", None), Mapping):
                 value.configure(url="sqlite://")
-    return plan
+    return spec
 
 
 def find_task(module: ModuleType, task: str) -> TaskSpec | None:
     """The spec of a task that is, or whose app is, at a module's top level."""
     apps: list[Mapping[str, Any]] = []
     for value in _ours(module):
-        plan = getattr(value, "plan", None)
-        if isinstance(plan, TaskSpec) and plan.name == task:
-            return plan
-        plans = getattr(value, "specs", None)
-        if isinstance(plans, Mapping):
-            apps.append(plans)
-    return next((plans[task] for plans in apps if isinstance(plans.get(task), TaskSpec)), None)
+        spec = getattr(value, "plan", None)
+        if isinstance(spec, TaskSpec) and spec.name == task:
+            return spec
+        specs = getattr(value, "specs", None)
+        if isinstance(specs, Mapping):
+            apps.append(specs)
+    return next((specs[task] for specs in apps if isinstance(specs.get(task), TaskSpec)), None)
 
 
 def _ours(module: ModuleType) -> list[Any]:

@@ -40,7 +40,7 @@ class GuardRunner:
     def __init__(
         self,
         guards: GuardRegistry,
-        plans: Mapping[str, PayloadDecoder],
+        specs: Mapping[str, PayloadDecoder],
         clock: Clock,
         ledger: Ledger | None,
         *,
@@ -48,7 +48,7 @@ class GuardRunner:
     ) -> None:
         """Approval requests need a ledger; `can_request_approval` overrides this, for tests that inspect held jobs."""
         self._guards = guards
-        self._plans = plans
+        self._specs = specs
         self._clock = clock
         self._ledger = ledger
         #: Whether approval requests and votes can be stored.
@@ -139,9 +139,9 @@ class GuardRunner:
         )
 
     def _arguments(self, task: str, payload: bytes) -> dict[str, Any]:
-        plan = self._plans.get(task)
-        if plan is not None:
-            return plan.decode(payload)
+        spec = self._specs.get(task)
+        if spec is not None:
+            return spec.decode(payload)
         arguments = decode_json(payload, f"the payload of task {task!r}")
         if not isinstance(arguments, dict):
             # Without the task's signature, positional arguments have no names that a guard could check.

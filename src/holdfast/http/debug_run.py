@@ -97,8 +97,8 @@ class DebugRunner:
         await ledger.operators.record_audit([entry])
 
     async def _fail(self, engine: Engine, claim: Claim, outcome: Raised) -> None:
-        plan = self._app.specs.get(claim.task)
-        policy = plan.policy if plan is not None else TaskPolicy()
+        spec = self._app.specs.get(claim.task)
+        policy = spec.policy if spec is not None else TaskPolicy()
         on_exhausted = OnExhausted.DEAD_LETTER if outcome is _FATAL else policy.on_exhausted
         now_ms = await engine.now_ms()
         verdict = judge(claim, outcome, policy.retry, on_exhausted, self._random, lambda: now_ms)
@@ -127,8 +127,8 @@ class DebugRunner:
             lease_s=settings.visibility_timeout_s,
             payload_limit=settings.payload_limit,
         )
-        gate = self._app.guard_runner(self._app.ledger_backend)
-        runner = Runner(self._app.specs, settler, in_flight, 1, tools=tools, gate=gate)
+        guard_runner = self._app.guard_runner(self._app.ledger_backend)
+        runner = Runner(self._app.specs, settler, in_flight, 1, tools=tools, gate=guard_runner)
         runner.set_engine_time(await engine.now_ms())
         interval_s = settings.heartbeat_interval_s
         renewer = Renewer(engine.clone(), [claim.queue], in_flight, interval_s, _RunListener(runner, in_flight))

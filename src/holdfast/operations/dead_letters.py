@@ -117,14 +117,14 @@ class DeadLetterOperations:
         engine: Engine,
         ledger: Ledger,
         submitter: JobSubmitter | None = None,
-        plans: Mapping[str, PayloadDecoder] | None = None,
+        specs: Mapping[str, PayloadDecoder] | None = None,
     ) -> None:
         """Without a submitter, jobs go directly to the engine, and guards see them when they run."""
         self._engine = engine
         self._ledger = ledger
         self._operators = ledger.operators
         self._submitter = submitter or _EngineSubmitter(engine)
-        self._plans = plans or {}
+        self._specs = specs or {}
 
     # Reads -----------------------------------------------------------------------------------------
 
@@ -372,8 +372,8 @@ class DeadLetterOperations:
             raise InvalidPayload(f"the payload of task {task!r} must be a JSON object (by name) or array (by position)")
         if not task:
             raise UsageError("the message names no task and cannot be replayed; submit it as a new job")
-        if (plan := self._plans.get(task)) is not None:
-            plan.decode(payload)
+        if (spec := self._specs.get(task)) is not None:
+            spec.decode(payload)
         return value
 
     async def _many(

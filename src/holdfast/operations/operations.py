@@ -34,14 +34,14 @@ class Operations:
         engine: Engine,
         ledger: Ledger | None,
         submitter: JobSubmitter,
-        plans: Mapping[str, PayloadDecoder] | None = None,
+        specs: Mapping[str, PayloadDecoder] | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """`plans` are the app's tasks, as far as known: edited payloads are checked against them."""
+        """`specs` are the app's tasks, as far as known: edited payloads are checked against them."""
         self.engine = engine
         self.ledger = ledger
         self._submitter = submitter
-        self._plans = plans or {}
+        self._specs = specs or {}
         self._clock = clock or SystemClock()
 
     @classmethod
@@ -74,7 +74,7 @@ class Operations:
         from holdfast.operations.dead_letters import DeadLetterOperations
 
         return DeadLetterOperations(
-            self.engine, self._require_ledger("the list of dead letters"), self._submitter, self._plans
+            self.engine, self._require_ledger("the list of dead letters"), self._submitter, self._specs
         )
 
     @cached_property

@@ -149,9 +149,9 @@ class InlineSubmitter(Submitter):
         self._counts = Counters()
 
     async def submit(self, envelope: Envelope) -> Receipt:
-        gate = self._app.guard_runner(None, can_request_approval=True)
-        if gate.applies_to(envelope):
-            envelope = await gate.review(envelope)
+        guard_runner = self._app.guard_runner(None, can_request_approval=True)
+        if guard_runner.applies_to(envelope):
+            envelope = await guard_runner.review(envelope)
         if envelope.idempotency_key:
             key = (envelope.tenant_id, envelope.queue, envelope.idempotency_key)
             first = self._keys.setdefault(key, envelope.job_id)
@@ -204,11 +204,11 @@ class InlineSubmitter(Submitter):
         while (view := self._views[queue, job_id]).state in (State.QUEUED, State.RETRYING):
             view = self._move(view, State.RUNNING, attempt=view.attempt + 1)
             claim = self._claim(view)
-            plan = self._app.specs.get(claim.task)
-            with_context = plan is not None and plan.context_name is not None
+            spec = self._app.specs.get(claim.task)
+            with_context = spec is not None and spec.context_name is not None
             context = Context(claim, self._own_tools()) if with_context else None
-            outcome = await self._perform(claim, plan, context)
-            policy = plan.policy if plan is not None else TaskPolicy()
+            outcome = await self._perform(claim, spec, context)
+            policy = spec.policy if spec is not None else TaskPolicy()
             verdict = judge(claim, outcome, policy.retry, policy.on_exhausted, self._random, self._clock.now_ms)
             if context is not None:
                 verdict = suspend_if_in_doubt(verdict, context._effects_in_doubt)
@@ -218,14 +218,14 @@ class InlineSubmitter(Submitter):
                 # The job cancelled itself during its run.
                 return
 
-    async def _perform(self, claim: Claim, plan: TaskSpec | None, context: Context | None) -> Outcome:
-        if plan is None:
+    async def _perform(self, claim: Claim, spec: TaskSpec | None, context: Context | None) -> Outcome:
+        if spec is None:
             return unknown_task(claim.task, tuple(self._app.specs))
-        on_loop = plan.mode is ExecutionMode.LOOP
-        work = invoke(plan, claim, context) if on_loop else asyncio.to_thread(invoke_sync, plan, claim, context)
+        on_loop = spec.mode is ExecutionMode.LOOP
+        work = invoke(spec, claim, context) if on_loop else asyncio.to_thread(invoke_sync, spec, claim, context)
         running = asyncio.ensure_future(work)
         try:
-            done, _ = await asyncio.wait([running], timeout=plan.timeout_s)
+            done, _ = await asyncio.wait([running], timeout=spec.timeout_s)
             if done:
                 return running.result()
         except asyncio.CancelledError:
@@ -233,7 +233,7 @@ class InlineSubmitter(Submitter):
             await self._end(running, context)
             raise
         late = await self._end(running, context)
-        return late if isinstance(late, Returned) else timed_out(plan.timeout_s or 0)
+        return late if isinstance(late, Returned) else timed_out(spec.timeout_s or 0)
 
     @staticmethod
     async def _end(running: asyncio.Future[Outcome], context: Context | None) -> Outcome | None:

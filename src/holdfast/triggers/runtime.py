@@ -144,15 +144,15 @@ class CallGuard:
     The runner must have no tasks (`GuardRunner(app.guard, {}, …)`): an event is not a task, even with the same name.
     """
 
-    def __init__(self, gate: GuardRunner, queue_name: str, payload_limit: int) -> None:
-        self._gate = gate
+    def __init__(self, guard_runner: GuardRunner, queue_name: str, payload_limit: int) -> None:
+        self._guard_runner = guard_runner
         self._queue = queue_name
         # The limit applies to the message alone; headers and surrounding JSON are added.
         self._limit = 4 * payload_limit
 
     async def check(self, call: RuntimeCall) -> None:
         """Raise `Denied` or `GuardFailed`. A guard that requires approval denies the call."""
-        if not self._gate.applies_to(_PLACEHOLDER):
+        if not self._guard_runner.applies_to(_PLACEHOLDER):
             return
         envelope = Envelope(
             job_id=new_job_ids(1)[0],
@@ -164,7 +164,7 @@ class CallGuard:
             trace_id=call.trace_id,
         )
         try:
-            reviewed = await self._gate.review(envelope, "trigger")
+            reviewed = await self._guard_runner.review(envelope, "trigger")
         except NoLedger as exc:
             raise Denied(call.event_name, (str(exc),), ()) from exc
         request = reviewed.meta.approval_request

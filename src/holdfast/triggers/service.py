@@ -121,7 +121,7 @@ def build_trigger(app: Holdfast, entry: TriggerEntry) -> BuiltTrigger:
         _adapter(entry),
         runtime,
         # Without tasks: an event is not a task, even if it has the name of one.
-        gate=None if submits_jobs else GuardRunner(app.guard, {}, SystemClock(), ledger),
+        guard_runner=None if submits_jobs else GuardRunner(app.guard, {}, SystemClock(), ledger),
         book=None if ledger is None else ledger.triggers,
         dedup=None if submits_jobs or not entry.enable_dedup else _dedup(app, entry),
         payload_limit=app.settings.payload_limit,

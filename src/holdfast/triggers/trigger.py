@@ -57,7 +57,7 @@ class QueueTrigger:
         adapter: QueueAdapter,
         runtime: Runtime,
         *,
-        gate: GuardRunner | None = None,
+        guard_runner: GuardRunner | None = None,
         book: TriggerStore | None = None,
         dedup: DedupStore | None = None,
         counts: TriggerCounters | None = None,
@@ -65,7 +65,7 @@ class QueueTrigger:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         payload_limit: int = PAYLOAD_LIMIT,
     ) -> None:
-        """`gate` and `dedup` are for runtimes that do not submit jobs; an app's submitter has its own.
+        """`guard_runner` and `dedup` are for runtimes that do not submit jobs; an app's submitter has its own.
 
         `book` stores execution records. `sleep` waits for retries and outages. With a `clock`, durations are measured
         by that clock.
@@ -93,7 +93,9 @@ class QueueTrigger:
                 f"trigger {config.name}: the runtime does not detect duplicates and there is no dedup store; pass "
                 "dedup=LedgerDedupStore(…), or set enable_dedup to false"
             )
-        guard = None if gate is None or submits_jobs else CallGuard(gate, config.queue_name, payload_limit)
+        guard = (
+            None if guard_runner is None or submits_jobs else CallGuard(guard_runner, config.queue_name, payload_limit)
+        )
         self._handler = Handler(
             config,
             adapter,

@@ -48,8 +48,8 @@ class Run:
         "context",
         "ended",
         "judged",
-        "plan",
         "settlement",
+        "spec",
         "stopped",
         "task",
         "timer",
@@ -57,9 +57,9 @@ class Run:
         "trace",
     )
 
-    def __init__(self, claim: Claim, plan: TaskSpec) -> None:
+    def __init__(self, claim: Claim, spec: TaskSpec) -> None:
         self.claim = claim
-        self.plan = plan
+        self.spec = spec
         self.context: Context | None = None
         self.task: asyncio.Task[None] | None = None
         self.timer: asyncio.TimerHandle | None = None

@@ -95,14 +95,14 @@ class LoopWatch:
     def _is_overtime(self, claim: Claim) -> bool:
         """Whether the timeout of this run has passed; logs it."""
         run = next((run for run in self._in_flight.copy() if run.claim is claim), None)
-        if run is None or run.plan.timeout_s is None or time.perf_counter() - run.began_at < run.plan.timeout_s:
+        if run is None or run.spec.timeout_s is None or time.perf_counter() - run.began_at < run.spec.timeout_s:
             return False
         _log.warning(
             "the timeout of job %s (%s), %g s, has passed, "
             "but its code blocks the event loop and cannot be interrupted",
             claim.job_id,
             claim.task,
-            run.plan.timeout_s,
+            run.spec.timeout_s,
             extra=log_fields(claim),
         )
         return True

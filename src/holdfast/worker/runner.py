@@ -63,7 +63,7 @@ class Runner:
 
     def __init__(
         self,
-        plans: Mapping[str, TaskSpec],
+        specs: Mapping[str, TaskSpec],
         settler: Settler,
         in_flight: InFlight,
         concurrency: int,
@@ -83,13 +83,13 @@ class Runner:
         #: Called when `load` falls to `wake_at`.
         self.wake: Callable[[], None] = _do_nothing
         self.wake_at = -1
-        self._plans = plans
+        self._specs = specs
         self._settler = settler
         self._in_flight = in_flight
         #: For effects and steps; without it tasks have none.
         self._tools = tools
         #: Reviews claims that are not approved yet; without it there are no guards.
-        self._gate = gate
+        self._guard_runner = gate
         self._tracer = tracer
         self._cancel_grace_s = cancel_grace_s
         self._random = random or Random()
@@ -126,12 +126,12 @@ class Runner:
     def accept(self, claims: Iterable[Claim]) -> None:
         """Start these jobs, or queue them until a slot is free."""
         for claim in claims:
-            plan = self._plans.get(claim.task)
-            run = Run(claim, plan or self._unknown_spec)
+            spec = self._specs.get(claim.task)
+            run = Run(claim, spec or self._unknown_spec)
             self._in_flight.add(run)
-            if plan is None:
+            if spec is None:
                 self.finished += 1
-                self._judge(run, unknown_task(claim.task, tuple(self._plans)))
+                self._judge(run, unknown_task(claim.task, tuple(self._specs)))
             elif self._draining:
                 self._judge(run, _NOT_STARTED)
             elif self.running < self.concurrency:
@@ -152,18 +152,18 @@ class Runner:
         run.began_at = perf_counter()
         if self._tracer is not None:
             run.trace = self._tracer.start_run(run.claim)
-        if self._gate is None or self._gate.is_approved(run.claim):
+        if self._guard_runner is None or self._guard_runner.is_approved(run.claim):
             self._begin(run)
         else:
-            run.task = self._loop.create_task(self._review(run, self._gate))
+            run.task = self._loop.create_task(self._review(run, self._guard_runner))
 
-    async def _review(self, run: Run, gate: GuardRunner) -> None:
+    async def _review(self, run: Run, guard_runner: GuardRunner) -> None:
         """Let the guards review a claim; begin the run if they allow it."""
         outcome: Outcome | None = None
         # From here on `stop` cancels this task, as it would the job's own.
         run.begun = True
         try:
-            found = await gate.review_claim(run.claim, self.now_ms)
+            found = await guard_runner.review_claim(run.claim, self.now_ms)
         except asyncio.CancelledError:
             outcome = _NOT_STARTED
         except GeneratorExit:
@@ -185,12 +185,12 @@ class Runner:
             self._finish(run, outcome)
 
     def _begin(self, run: Run) -> None:
-        plan = run.plan
-        if plan.context_name is not None:
+        spec = run.spec
+        if spec.context_name is not None:
             run.context = Context(run.claim, self._tools)
-        mode = plan.mode
+        mode = spec.mode
         if mode is ExecutionMode.LOOP:
-            if plan.timeout_s is not None:
+            if spec.timeout_s is not None:
                 self._arm(run)
             run.task = self._loop.create_task(self._run_on_loop(run))
         elif mode is ExecutionMode.THREAD:
@@ -210,7 +210,7 @@ class Runner:
         if run.trace is not None:
             run.trace.enter()
         try:
-            outcome = await invoke(run.plan, run.claim, run.context)
+            outcome = await invoke(run.spec, run.claim, run.context)
         except GeneratorExit:
             # Abandoned, and judged already. (GeneratorExit raised by the user's code itself arrives as an outcome.)
             self._free(run)
@@ -230,7 +230,7 @@ class Runner:
         current_claim.set(run.claim)
         if run.trace is not None:
             run.trace.enter()
-        return invoke_sync(run.plan, run.claim, run.context)
+        return invoke_sync(run.spec, run.claim, run.context)
 
     async def _run_in_process(self, run: Run) -> None:
         if run.stopped is not None:
@@ -238,9 +238,9 @@ class Runner:
             return
         run.begun = True
         try:
-            outcome = await self._children.perform(run.plan, run.claim, lambda: self._arm(run))
+            outcome = await self._children.perform(run.spec, run.claim, lambda: self._arm(run))
         except BaseException as exc:  # noqa: BLE001 - cancelled by `stop`, or no child could be started
-            outcome = failure_outcome(exc, run.plan.policy)
+            outcome = failure_outcome(exc, run.spec.policy)
         self._finish(run, outcome)
 
     def _finish(self, run: Run, outcome: Outcome) -> None:
@@ -254,8 +254,10 @@ class Runner:
         run.judged = True
         if run.began_at:
             run.took_s = perf_counter() - run.began_at
-        policy = run.plan.policy
-        if isinstance(outcome, ApprovalNeeded) and (self._gate is None or not self._gate.can_request_approval):
+        policy = run.spec.policy
+        if isinstance(outcome, ApprovalNeeded) and (
+            self._guard_runner is None or not self._guard_runner.can_request_approval
+        ):
             outcome = approval_impossible(NoLedger("an approval"))
         verdict = judge(run.claim, outcome, policy.retry, policy.on_exhausted, self._random, self.now_ms)
         if run.context is not None:
@@ -326,8 +328,8 @@ class Runner:
         await self._children.close()
 
     def _arm(self, run: Run) -> None:
-        if run.plan.timeout_s is not None:
-            run.timer = self._loop.call_later(run.plan.timeout_s, self.stop, run, StopReason.TIMEOUT)
+        if run.spec.timeout_s is not None:
+            run.timer = self._loop.call_later(run.spec.timeout_s, self.stop, run, StopReason.TIMEOUT)
 
     def _lose(self, run: Run) -> None:
         # A verdict that is being settled stays: the engine's answer to it decides.
@@ -364,7 +366,7 @@ def _log_uninterrupted(run: Run) -> None:
         "the function still runs and takes a slot; check ctx.cancelled in it, or use process=True",
         run.claim.job_id,
         run.claim.task,
-        run.plan.timeout_s,
+        run.spec.timeout_s,
         extra=log_fields(run.claim),
     )
 
@@ -379,7 +381,7 @@ def _stopped(run: Run, outcome: Outcome) -> Outcome:
     """The outcome of a run that was ended from outside, whatever it raised."""
     match run.stopped:
         case StopReason.TIMEOUT:
-            return timed_out(run.plan.timeout_s or 0, outcome.error if isinstance(outcome, Raised) else None)
+            return timed_out(run.spec.timeout_s or 0, outcome.error if isinstance(outcome, Raised) else None)
         case StopReason.DRAIN:
             return outcome if outcome is _NOT_STARTED else _STOPPED
         case StopReason.LOST | None:

@@ -110,11 +110,11 @@ class _WebhookApp:
             ),
             timeout_ms=round((settings.webhook_timeout_s + _SLACK_S) * 1000),
         )
-        self._plans = {TASK: TaskSpec(TASK, self._deliver, policy)}
+        self._specs = {TASK: TaskSpec(TASK, self._deliver, policy)}
 
     @property
     def specs(self) -> Mapping[str, TaskSpec]:
-        return self._plans
+        return self._specs
 
     def guard_runner(self, ledger: Ledger | None) -> None:
         """None: deliveries are not guarded."""

@@ -197,7 +197,7 @@ class World:
             self.config,
             self.adapter,
             runtime,
-            gate=gate,
+            guard_runner=gate,
             book=book or self.book,
             dedup=dedup or InMemoryDedupStore(self.clock),
             clock=self.clock,
