@@ -68,7 +68,7 @@ def build_adapter(
         if not dlq_name or dlq_name == queue_name:
             raise InvalidOption(f"dlq_name {dlq_name!r} is not valid for queue {queue_name!r}; use another name")
         options["dlq_name"] = dlq_name
-    model = _validated(broker_type, connection)
+    model = _validate(broker_type, connection)
     adapter: QueueAdapter = _part(broker_type, "Adapter")(model, queue_name, consumer_group, **options)
     return adapter
 
@@ -86,7 +86,7 @@ def dead_letter_queue(broker_type: str, queue_name: str, dlq_name: str | None = 
 
 def build_publisher(broker_type: str, connection: BaseModel | Mapping[str, Any]) -> Publisher:
     """Build the publisher of a broker, not yet connected."""
-    model = _validated(broker_type, connection)
+    model = _validate(broker_type, connection)
     publisher: Publisher = _part(broker_type, "Publisher")(model)
     return publisher
 
@@ -99,7 +99,7 @@ def _part(broker_type: str, part: str) -> Any:
     return getattr(import_module(broker.module), broker.stem + part)
 
 
-def _validated(broker_type: str, connection: BaseModel | Mapping[str, Any]) -> BaseModel:
+def _validate(broker_type: str, connection: BaseModel | Mapping[str, Any]) -> BaseModel:
     model = connection_model(broker_type)
     if isinstance(connection, model):
         return connection

@@ -92,10 +92,10 @@ class SqsPublisher(Publisher):
         by_topic: dict[str, list[int]] = {}
         for index in indices:
             by_topic.setdefault(messages[index].topic, []).append(index)
-        gate = asyncio.Semaphore(_WRITERS)
+        slots = asyncio.Semaphore(_WRITERS)
 
         async def send(topic: str, batch: dict[int, dict[str, Any]]) -> None:
-            async with gate:
+            async with slots:
                 await self._send(topic, batch, answers)
 
         await asyncio.gather(

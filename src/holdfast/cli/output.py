@@ -148,7 +148,7 @@ def _widths(columns: Sequence[str], rows: Sequence[Sequence[Cell]], width: int, 
 def _card(columns: Sequence[str], row: Sequence[Cell], width: int) -> Iterator[Text]:
     first, *others = row
     for line in _flow(Text(str(first), style="bold").split(" "), " ", width):
-        yield _unbroken(line)
+        yield _keep_unbroken(line)
     items = [
         Text.assemble((f"{name} ", "dim"), cell) for name, cell in zip(columns[1:], others, strict=True) if str(cell)
     ]
@@ -156,7 +156,7 @@ def _card(columns: Sequence[str], row: Sequence[Cell], width: int) -> Iterator[T
     for line in _flow(items, " · ", inner):
         # Longer than `inner` only if it is a single item.
         for part in _flow(line.split(" "), " ", inner) if line.cell_len > inner else [line]:
-            yield _unbroken(Text.assemble(_INDENT, part))
+            yield _keep_unbroken(Text.assemble(_INDENT, part))
 
 
 def _flow(parts: Iterable[Text], joint: str, width: int) -> Iterator[Text]:
@@ -172,7 +172,7 @@ def _flow(parts: Iterable[Text], joint: str, width: int) -> Iterator[Text]:
         yield line
 
 
-def _unbroken(line: Text) -> Text:
+def _keep_unbroken(line: Text) -> Text:
     line.no_wrap, line.overflow = True, "ignore"
     return line
 

@@ -133,7 +133,7 @@ class Hold(msgspec.Struct, frozen=True):
 
 
 class Release(msgspec.Struct, frozen=True):
-    """running → queued: the claim is given back unfinished."""
+    """running → queued: the claim is released unfinished."""
 
     message: str
     delay_ms: int = 0

@@ -40,7 +40,9 @@ class DemoUser:
 
     async def types(self, *words: str, fails: bool = False) -> None:
         """Print and run a command; end the demo unless it succeeds, or with `fails` unless it fails."""
-        console.print(f"\n[bold]{self.name} $[/bold] holdfast {_shown(words)}", highlight=False, soft_wrap=True)
+        console.print(
+            f"\n[bold]{self.name} $[/bold] holdfast {_format_command(words)}", highlight=False, soft_wrap=True
+        )
         code = await run_holdfast(*words, HOLDFAST_TOKEN=self._token)
         if (code != 0) is not fails:
             raise SystemExit(f"holdfast {words[0]} ended with {code}")
@@ -68,7 +70,7 @@ async def discard_a_dead_letter(ada: DemoUser, ben: DemoUser) -> None:
     await ben.types("log", "--limit", "4")
 
 
-def _shown(words: tuple[str, ...]) -> str:
+def _format_command(words: tuple[str, ...]) -> str:
     return " ".join(f"'{word}'" if " " in word else word for word in words)
 
 

@@ -66,9 +66,9 @@ _IN_DOUBT: Final = (EffectInDoubt, StepMismatch)
 def outcome_of(exc: BaseException, policy: TaskPolicy) -> Outcome:
     """The outcome of an exception: a failure, an approval request, or a sleep."""
     if (approval := _approval_interrupt(exc)) is not None:
-        return ApprovalNeeded(_bounded(str(approval)), approval.request)
+        return ApprovalNeeded(_truncate(str(approval)), approval.request)
     if (sleep := _sleep_interrupt(exc)) is not None:
-        return Deferred(_bounded(str(sleep)), sleep.delay_ms, started=True)
+        return Deferred(_truncate(str(sleep)), sleep.delay_ms, started=True)
     return failure_outcome(exc, policy)
 
 
@@ -80,7 +80,7 @@ def failure_outcome(exc: BaseException, policy: TaskPolicy) -> Raised:
     in_doubt = list(_errors_in_doubt(exc))
     # A group's own message names no key; these name it, and the remedy.
     message = "; ".join(map(_message, in_doubt))
-    return Raised(kind, Failure(in_doubt[0].code, _bounded(message), type_name(exc), _stack(exc)), exc)
+    return Raised(kind, Failure(in_doubt[0].code, _truncate(message), type_name(exc), _stack(exc)), exc)
 
 
 def suspend_if_in_doubt(verdict: Verdict, in_doubt: Mapping[str, str]) -> Verdict:
@@ -92,7 +92,7 @@ def suspend_if_in_doubt(verdict: Verdict, in_doubt: Mapping[str, str]) -> Verdic
     message = "; ".join(str(EffectInDoubt(key, reason)) for key, reason in in_doubt.items())
     if cause not in message:
         message = f"{message}; the run ended with {cause}"
-    return Suspend(Failure(EffectInDoubt.code, _bounded(message), error.type, error.stack))
+    return Suspend(Failure(EffectInDoubt.code, _truncate(message), error.type, error.stack))
 
 
 def invalid_payload(exc: Exception) -> Raised:
@@ -110,7 +110,7 @@ def not_awaited(calls: Sequence[str], is_async: bool) -> Raised:
     advice = "write `await`" if is_async else "use ctx.blocking in a plain function"
     more = f" (and {len(calls) - 1} more)" if len(calls) > 1 else ""
     message = f"{calls[0]} when the function returned{more}; {advice}"
-    return Raised(FailureKind.FATAL, Failure(EFFECT_NOT_AWAITED, _bounded(message)))
+    return Raised(FailureKind.FATAL, Failure(EFFECT_NOT_AWAITED, _truncate(message)))
 
 
 def unknown_task(task: str, known: tuple[str, ...]) -> Raised:
@@ -124,7 +124,7 @@ def unknown_task(task: str, known: tuple[str, ...]) -> Raised:
 
 def denied(exc: Denied) -> Raised:
     """A guard denied a job that was already accepted, or that another program wrote."""
-    return Raised(FailureKind.DENIED, Failure(GUARD_DENIED, _bounded(str(exc)), Denied.__name__))
+    return Raised(FailureKind.DENIED, Failure(GUARD_DENIED, _truncate(str(exc)), Denied.__name__))
 
 
 def guard_failed(exc: Exception) -> Raised:
@@ -159,7 +159,7 @@ def process_died(exit_code: int | None) -> Raised:
 
 def describe_failure(code: str, exc: BaseException) -> Failure:
     """The record of an exception: bounded, redacted, and always valid UTF-8."""
-    return Failure(code, _bounded(_message(exc)), type_name(exc), _stack(exc))
+    return Failure(code, _truncate(_message(exc)), type_name(exc), _stack(exc))
 
 
 def type_name(exc: BaseException) -> str:
@@ -239,7 +239,7 @@ def _stack(exc: BaseException) -> str:
     return redact_and_truncate(_clean("".join(lines)), STACK_LIMIT, end=True)
 
 
-def _bounded(message: str) -> str:
+def _truncate(message: str) -> str:
     return redact_and_truncate(_clean(message), MESSAGE_LIMIT)
 
 

@@ -87,8 +87,8 @@ class TaskSchemas:
                 self._used_names.add(self._known[key].lower())
         for part, ref in refs.items():
             name = ref.rpartition("/")[2]
-            self.components[name] = _titled(name, _resolved(parts[part], refs))
-        return self._add(f"{stem}Arguments", stem, _resolved(parts[own], refs))
+            self.components[name] = _add_title(name, _resolve_refs(parts[part], refs))
+        return self._add(f"{stem}Arguments", stem, _resolve_refs(parts[own], refs))
 
     def _add(self, name: str, stem: str, schema: Schema) -> str:
         name = self._free(name, stem)
@@ -160,18 +160,18 @@ def references(schema: Any) -> Iterator[str]:
                 yield from references(value)
 
 
-def _resolved(schema: Any, refs: Mapping[str, str]) -> Any:
+def _resolve_refs(schema: Any, refs: Mapping[str, str]) -> Any:
     """Copy of a schema with its references replaced."""
     match schema:
         case Mapping():
             return {
-                key: refs.get(value, value) if key == "$ref" else _resolved(value, refs)
+                key: refs.get(value, value) if key == "$ref" else _resolve_refs(value, refs)
                 for key, value in schema.items()
             }
         case list() | tuple():
-            return [_resolved(value, refs) for value in schema]
+            return [_resolve_refs(value, refs) for value in schema]
     return schema
 
 
-def _titled(name: str, schema: Schema) -> Schema:
+def _add_title(name: str, schema: Schema) -> Schema:
     return schema | {"title": name} if "title" in schema else schema

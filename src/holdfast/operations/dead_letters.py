@@ -78,14 +78,14 @@ def diff_payloads(before: Any, after: Any, path: str = "") -> list[PayloadChange
         # 1 and true are equal in Python, but not in JSON.
         same = type(before) is type(after) and before == after
         return [] if same else [PayloadChange(path, before, after)]
-    return [change for name, old, new in pairs for change in diff_payloads(old, new, f"{path}/{_escaped(name)}")]
+    return [change for name, old, new in pairs for change in diff_payloads(old, new, f"{path}/{_escape(name)}")]
 
 
 def _item(values: list[Any], index: int) -> Any:
     return values[index] if index < len(values) else ABSENT
 
 
-def _escaped(name: str) -> str:
+def _escape(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")
 
 

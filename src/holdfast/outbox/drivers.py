@@ -65,7 +65,7 @@ async def insert_events(connection: Any, rows: Sequence[OutboxRow]) -> None:
     except HoldfastError:
         raise
     except Exception as exc:
-        raise _translated(exc) from exc
+        raise _translate(exc) from exc
 
 
 def insert_events_sync(connection: Any, rows: Sequence[OutboxRow]) -> None:
@@ -78,7 +78,7 @@ def insert_events_sync(connection: Any, rows: Sequence[OutboxRow]) -> None:
     except HoldfastError:
         raise
     except Exception as exc:
-        raise _translated(exc) from exc
+        raise _translate(exc) from exc
 
 
 def _kind(connection: Any) -> tuple[str, str]:
@@ -267,7 +267,7 @@ def _commits_by_itself(advice: str) -> UsageError:
     return UsageError(f"this connection is not in a transaction, so the event would be committed immediately; {advice}")
 
 
-def _translated(error: Exception) -> Exception:
+def _translate(error: Exception) -> Exception:
     """Translate errors that the caller can fix; return all others unchanged."""
     for cause in _causes(error):
         state, text = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None), str(cause)

@@ -59,7 +59,7 @@ class MemoryEffects(EffectStore):
 
     async def steps(self, jobs: Sequence[JobKey]) -> list[list[Step]]:
         with self._lock:
-            found = [self._steps.get(_cleaned(job), {}) for job in jobs]
+            found = [self._steps.get(_clean(job), {}) for job in jobs]
             return [[recorded[position] for position in sorted(recorded)] for recorded in found]
 
     async def record_steps(self, steps: Sequence[Step]) -> list[Step]:
@@ -113,10 +113,10 @@ class MemoryEffects(EffectStore):
         return True
 
     def _record(self, step: Step) -> Step:
-        key = _cleaned(step.key)
+        key = _clean(step.key)
         recorded = self._steps.setdefault(key, {})
         return recorded.setdefault(step.position, msgspec.structs.replace(step, key=key, name=clean(step.name)))
 
 
-def _cleaned(job: JobKey) -> JobKey:
+def _clean(job: JobKey) -> JobKey:
     return JobKey(job.tenant_id, job.queue, clean(job.job_id))

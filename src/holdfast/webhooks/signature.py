@@ -67,7 +67,7 @@ class InMemoryDeliveryStore(DeliveryStore):
 
 def sign(secrets: Sequence[bytes], webhook_id: str, timestamp_s: int, body: bytes) -> dict[str, str]:
     """Return the three signature headers of a delivery."""
-    signed = _signed(webhook_id, str(timestamp_s), body)
+    signed = _signed_content(webhook_id, str(timestamp_s), body)
     return {
         _ID: webhook_id,
         _TIMESTAMP: str(timestamp_s),
@@ -116,7 +116,7 @@ class _Body(msgspec.Struct, frozen=True):
 
 
 def _matches(secret: str, found: Mapping[str, str], body: bytes) -> bool:
-    signed = _signed(found[_ID], found[_TIMESTAMP], body)
+    signed = _signed_content(found[_ID], found[_TIMESTAMP], body)
     expected = [base64.b64encode(_digest(key, signed)) for key in parse_secrets(secret)]
     given = [
         text.removeprefix("v1,").encode("utf-8", "replace")
@@ -134,7 +134,7 @@ def _sent_at(text: str) -> datetime:
     return datetime.fromtimestamp(int(text), UTC)
 
 
-def _signed(webhook_id: str, timestamp: str, body: bytes) -> bytes:
+def _signed_content(webhook_id: str, timestamp: str, body: bytes) -> bytes:
     return f"{webhook_id}.{timestamp}.".encode("utf-8", "surrogateescape") + body
 
 

@@ -39,7 +39,7 @@ def _error(outcome: Raised) -> BaseException | None:
     """The exception raised, or a substitute for one raised in a child process."""
     if outcome.error is not None or not outcome.failure.stack:
         return outcome.error
-    error = ChildTaskError(_described(outcome.failure))
+    error = ChildTaskError(_describe(outcome.failure))
     error.__cause__ = ChildTraceback(outcome.failure.stack)
     return error
 
@@ -51,17 +51,17 @@ def _log_ending(claim: Claim, verdict: Verdict, error: BaseException | None) -> 
             first = not claim.meta.unavailable_count
             level = logging.WARNING if first else logging.INFO
             text = "job %s (%s) waits for a dependency, next attempt in %g s: %s"
-            arguments: tuple[Any, ...] = (claim.job_id, claim.task, verdict.delay_ms / 1000, _described(failure))
+            arguments: tuple[Any, ...] = (claim.job_id, claim.task, verdict.delay_ms / 1000, _describe(failure))
             _log.log(level, text, *arguments, exc_info=error if first else None, extra=_fields(claim, failure))
         case RetryLater(failure=failure, delay_ms=delay_ms):
-            arguments = (claim.attempt, claim.job_id, claim.task, delay_ms / 1000, _described(failure))
+            arguments = (claim.attempt, claim.job_id, claim.task, delay_ms / 1000, _describe(failure))
             text = "attempt %d of job %s (%s) failed, retry in %g s: %s"
             _log.warning(text, *arguments, exc_info=error, extra=_fields(claim, failure))
         case DeadLetter(failure=failure) | Suspend(failure=failure):
             became = "is suspended" if isinstance(verdict, Suspend) else "failed for good"
             # A guard's denial is a decision, not an error.
             level = logging.WARNING if failure.code == GUARD_DENIED else logging.ERROR
-            arguments = (claim.job_id, claim.task, became, _described(failure))
+            arguments = (claim.job_id, claim.task, became, _describe(failure))
             _log.log(level, "job %s (%s) %s: %s", *arguments, exc_info=error, extra=_fields(claim, failure))
         case Hold(message=message):
             _log.info("job %s (%s) waits for approval: %s", claim.job_id, claim.task, message, extra=log_fields(claim))
@@ -73,5 +73,5 @@ def _fields(claim: Claim, failure: Failure) -> dict[str, Any]:
     return log_fields(claim) | {"code": failure.code, "error_type": failure.type}
 
 
-def _described(failure: Failure) -> str:
+def _describe(failure: Failure) -> str:
     return ": ".join(part for part in (failure.code, failure.type, failure.message) if part)

@@ -302,7 +302,7 @@ def _restored(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
             to_state=State(to_state),
             attempt=attempt,
             retry_count=int(retries),
-            message="the engine had lost it; put back as the ledger knows it",
+            message="lost by the engine; restored from the ledger",
             data={"next_attempt_at_ms": due_at_ms} if due_at_ms else None,
         )
 

@@ -73,7 +73,7 @@ def is_lost(error: BaseException) -> bool:
 
 
 @contextmanager
-def translated(where: str, which: tuple[type[BaseException], ...] = DOWN) -> Iterator[None]:
+def translate_errors(where: str, which: tuple[type[BaseException], ...] = DOWN) -> Iterator[None]:
     """Translate errors of the store, or only those of the given types."""
     try:
         yield

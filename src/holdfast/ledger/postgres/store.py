@@ -20,7 +20,7 @@ from sqlalchemy.engine.interfaces import ExceptionContext
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from holdfast.errors import InvalidOption, LedgerUnavailable
-from holdfast.ledger.postgres.errors import DOWN, is_lost, translate, translated
+from holdfast.ledger.postgres.errors import DOWN, is_lost, translate, translate_errors
 from holdfast.ledger.postgres.notifications import NotifyListener
 
 T = TypeVar("T")
@@ -144,7 +144,7 @@ class PostgresStore:
         begin = "BEGIN ISOLATION LEVEL SERIALIZABLE" if serial else "BEGIN"
         connection = await self._begin(begin)
         try:
-            with translated(self.name):
+            with translate_errors(self.name):
                 result = await work(connection)
                 await connection.execute("COMMIT")
         except BaseException as exc:
@@ -169,7 +169,7 @@ class PostgresStore:
         """A statement that is its own transaction."""
         connection = await self._acquire()
         try:
-            with translated(self.name):
+            with translate_errors(self.name):
                 result = await work(connection)
         except BaseException as exc:
             await self._abandon(connection, exc, in_transaction=False)
@@ -193,7 +193,7 @@ class PostgresStore:
         await pool.expire_connections()
         connection = await self._acquire()
         try:
-            with translated(self.name):
+            with translate_errors(self.name):
                 await connection.execute(begin)
         except BaseException as exc:
             await self._abandon(connection, exc, in_transaction=False)
@@ -263,7 +263,7 @@ class PostgresStore:
         """A new connection to a checked ledger. Raises `LedgerUnavailable`, or what the check raises."""
         self._check_open()
         # The pool passes its event loop and classes along.
-        with translated(self.name):
+        with translate_errors(self.name):
             connection: asyncpg.Connection = await asyncpg.connect(
                 self.address.dsn,
                 **options,
@@ -284,7 +284,7 @@ class PostgresStore:
         connection = await self.connect(**options)
         # Not as the pool's `init`: that would wait for a silent server to close the connection.
         try:
-            with translated(self.name):
+            with translate_errors(self.name):
                 await connection.execute(_WRITER_SETTINGS)
         except BaseException:
             connection.terminate()
@@ -330,11 +330,11 @@ class _Reader(asyncpg.Connection):
     where = ""
 
     async def execute(self, *arguments: Any, **options: Any) -> str:
-        with translated(self.where, (TimeoutError,)):
+        with translate_errors(self.where, (TimeoutError,)):
             return await super().execute(*arguments, **options)
 
     async def fetchrow(self, *arguments: Any, **options: Any) -> Any:
-        with translated(self.where, (TimeoutError,)):
+        with translate_errors(self.where, (TimeoutError,)):
             return await super().fetchrow(*arguments, **options)
 
     async def close(self, *, timeout: float | None = None) -> None:

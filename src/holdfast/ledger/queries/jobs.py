@@ -160,9 +160,9 @@ class Queries(OperatorQueries):
         async with self._connection() as connection:
             estimate = None if exact or self._is_sqlite else await self._estimate(connection, conditions)
             if estimate is None or estimate <= COUNTED:
-                return StateCounts(await self._grouped(connection, conditions))
+                return StateCounts(await self._count_by_state(connection, conditions))
             ordinary = schema.jobs.c.state != State.SUCCEEDED.value
-            states = await self._grouped(connection, [*conditions, ordinary])
+            states = await self._count_by_state(connection, [*conditions, ordinary])
         return StateCounts({**states, State.SUCCEEDED: estimate}, frozenset({State.SUCCEEDED}))
 
     # Whole tables, for verification ----------------------------------------------------------------
@@ -218,7 +218,7 @@ class Queries(OperatorQueries):
         pairs = ((schema.jobs.c.tenant_id, tenant_id), (schema.jobs.c.queue, queue))
         return [(column, value) for column, value in pairs if value is not None]
 
-    async def _grouped(self, connection: AsyncConnection, conditions: list[Any]) -> dict[State, int]:
+    async def _count_by_state(self, connection: AsyncConnection, conditions: list[Any]) -> dict[State, int]:
         state = schema.jobs.c.state
         rows = await connection.execute(select(state, func.count()).where(*conditions).group_by(state))
         counted = {State(name): count for name, count in rows}

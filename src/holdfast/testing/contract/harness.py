@@ -32,7 +32,7 @@ SOON_S: Final = 10.0
 LONG_WAIT_MS: Final = 30_000
 
 QUEUE: Final = "orders"
-OTHER_QUEUE: Final = "reports"
+OTHER_QUEUE: Final = "emails"
 
 FAILURE: Final = Failure("TASK_ERROR", "the printer is on fire", "PrinterError", "Traceback: line 1")
 

@@ -64,7 +64,7 @@ class MoveContract(Contract):
             await rig.move("never-submitted", State.CANCELLED)
         await rig.submit_one()
         with pytest.raises(UnknownJob):
-            await rig.engine.move("reports", "never-submitted", State.CANCELLED, actor="ann", reason="")
+            await rig.engine.move("emails", "never-submitted", State.CANCELLED, actor="ann", reason="")
 
     # Cancelling ------------------------------------------------------------------------------------
 
@@ -186,7 +186,7 @@ class ControlContract(Contract):
         await rig.engine.set_control(rig.queue, control)
         other = await rig.harness.make()
         assert await other.get_control(rig.queue) == control
-        assert await other.get_control("reports") == QueueControl()
+        assert await other.get_control("emails") == QueueControl()
         await other.set_control(rig.queue, QueueControl())
         assert await rig.engine.get_control(rig.queue) == QueueControl()
 

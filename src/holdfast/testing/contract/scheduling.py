@@ -165,7 +165,7 @@ class RetryContract(Contract):
 
     async def test_modes_are_chosen_per_queue(self, harness: EngineHarness) -> None:
         engine: Engine = await harness.make(retry_via={QUEUE: RetryVia.PENDING})
-        for rig in (Rig(harness, engine), Rig(harness, engine, "reports")):
+        for rig in (Rig(harness, engine), Rig(harness, engine, "emails")):
             claim = await rig.start_one()
             await rig.settle(claim, RetryLater(1_000, FAILURE))
             await harness.advance(1_001)

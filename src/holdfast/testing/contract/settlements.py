@@ -92,7 +92,7 @@ class SettlementContract(Contract):
         assert await rig.succeed(*claims) == [SettleResult.APPLIED] * 3
 
     async def _elsewhere(self, rig: Rig) -> list[Claim]:
-        other = Rig(rig.harness, rig.engine, "reports")
+        other = Rig(rig.harness, rig.engine, "emails")
         return [await other.start_one(), await other.start_one("w2")]
 
     # After a lost reply ----------------------------------------------------------------------------

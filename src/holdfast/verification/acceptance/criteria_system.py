@@ -1,6 +1,6 @@
 """Acceptance criteria for servers, ledger, wire protocol and operators.
 
-`SERVER_CRITERIA`: the run's sandbox, and the ledger's tables and permissions. `diagnosed` adds one criterion per
+`SERVER_CRITERIA`: the run's sandbox, and the ledger's tables and permissions. `doctor_criteria` adds one criterion per
 finding of `holdfast doctor`.
 `LEDGER_CRITERIA`: durable submissions are recorded, and jobs that the engine lost are restored (L3, L4).
 `WIRE_CRITERIA`: foreign messages and results, as any Redis client sees them (Q3, Q13, Q15).
@@ -117,7 +117,7 @@ LAST: Final = (
 )
 
 
-async def diagnosed(fixture: AcceptanceFixture) -> list[Criterion]:
+async def doctor_criteria(fixture: AcceptanceFixture) -> list[Criterion]:
     """One criterion for each finding of `holdfast doctor`: on one server, on each master, in a file."""
     found = [("engine", finding) for finding in await fixture.app.engine.diagnose([])]
     port = backend_of(fixture.app).ledger

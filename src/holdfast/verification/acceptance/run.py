@@ -95,7 +95,9 @@ class _AcceptanceRun:
         """Run the slow ones concurrently with the others; the last ones when those have ended."""
         slow = asyncio.gather(*(self._one(criterion) for criterion in SLOW))
         try:
-            results = await self._each([*CRITERIA[:1], *await criteria_system.diagnosed(self._fixture), *CRITERIA[1:]])
+            results = await self._each(
+                [*CRITERIA[:1], *await criteria_system.doctor_criteria(self._fixture), *CRITERIA[1:]]
+            )
             results += await slow
             results += await self._each(LAST)
         finally:
