@@ -38,7 +38,7 @@ def raise_if_cancelled() -> None:
         raise asyncio.CancelledError
 
 
-_log: Final = logging.getLogger("holdfast.thread")
+_log: Final = logging.getLogger("holdfast.aio")
 
 
 class LoopThread:

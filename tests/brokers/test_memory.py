@@ -8,7 +8,7 @@ from threading import Thread
 
 import pytest
 
-from holdfast.brokers.memory import MemoryAdapter, MemoryBroker, MemoryConfig, MemoryPublisher
+from holdfast.brokers.memory import MemoryBroker, MemoryConfig, MemoryPublisher, MockQueueAdapter
 from holdfast.brokers.port import OutgoingMessage
 from holdfast.testing.contract.broker_harness import BrokerHarness, BrokerRig
 from holdfast.testing.contract.brokers import BrokerContract, BrokerFaultContract
@@ -27,14 +27,14 @@ class MemoryHarness(BrokerHarness):
         self._queues += 1
         return f"queue-{self._queues}"
 
-    def adapter(self, queue: str, *, group: str = "readers", prefetch: int = 10) -> MemoryAdapter:
-        return MemoryAdapter(MemoryConfig(name=self._name), queue, group, prefetch=prefetch)
+    def adapter(self, queue: str, *, group: str = "readers", prefetch: int = 10) -> MockQueueAdapter:
+        return MockQueueAdapter(MemoryConfig(name=self._name), queue, group, prefetch=prefetch)
 
     def publisher(self) -> MemoryPublisher:
         return MemoryPublisher(MemoryConfig(name=self._name))
 
-    def lost_adapter(self, queue: str) -> MemoryAdapter:
-        return MemoryAdapter(MemoryConfig(name=f"{self._name}-lost"), queue, "readers")
+    def lost_adapter(self, queue: str) -> MockQueueAdapter:
+        return MockQueueAdapter(MemoryConfig(name=f"{self._name}-lost"), queue, "readers")
 
     def lost_publisher(self) -> MemoryPublisher:
         return MemoryPublisher(MemoryConfig(name=f"{self._name}-lost"))

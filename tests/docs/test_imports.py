@@ -13,7 +13,7 @@ import pytest
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PUBLIC: Final = {
-    "holdfast.brokers": {"MemoryAdapter", "MemoryBroker", "MemoryConfig"},
+    "holdfast.brokers": {"MockQueueAdapter", "MemoryBroker", "MemoryConfig"},
     "holdfast.engine": {"Engine"},
     "holdfast.ledger": {
         "ApprovalFilter",
@@ -26,7 +26,7 @@ PUBLIC: Final = {
     "holdfast.observe": {"redact_value"},
     "holdfast.operations": {"render_metrics"},
     "holdfast.outbox": {"NewOutboxEvent", "run_relay"},
-    "holdfast.triggers": {"CallableRuntime", "HttpRuntime", "QueueTrigger", "TaskRuntime", "TriggerConfig"},
+    "holdfast.triggers": {"CallableRuntime", "HttpRuntime", "QueueTrigger", "TaskRuntime", "QueueTriggerConfig"},
 }
 #: Public modules whose names other tests pin.
 OTHERS: Final = {

@@ -14,7 +14,7 @@ import pytest
 from holdfast import Holdfast
 from holdfast.brokers.kafka import KafkaAdapter, KafkaConfig
 from holdfast.ledger.port.messages import ExecutionStatus
-from holdfast.triggers.config import TriggerConfig
+from holdfast.triggers.config import QueueTriggerConfig
 from holdfast.triggers.trigger import QueueTrigger
 from tests.brokers.kafka_server import KafkaServer
 from tests.conftest import MakeServer
@@ -117,7 +117,7 @@ async def test_rebalances_repeat_nothing_and_keep_the_order(kafka_server: KafkaS
         return ""
 
     # A single member has messages of all partitions in flight.
-    config = TriggerConfig(
+    config = QueueTriggerConfig(
         queue_name=topic.name, consumer_group="shop", concurrency=20, prefetch=4_000, max_retries=0, enable_dedup=False
     )
     runtime = Recorder(lambda context: act(context))

@@ -12,8 +12,8 @@ from holdfast import Holdfast
 from holdfast.brokers.kafka import KafkaAdapter, KafkaConfig
 from holdfast.execution.backend import backend_of
 from holdfast.testing import drain
-from holdfast.triggers.config import TriggerConfig
-from holdfast.triggers.dedup import LedgerDedupStore
+from holdfast.triggers.config import QueueTriggerConfig
+from holdfast.triggers.dedup import LedgerIdempotencyStore
 from holdfast.triggers.runtime import CallableRuntime, Runtime
 from holdfast.triggers.task_runtime import TaskRuntime
 from holdfast.triggers.trigger import QueueTrigger
@@ -51,7 +51,7 @@ MESSAGES: list[tuple[str | None, bytes | None, Any, str]] = [
 
 def make_trigger(server: KafkaServer, topic: Topic, runtime: Runtime, **options: Any) -> QueueTrigger:
     adapter = KafkaAdapter(KafkaConfig(bootstrap_servers=server.address), topic.name, "shop", prefetch=100)
-    config = TriggerConfig(
+    config = QueueTriggerConfig(
         queue_name=topic.name, consumer_group="shop", concurrency=5, retry_backoff_base=0.01, max_retries=2
     )
     return QueueTrigger(config, adapter, runtime, payload_limit=1_000, **options)
@@ -110,7 +110,7 @@ async def test_a_poison_message_is_a_dead_letter_and_others_continue(
         backend = backend_of(app)
         assert backend.ledger is not None
         ledger = backend.ledger
-        options = {"book": ledger.triggers, "dedup": LedgerDedupStore(ledger.effects, topic.name)}
+        options = {"book": ledger.triggers, "dedup": LedgerIdempotencyStore(ledger.effects, topic.name)}
         async with make_trigger(kafka_server, topic, CallableRuntime(act), **options) as trigger:
             await eventually(lambda: sum(trigger.counts.consumed.values()) >= 60, "all of them")
         failed = [row for row in await ledger.triggers.executions(None) if row.status == "failed"]

@@ -15,7 +15,7 @@ from holdfast.brokers.factory import build_adapter, build_publisher
 from holdfast.brokers.port import OutgoingMessage
 from holdfast.ledger.port.messages import ExecutionStatus
 from holdfast.testing import drain
-from holdfast.triggers.config import TriggerConfig
+from holdfast.triggers.config import QueueTriggerConfig
 from holdfast.triggers.task_runtime import TaskRuntime
 from holdfast.triggers.trigger import QueueTrigger
 from tests.brokers.kafka_server import KafkaServer, MakeKafka
@@ -67,7 +67,7 @@ async def test_a_storm_of_duplicates_on_four_triggers(
     async def handle(message: int) -> None:
         runs[message] += 1
 
-    config = TriggerConfig(queue_name=queue, consumer_group="shop", concurrency=50, prefetch=200)
+    config = QueueTriggerConfig(queue_name=queue, consumer_group="shop", concurrency=50, prefetch=200)
     async with app:
         adapters = [build_adapter(kind, connection, queue, "shop", config.prefetch) for _ in range(4)]
         triggers = [QueueTrigger(config, adapter, TaskRuntime(app, "handle")) for adapter in adapters]
@@ -149,7 +149,7 @@ async def test_a_broker_killed_during_a_batch_loses_nothing(
     @app.task
     async def take(message: dict[str, Any]) -> None: ...
 
-    config = TriggerConfig(queue_name="orders", consumer_group="shop", concurrency=10, prefetch=50)
+    config = QueueTriggerConfig(queue_name="orders", consumer_group="shop", concurrency=10, prefetch=50)
     messages = [
         OutgoingMessage("orders", b'{"key": "key-%d", "n": %d}' % (key, n), {}, f"key-{key}", f"{key}-{n}")
         for n in range(150)

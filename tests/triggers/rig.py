@@ -10,13 +10,13 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
-from holdfast.brokers.memory import MemoryAdapter, MemoryBroker, MemoryConfig
+from holdfast.brokers.memory import MemoryBroker, MemoryConfig, MockQueueAdapter
 from holdfast.brokers.port import OutgoingMessage, RawMessage
 from holdfast.core.principal import AuditEntry
 from holdfast.errors import LedgerUnavailable
 from holdfast.ledger.port.messages import Execution, ExecutionStatus, TriggerHeartbeat, TriggerPause, TriggerStore
-from holdfast.triggers.config import TriggerConfig
-from holdfast.triggers.dedup import DedupStore, InMemoryDedupStore
+from holdfast.triggers.config import QueueTriggerConfig
+from holdfast.triggers.dedup import IdempotencyStore, InMemoryIdempotencyStore
 from holdfast.triggers.runtime import Runtime
 from holdfast.triggers.trigger import QueueTrigger
 
@@ -98,7 +98,7 @@ class MemoryTriggerStore(TriggerStore):
         return False
 
 
-class RecordingAdapter(MemoryAdapter):
+class RecordingAdapter(MockQueueAdapter):
     """Records how each message was settled, and pauses."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -142,7 +142,7 @@ class Rig:
         self,
         runtime: Runtime,
         *,
-        dedup: DedupStore | None = None,
+        dedup: IdempotencyStore | None = None,
         gate: Any = None,
         clock: Any = None,
         payload_limit: int = 1024 * 1024,
@@ -152,7 +152,7 @@ class Rig:
     ) -> None:
         name = broker or secrets.token_hex(6)
         self.broker = MemoryBroker.named(name)
-        self.config = TriggerConfig(**({"queue_name": QUEUE, "consumer_group": GROUP} | config))
+        self.config = QueueTriggerConfig(**({"queue_name": QUEUE, "consumer_group": GROUP} | config))
         self.adapter = RecordingAdapter(
             MemoryConfig(name=name),
             self.config.queue_name,
@@ -167,7 +167,7 @@ class Rig:
             runtime,
             guards=gate,
             book=self.book,
-            dedup=dedup or InMemoryDedupStore(clock),
+            dedup=dedup or InMemoryIdempotencyStore(clock),
             clock=clock,
             sleep=sleep or self._sleep,
             payload_limit=payload_limit,

@@ -12,11 +12,11 @@ import pytest
 from holdfast.brokers.port import RawMessage
 from holdfast.ledger.port.messages import ExecutionStatus
 from holdfast.triggers.activity_log import Activity
-from holdfast.triggers.config import TriggerConfig
+from holdfast.triggers.config import QueueTriggerConfig
 from holdfast.triggers.state import InFlightMessage, TriggerCounters
 from tests.triggers.rig import Recorder, Rig, until
 
-LOGGER = "holdfast.trigger"
+LOGGER = "holdfast.triggers"
 START = datetime(2027, 1, 1, tzinfo=UTC)
 
 
@@ -65,7 +65,7 @@ def _fail_at(context: Any, number: int) -> str:
 
 
 async def test_each_interval_with_activity_has_a_summary(caplog: pytest.LogCaptureFixture) -> None:
-    config = TriggerConfig(queue_name="orders", consumer_group="shop", name="big")
+    config = QueueTriggerConfig(queue_name="orders", consumer_group="shop", name="big")
     counts = TriggerCounters("orders")
     activity = Activity(config, counts, interval_s=0.01)
     with caplog.at_level(logging.INFO, LOGGER):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from holdfast.triggers.config import RuntimeConfig, TriggerConfig, TriggerEntry
+from holdfast.triggers.config import QueueTriggerConfig, RuntimeConfig, TriggerEntry
 
 COMPLETE: dict[str, Any] = {
     "queue_name": "orders",
@@ -17,14 +17,14 @@ COMPLETE: dict[str, Any] = {
 }
 
 
-def paths(model: type[TriggerConfig], **fields: Any) -> set[str]:
+def paths(model: type[QueueTriggerConfig], **fields: Any) -> set[str]:
     with pytest.raises(ValidationError) as caught:
         model.model_validate(fields)
     return {".".join(map(str, error["loc"])) for error in caught.value.errors()}
 
 
 def test_the_defaults_are_those_of_the_requirements() -> None:
-    config = TriggerConfig(queue_name="orders", consumer_group="shop").model_dump(mode="json")
+    config = QueueTriggerConfig(queue_name="orders", consumer_group="shop").model_dump(mode="json")
     assert config == {
         "queue_name": "orders",
         "consumer_group": "shop",
@@ -51,16 +51,16 @@ def test_the_defaults_are_those_of_the_requirements() -> None:
 
 @pytest.mark.parametrize(("concurrency", "prefetch"), [(1, 10), (5, 10), (6, 12), (100, 200)])
 def test_the_prefetch_follows_the_concurrency(concurrency: int, prefetch: int) -> None:
-    assert TriggerConfig(queue_name="q", consumer_group="g", concurrency=concurrency).prefetch == prefetch
+    assert QueueTriggerConfig(queue_name="q", consumer_group="g", concurrency=concurrency).prefetch == prefetch
 
 
 def test_the_window_in_milliseconds() -> None:
-    assert TriggerConfig(queue_name="q", consumer_group="g", idempotency_window=1.5).idempotency_window_ms == 1500
-    assert TriggerConfig(queue_name="q", consumer_group="g", idempotency_window=1e-9).idempotency_window_ms == 1
+    assert QueueTriggerConfig(queue_name="q", consumer_group="g", idempotency_window=1.5).idempotency_window_ms == 1500
+    assert QueueTriggerConfig(queue_name="q", consumer_group="g", idempotency_window=1e-9).idempotency_window_ms == 1
 
 
 def test_header_names_are_compared_in_lower_case() -> None:
-    config = TriggerConfig(queue_name="q", consumer_group="g", dedup_header="X-Dedup-Key")
+    config = QueueTriggerConfig(queue_name="q", consumer_group="g", dedup_header="X-Dedup-Key")
     assert config.dedup_header == "x-dedup-key"
 
 
@@ -161,6 +161,6 @@ def test_the_kinds_of_runtime() -> None:
 
 
 def test_a_configuration_is_immutable() -> None:
-    config = TriggerConfig(queue_name="q", consumer_group="g")
+    config = QueueTriggerConfig(queue_name="q", consumer_group="g")
     with pytest.raises(ValidationError):
         config.concurrency = 5  # type: ignore[misc]

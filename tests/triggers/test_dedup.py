@@ -16,10 +16,10 @@ from holdfast.testing import ManualClock
 from holdfast.triggers.dedup import (
     AlreadyHandled,
     Answer,
-    DedupStore,
     DedupTicket,
-    InMemoryDedupStore,
-    LedgerDedupStore,
+    IdempotencyStore,
+    InMemoryIdempotencyStore,
+    LedgerIdempotencyStore,
 )
 from holdfast.triggers.state import TriggerState
 from tests.triggers.rig import Recorder, Rig, until
@@ -35,26 +35,26 @@ async def effects(ledger_url: str, redis_url: str, namespace: str) -> AsyncItera
 
 
 @pytest.fixture(params=["memory", "ledger"])
-async def dedup(request: pytest.FixtureRequest, tmp_path: Any) -> AsyncIterator[DedupStore]:
+async def dedup(request: pytest.FixtureRequest, tmp_path: Any) -> AsyncIterator[IdempotencyStore]:
     if request.param == "memory":
-        yield InMemoryDedupStore()
+        yield InMemoryIdempotencyStore()
         return
     app = Holdfast(f"sqlite:///{tmp_path / 'x.db'}")
     async with app:
         backend = backend_of(app)
         assert backend.ledger is not None
-        store = LedgerDedupStore(backend.ledger.effects, "orders")
+        store = LedgerIdempotencyStore(backend.ledger.effects, "orders")
         yield store
         await store.close()
 
 
-async def _reserve(dedup: DedupStore, key: str = "k", tenant: str = "default") -> DedupTicket:
+async def _reserve(dedup: IdempotencyStore, key: str = "k", tenant: str = "default") -> DedupTicket:
     answer = await dedup.reserve(tenant, key, "m")
     assert isinstance(answer, DedupTicket)
     return answer
 
 
-async def test_the_contract(dedup: DedupStore) -> None:
+async def test_the_contract(dedup: IdempotencyStore) -> None:
     ticket = await _reserve(dedup)
     assert await dedup.reserve("default", "k", "m2") == "busy"
     other = await _reserve(dedup, tenant="acme")
@@ -71,7 +71,7 @@ async def test_the_contract(dedup: DedupStore) -> None:
 
 
 async def test_two_processes(effects: EffectStore) -> None:
-    first, second = LedgerDedupStore(effects, "orders"), LedgerDedupStore(effects, "orders")
+    first, second = LedgerIdempotencyStore(effects, "orders"), LedgerIdempotencyStore(effects, "orders")
     answers = await asyncio.gather(*(store.reserve("t", "k", "m") for store in (first, second) * 10))
     tickets = [answer for answer in answers if isinstance(answer, DedupTicket)]
     assert len(tickets) == 1
@@ -85,8 +85,8 @@ async def test_two_processes(effects: EffectStore) -> None:
 
 async def test_a_reservation_of_a_dead_process_is_reclaimed_after_its_lease(effects: EffectStore) -> None:
     clock = ManualClock()
-    dead = LedgerDedupStore(effects, "orders", lease_s=3600)
-    alive = LedgerDedupStore(effects, "orders", lease_s=30, monotonic=lambda: clock.now_ms() / 1000)
+    dead = LedgerIdempotencyStore(effects, "orders", lease_s=3600)
+    alive = LedgerIdempotencyStore(effects, "orders", lease_s=30, monotonic=lambda: clock.now_ms() / 1000)
     ticket = await _reserve(dead)
     assert await alive.reserve("default", "k", "m") == "busy"
     clock.advance(29)
@@ -104,8 +104,8 @@ async def test_a_reservation_of_a_dead_process_is_reclaimed_after_its_lease(effe
 
 async def test_a_renewed_reservation_is_not_reclaimed(effects: EffectStore) -> None:
     clock = ManualClock()
-    owner = LedgerDedupStore(effects, "orders", lease_s=0.06)
-    other = LedgerDedupStore(effects, "orders", lease_s=30, monotonic=lambda: clock.now_ms() / 1000)
+    owner = LedgerIdempotencyStore(effects, "orders", lease_s=0.06)
+    other = LedgerIdempotencyStore(effects, "orders", lease_s=30, monotonic=lambda: clock.now_ms() / 1000)
     ticket = await _reserve(owner)
     for _ in range(3):
         assert await other.reserve("default", "k", "m") == "busy"
@@ -137,7 +137,7 @@ async def test_a_storm_of_duplicates_on_four_triggers(effects: EffectStore) -> N
 
     rigs = [
         Rig(
-            Recorder(act), broker="storm", dedup=LedgerDedupStore(effects, "orders"), concurrency=8, prefetch=16,
+            Recorder(act), broker="storm", dedup=LedgerIdempotencyStore(effects, "orders"), concurrency=8, prefetch=16,
             sleep=asyncio.sleep,
         )
         for _ in range(4)
@@ -191,7 +191,7 @@ async def test_a_stopped_trigger_releases_the_keys_of_unfinished_messages(effect
     def fail(_: Mapping[str, Any]) -> str:
         raise RuntimeError("not yet")
 
-    rig = Rig(Recorder(fail), dedup=LedgerDedupStore(effects, "orders"), sleep=sleep_forever)
+    rig = Rig(Recorder(fail), dedup=LedgerIdempotencyStore(effects, "orders"), sleep=sleep_forever)
     rig.write(1, dedup_key="k")
     await rig.trigger.start()
     await until(lambda: rig.counts.retries == 1)
@@ -206,15 +206,15 @@ async def test_the_key_of_an_interrupted_run_stays_reserved_for_a_lease(effects:
         return ""
 
     runtime = Recorder(hang)
-    rig = Rig(runtime, dedup=LedgerDedupStore(effects, "orders"))
+    rig = Rig(runtime, dedup=LedgerIdempotencyStore(effects, "orders"))
     rig.write(1, dedup_key="k")
     await rig.trigger.start()
     await until(lambda: runtime.calls)
     await rig.trigger.stop(timeout_s=0.01)
-    assert await LedgerDedupStore(effects, "orders").reserve("default", "orders:workers:k", "m") == "busy"
+    assert await LedgerIdempotencyStore(effects, "orders").reserve("default", "orders:workers:k", "m") == "busy"
 
 
-class _FlakyStore(InMemoryDedupStore):
+class _FlakyStore(InMemoryIdempotencyStore):
     """A store that is unreachable on request."""
 
     def __init__(self) -> None:
@@ -270,7 +270,7 @@ async def test_the_trigger_holds_during_an_outage_of_the_ledger(
         backend = backend_of(app)
         assert backend.ledger is not None
         runtime = Recorder()
-        rig = Rig(runtime, dedup=LedgerDedupStore(backend.ledger.effects, "orders"), sleep=asyncio.sleep)
+        rig = Rig(runtime, dedup=LedgerIdempotencyStore(backend.ledger.effects, "orders"), sleep=asyncio.sleep)
         async with rig.trigger:
             rig.write(1)
             await rig.wait_handled(1)
@@ -310,7 +310,7 @@ async def test_a_run_is_recorded_even_if_the_trigger_stops_during_an_outage() ->
 
 
 async def test_duplicates_do_not_wait_forever_after_an_outage_with_warnings(effects: EffectStore) -> None:
-    class UnreachableStore(LedgerDedupStore):
+    class UnreachableStore(LedgerIdempotencyStore):
         async def complete(self, ticket: DedupTicket, run_id: str, window_ms: int) -> None:
             raise LedgerUnavailable("unreachable")
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from holdfast import Holdfast
-from holdfast.brokers.memory import MemoryAdapter, MemoryBroker, MemoryConfig
+from holdfast.brokers.memory import MemoryBroker, MemoryConfig, MockQueueAdapter
 from holdfast.execution.backend import backend_of
 from holdfast.testing import ManualClock, drain
-from holdfast.triggers.config import TriggerConfig
+from holdfast.triggers.config import QueueTriggerConfig
 from holdfast.triggers.task_runtime import TaskRuntime
 from holdfast.triggers.trigger import QueueTrigger
 from tests.triggers.rig import Rig, until
@@ -36,8 +36,8 @@ async def test_a_message_is_run_acknowledged_and_recorded_once(stores: dict[str,
         ran.append((event_name, message))
 
     broker = MemoryBroker.named(namespace)
-    config = TriggerConfig(queue_name="orders", consumer_group="workers", concurrency=4)
-    adapter = MemoryAdapter(MemoryConfig(name=namespace), "orders", "workers")
+    config = QueueTriggerConfig(queue_name="orders", consumer_group="workers", concurrency=4)
+    adapter = MockQueueAdapter(MemoryConfig(name=namespace), "orders", "workers")
     async with app:
         backend = backend_of(app)
         assert backend.ledger is not None

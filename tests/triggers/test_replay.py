@@ -11,7 +11,7 @@ import pytest
 from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
 
 from holdfast.brokers.factory import build_adapter, build_publisher, dead_letter_queue
-from holdfast.brokers.memory import MemoryAdapter, MemoryBroker
+from holdfast.brokers.memory import MemoryBroker, MockQueueAdapter
 from holdfast.brokers.port import OutgoingMessage, QueueAdapter, RawMessage
 from holdfast.errors import InvalidOption
 from holdfast.triggers.config import TriggerEntry
@@ -178,7 +178,7 @@ async def test_a_repeat_of_a_replay_runs_once(monkeypatch: pytest.MonkeyPatch) -
             async def cancel(*_: object) -> None:
                 raise asyncio.CancelledError
 
-            patch.setattr(MemoryAdapter, "ack", cancel)
+            patch.setattr(MockQueueAdapter, "ack", cancel)
             with pytest.raises(asyncio.CancelledError):
                 await replay_dead_letters(rig_entry(rig))
             await until(lambda: len(rig.broker.messages(rig.config.queue_name)) == 2)

@@ -19,7 +19,7 @@ from holdfast.errors import EngineUnavailable, InvalidOption, InvalidPayload, Pa
 from holdfast.execution.backend import backend_of
 from holdfast.ledger.port.messages import ExecutionStatus
 from holdfast.testing import drain
-from holdfast.triggers.dedup import InMemoryDedupStore
+from holdfast.triggers.dedup import InMemoryIdempotencyStore
 from holdfast.triggers.http_runtime import HttpRuntime, RuntimeFailed
 from holdfast.triggers.runtime import CallableRuntime, RuntimeCall
 from holdfast.triggers.state import TriggerState
@@ -407,7 +407,7 @@ async def test_http_failures_are_retried_then_dead_lettered() -> None:
         assert len({headers["idempotency-key"] for headers, _ in agent.requests}) == 1
         await runtime.close()
     closed = HttpRuntime(agent.url, timeout_s=2)
-    unreachable = Rig(closed, max_retries=1, dedup=InMemoryDedupStore())
+    unreachable = Rig(closed, max_retries=1, dedup=InMemoryIdempotencyStore())
     unreachable.write(1)
     await unreachable.run(1)
     await closed.close()

@@ -232,7 +232,7 @@ async def test_an_unreachable_ledger_does_not_stop_triggers(
     triggers = TriggerService(app, [entry("orders")], report_s=0.01)
     for name in ("heartbeat", "pauses", "remove_process"):
         monkeypatch.setattr(triggers._book, name, fail)
-    with caplog.at_level(logging.WARNING, "holdfast.trigger"):
+    with caplog.at_level(logging.WARNING, "holdfast.triggers"):
         async with run_service(triggers):
 
             async def several() -> bool:

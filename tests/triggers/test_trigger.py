@@ -23,7 +23,7 @@ from holdfast.guard.registry import GuardRegistry
 from holdfast.guard.runner import GuardRunner
 from holdfast.ledger.port.messages import ExecutionStatus
 from holdfast.testing import ManualClock
-from holdfast.triggers.config import TriggerConfig
+from holdfast.triggers.config import QueueTriggerConfig
 from holdfast.triggers.execution_log import ExecutionLog
 from holdfast.triggers.state import TriggerCounters, TriggerState
 from holdfast.triggers.trigger import QueueTrigger
@@ -457,7 +457,7 @@ async def test_stop_abandons_slow_messages_and_logs_it(caplog: pytest.LogCapture
     ids = [rig.write(number) for number in range(3)]
     await rig.trigger.start()
     await until(lambda: len(runtime.calls) == 2)
-    with caplog.at_level(logging.WARNING, "holdfast.trigger"):
+    with caplog.at_level(logging.WARNING, "holdfast.triggers"):
         await rig.trigger.stop(timeout_s=0.05)
     assert "stopped with 2 unfinished messages" in caplog.text
     assert "and 1 not started" in caplog.text
@@ -520,7 +520,7 @@ async def test_a_runtime_without_keys_needs_a_dedup_store() -> None:
     rig = Rig(Recorder())
     with pytest.raises(InvalidOption, match="enable_dedup"):
         QueueTrigger(rig.config, rig.adapter, Recorder())
-    QueueTrigger(TriggerConfig(queue_name="q", consumer_group="g", enable_dedup=False), rig.adapter, Recorder())
+    QueueTrigger(QueueTriggerConfig(queue_name="q", consumer_group="g", enable_dedup=False), rig.adapter, Recorder())
 
 
 def _broker_name(rig: Rig) -> str:
@@ -639,7 +639,7 @@ async def test_a_failed_consumer_is_restarted() -> None:
 
 async def test_every_stage_is_logged_with_its_trace(caplog: pytest.LogCaptureFixture) -> None:
     rig = Rig(_failing(1), parser_type="text")
-    with caplog.at_level(logging.DEBUG, "holdfast.trigger"):
+    with caplog.at_level(logging.DEBUG, "holdfast.triggers"):
         message_id = rig.write(b"the payload password=hunter2", trace_id="t-1")
         await rig.run(1)
     records = [record for record in caplog.records if getattr(record, "message_id", "") == message_id]
@@ -685,7 +685,7 @@ async def test_dropped_records_are_counted_and_logged_once(caplog: pytest.LogCap
     book, counts = MemoryTriggerStore(), TriggerCounters("q")
     book.down = True
     records = ExecutionLog(book, counts, limit=4)
-    with caplog.at_level(logging.WARNING, "holdfast.trigger"):
+    with caplog.at_level(logging.WARNING, "holdfast.triggers"):
         for row in rig.rows:
             records.put(row)
         assert counts.records_lost == 2
@@ -735,4 +735,4 @@ async def test_a_trigger_limited_to_tenants_ignores_others(policy: str, action: 
 @pytest.mark.parametrize("tenants", [[], ["with blank"], [""]])
 def test_invalid_tenants_are_refused(tenants: list[str]) -> None:
     with pytest.raises(ValidationError):
-        TriggerConfig(queue_name="q", consumer_group="g", tenants=tenants)
+        QueueTriggerConfig(queue_name="q", consumer_group="g", tenants=tenants)

@@ -77,7 +77,7 @@ async def finish_jobs(app: Holdfast, number: int) -> None:
 async def test_an_alert_is_raised_once_and_cleared_below_the_threshold(
     app: Holdfast, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "holdfast.alarm")
+    caplog.set_level(logging.INFO, "holdfast.upkeep")
     monitors = [make_monitor(app) for _ in range(3)]
 
     async def check() -> None:
@@ -153,7 +153,7 @@ async def test_an_alert_waits_for_an_unreachable_ledger(app: Holdfast, monkeypat
 async def test_without_a_ledger_each_process_logs_its_own_alerts(
     redis_url: str, namespace: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "holdfast.alarm")
+    caplog.set_level(logging.INFO, "holdfast.upkeep")
     async with make(redis_url, namespace, backlog_alert=3) as app:
         monitor = make_monitor(app, ledger=False)
         await fill(app, 3)
@@ -164,7 +164,7 @@ async def test_without_a_ledger_each_process_logs_its_own_alerts(
         for _ in range(3):
             await monitor.check()
         assert f'alerts_standing{{alert="{KEY}"}}' not in await scrape(app)
-    levels = [record.levelname for record in caplog.records if record.name == "holdfast.alarm"]
+    levels = [record.levelname for record in caplog.records if record.name == "holdfast.upkeep"]
     assert levels == ["WARNING", "INFO"]
 
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 from holdfast._exports import lazy_exports as _lazy_exports
 
 if TYPE_CHECKING:
-    from holdfast.brokers.memory import MemoryAdapter, MemoryBroker, MemoryConfig
+    from holdfast.brokers.memory import MemoryBroker, MemoryConfig, MockQueueAdapter
 
-__all__ = ["MemoryAdapter", "MemoryBroker", "MemoryConfig"]
+__all__ = ["MemoryBroker", "MemoryConfig", "MockQueueAdapter"]
 
 __getattr__ = _lazy_exports(
     __name__,
     {
-        "MemoryAdapter": "holdfast.brokers.memory",
+        "MockQueueAdapter": "holdfast.brokers.memory",
         "MemoryBroker": "holdfast.brokers.memory",
         "MemoryConfig": "holdfast.brokers.memory",
     },

@@ -22,6 +22,8 @@ class _Broker(NamedTuple):
     stem: str
     #: Modules of its client library, installed by an extra.
     library: tuple[str, ...] = ()
+    #: The adapter's name, if it does not begin with the stem.
+    adapter: str = ""
 
 
 _BROKERS: Final[Mapping[str, _Broker]] = {
@@ -29,7 +31,7 @@ _BROKERS: Final[Mapping[str, _Broker]] = {
     "rabbitmq": _Broker("holdfast.brokers.rabbitmq", "Rabbit", ("aio_pika", "aiormq", "yarl")),
     "sqs": _Broker("holdfast.brokers.sqs", "Sqs", ("aiobotocore", "botocore")),
     "redis": _Broker("holdfast.brokers.redis_streams", "Redis", ("redis",)),
-    "memory": _Broker("holdfast.brokers.memory", "Memory"),
+    "memory": _Broker("holdfast.brokers.memory", "Memory", adapter="MockQueueAdapter"),
 }
 
 #: Accepted values of `type`.
@@ -96,7 +98,8 @@ def _part(broker_type: str, part: str) -> Any:
     if broker is None:
         raise InvalidOption(f"unknown broker type {broker_type!r}; use one of {', '.join(BROKER_TYPES)}")
     require(f"broker type {broker_type!r}", *broker.library)
-    return getattr(import_module(broker.module), broker.stem + part)
+    name = broker.adapter if part == "Adapter" and broker.adapter else broker.stem + part
+    return getattr(import_module(broker.module), name)
 
 
 def _validate(broker_type: str, connection: BaseModel | Mapping[str, Any]) -> BaseModel:

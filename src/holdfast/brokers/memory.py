@@ -48,7 +48,7 @@ class _Group:
     #: Ordered by sequence.
     ready: list[_Waiting] = field(default_factory=list)
     #: In flight, by delivery number.
-    in_flight: dict[int, tuple[_Waiting, MemoryAdapter]] = field(default_factory=dict)
+    in_flight: dict[int, tuple[_Waiting, MockQueueAdapter]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class MemoryBroker:
         self._lock = RLock()
         self._topics: dict[str, _Topic] = {}
         self._numbers = count(1)
-        self._members: set[MemoryAdapter] = set()
+        self._members: set[MockQueueAdapter] = set()
         self._down = False
         #: Messages for which it returns True are refused.
         self.refuse: Callable[[OutgoingMessage], bool] = lambda _: False
@@ -126,7 +126,7 @@ class MemoryBroker:
 
     # For adapters ----------------------------------------------------------------------------------
 
-    def join(self, adapter: MemoryAdapter) -> _Group:
+    def join(self, adapter: MockQueueAdapter) -> _Group:
         """Add the adapter to its group. A new group starts at the first message of the topic."""
         self.check()
         with self._lock:
@@ -138,7 +138,7 @@ class MemoryBroker:
                 group.ready = [_Waiting(past.sequence, past.message, past.written_at) for past in topic.log]
             return group
 
-    def remove(self, adapter: MemoryAdapter, group: _Group) -> None:
+    def remove(self, adapter: MockQueueAdapter, group: _Group) -> None:
         """Return all messages in flight of the adapter to its group."""
         with self._lock:
             self._members.discard(adapter)
@@ -146,7 +146,7 @@ class MemoryBroker:
                 self._return_to_group(group, delivery)
         self._wake()
 
-    def next_message(self, adapter: MemoryAdapter, group: _Group) -> tuple[int, _Waiting] | None:
+    def next_message(self, adapter: MockQueueAdapter, group: _Group) -> tuple[int, _Waiting] | None:
         """The next message with its delivery number. Skips keys that are in flight at another consumer."""
         if self._down:
             return None
@@ -200,7 +200,7 @@ class MemoryBroker:
             member.wake()
 
 
-class MemoryAdapter(QueueAdapter):
+class MockQueueAdapter(QueueAdapter):
     """A consumer of one topic of a `MemoryBroker`."""
 
     def __init__(

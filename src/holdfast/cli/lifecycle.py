@@ -32,7 +32,7 @@ from holdfast.execution.backend import backend_of
 from holdfast.extras import loop_factory, require
 from holdfast.observe.redact import redact
 
-_worker_log: Final = logging.getLogger("holdfast.supervisor")
+_worker_log: Final = logging.getLogger("holdfast.worker")
 
 #: A process that lived this long was healthy: the backoff is reset.
 _HEALTHY_S: Final = 30.0

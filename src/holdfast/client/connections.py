@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from holdfast.ledger.queries.jobs import Queries
 
 
-_log: Final = logging.getLogger("holdfast.submit")
+_log: Final = logging.getLogger("holdfast.client")
 _ledger_log: Final = logging.getLogger("holdfast.ledger")
 
 #: How long a first submission waits for a ledger that does not answer, and how long an explicit `open`.

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from holdfast.ledger.port.ledger import Ledger, ProjectionReadPort
 
 
-_log: Final = logging.getLogger("holdfast.submit")
+_log: Final = logging.getLogger("holdfast.client")
 
 #: Concurrent shared calls: the next batch forms while they run.
 _MAX_CALLS: Final = 2

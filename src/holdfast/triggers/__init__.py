@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from holdfast._exports import lazy_exports as _lazy_exports
 
 if TYPE_CHECKING:
-    from holdfast.triggers.config import TriggerConfig
+    from holdfast.triggers.config import QueueTriggerConfig
     from holdfast.triggers.http_runtime import HttpRuntime
     from holdfast.triggers.runtime import CallableRuntime
     from holdfast.triggers.task_runtime import TaskRuntime
     from holdfast.triggers.trigger import QueueTrigger
 
-__all__ = ["CallableRuntime", "HttpRuntime", "QueueTrigger", "TaskRuntime", "TriggerConfig"]
+__all__ = ["CallableRuntime", "HttpRuntime", "QueueTrigger", "QueueTriggerConfig", "TaskRuntime"]
 
 __getattr__ = _lazy_exports(
     __name__,
@@ -23,6 +23,6 @@ __getattr__ = _lazy_exports(
         "HttpRuntime": "holdfast.triggers.http_runtime",
         "QueueTrigger": "holdfast.triggers.trigger",
         "TaskRuntime": "holdfast.triggers.task_runtime",
-        "TriggerConfig": "holdfast.triggers.config",
+        "QueueTriggerConfig": "holdfast.triggers.config",
     },
 )

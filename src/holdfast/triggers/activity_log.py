@@ -12,10 +12,10 @@ from typing import Final
 import msgspec
 
 from holdfast.ledger.port.messages import ExecutionStatus
-from holdfast.triggers.config import TriggerConfig
+from holdfast.triggers.config import QueueTriggerConfig
 from holdfast.triggers.state import InFlightMessage, TriggerCounters
 
-_log: Final = logging.getLogger("holdfast.trigger")
+_log: Final = logging.getLogger("holdfast.triggers")
 
 INTERVAL_S: Final = 10.0
 
@@ -35,7 +35,7 @@ class _Totals(msgspec.Struct, frozen=True):
 class Activity:
     """INFO log of one trigger. Use it in one event loop."""
 
-    def __init__(self, config: TriggerConfig, counts: TriggerCounters, *, interval_s: float = INTERVAL_S) -> None:
+    def __init__(self, config: QueueTriggerConfig, counts: TriggerCounters, *, interval_s: float = INTERVAL_S) -> None:
         self._about = {"trigger": config.name, "queue": config.queue_name}
         self._counts = counts
         self._interval_s = interval_s

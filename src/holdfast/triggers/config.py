@@ -1,6 +1,6 @@
 """Configuration of triggers (T3) and capacity planning (T9).
 
-Configurations are frozen and validated when they are created. `TriggerConfig` has the options of a `QueueTrigger`;
+Configurations are frozen and validated when they are created. `QueueTriggerConfig` has the options of a `QueueTrigger`;
 `TriggerEntry` adds the sections for adapter and runtime, as in a file (`holdfast.triggers.config_file`).
 
 `plan_capacity` estimates the workers and memory that a trigger needs. It calculates and does not measure.
@@ -150,7 +150,7 @@ class RuntimeConfig(_Model):
         return "task" if self.task else "callable" if self.callable else "url"
 
 
-class TriggerConfig(_Model):
+class QueueTriggerConfig(_Model):
     """Options of one trigger."""
 
     queue_name: str = Field(min_length=1, max_length=500)
@@ -229,7 +229,7 @@ class TriggerConfig(_Model):
         return max(1, round(self.idempotency_window * 1000))
 
 
-class TriggerEntry(TriggerConfig):
+class TriggerEntry(QueueTriggerConfig):
     """A trigger in a configuration file: options, adapter and runtime."""
 
     adapter: AdapterConfig

@@ -25,7 +25,7 @@ from holdfast.clock import Clock
 from holdfast.core.retry import Backoff
 from holdfast.observe.redact import redact_and_truncate
 from holdfast.triggers.activity_log import Activity
-from holdfast.triggers.config import TriggerConfig
+from holdfast.triggers.config import QueueTriggerConfig
 from holdfast.triggers.state import InFlightMessage, TriggerCounters
 
 
@@ -135,7 +135,7 @@ class KeyedQueue(Generic[T]):
                 return
 
 
-_log: Final = logging.getLogger("holdfast.trigger")
+_log: Final = logging.getLogger("holdfast.triggers")
 
 _REASON_LIMIT: Final = 500
 
@@ -145,7 +145,7 @@ class Consumer:
 
     def __init__(
         self,
-        config: TriggerConfig,
+        config: QueueTriggerConfig,
         adapter: QueueAdapter,
         queue: KeyedQueue[InFlightMessage],
         counts: TriggerCounters,

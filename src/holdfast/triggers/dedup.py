@@ -28,7 +28,7 @@ from holdfast.identity import new_identity
 from holdfast.ledger.port.effects import EffectKey, EffectOutcome, EffectState, EffectStore, Reservation
 from holdfast.triggers.envelope import key_or_hash
 
-_log: Final = logging.getLogger("holdfast.trigger")
+_log: Final = logging.getLogger("holdfast.triggers")
 
 _LEASE_S: Final = 30.0
 #: How often a reservation is renewed within a lease.
@@ -63,7 +63,7 @@ class AlreadyHandled(msgspec.Struct, frozen=True):
 Answer = DedupTicket | AlreadyHandled | Literal["busy"]
 
 
-class DedupStore(Protocol):
+class IdempotencyStore(Protocol):
     """Store of dedup keys. Methods raise `LedgerUnavailable` while it is unreachable."""
 
     async def reserve(self, tenant_id: str, key: str, message_id: str) -> Answer:
@@ -87,7 +87,7 @@ class DedupStore(Protocol):
         ...
 
 
-class InMemoryDedupStore(DedupStore):
+class InMemoryIdempotencyStore(IdempotencyStore):
     """Keys in this process only: for tests, and for triggers that run in one process."""
 
     def __init__(self, clock: Clock | None = None) -> None:
@@ -127,7 +127,7 @@ class InMemoryDedupStore(DedupStore):
         self._reserved.clear()
 
 
-class LedgerDedupStore(DedupStore):
+class LedgerIdempotencyStore(IdempotencyStore):
     """Keys in the ledger's `idempotency_keys`, for any number of processes. Use it in one event loop."""
 
     def __init__(

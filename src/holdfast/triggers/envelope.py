@@ -50,7 +50,7 @@ class Parsed(msgspec.Struct, frozen=True):
     headers: Mapping[str, str] = MappingProxyType({})
 
 
-Parser = Callable[[bytes | None], Parsed]
+MessageParser = Callable[[bytes | None], Parsed]
 
 _any: Final[msgspec.json.Decoder[Any]] = msgspec.json.Decoder()
 _members: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -59,7 +59,7 @@ _TOMBSTONE: Final = Parsed(None, b"null")
 _REQUIRED: Final = ("specversion", "id", "source", "type")
 
 
-def parser_of(kind: str) -> Parser:
+def parser_of(kind: str) -> MessageParser:
     """Get a parser by name."""
     parser = _PARSERS.get(kind)
     if parser is None:
@@ -132,7 +132,7 @@ def _json(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
         raise ParseError(f"the message is not valid JSON: it is not UTF-8 ({exc.reason})") from None
 
 
-_PARSERS: Final[Mapping[str, Parser]] = {
+_PARSERS: Final[Mapping[str, MessageParser]] = {
     "json": parse_json,
     "text": parse_text,
     "binary": parse_binary,
@@ -185,7 +185,7 @@ class MessageEnvelope(msgspec.Struct, frozen=True, kw_only=True):
         cls,
         raw: RawMessage,
         source: str,
-        parser: Parser,
+        parser: MessageParser,
         names: HeaderNames = _DEFAULT_NAMES,
         payload_limit: int | None = None,
     ) -> MessageEnvelope:

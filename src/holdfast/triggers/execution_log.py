@@ -17,7 +17,7 @@ from holdfast.errors import Unavailable
 from holdfast.ledger.port.messages import Execution, TriggerStore
 from holdfast.triggers.state import TriggerCounters
 
-_log: Final = logging.getLogger("holdfast.trigger")
+_log: Final = logging.getLogger("holdfast.triggers")
 
 #: Rows buffered while the ledger is unreachable.
 LIMIT: Final = 20_000

@@ -37,8 +37,8 @@ from holdfast.errors import (
 )
 from holdfast.ledger.port.messages import Execution, ExecutionStatus
 from holdfast.observe.redact import redact_and_truncate
-from holdfast.triggers.config import AckPolicy, DedupDown, TriggerConfig
-from holdfast.triggers.dedup import AlreadyHandled, DedupStore, DedupTicket
+from holdfast.triggers.config import AckPolicy, DedupDown, QueueTriggerConfig
+from holdfast.triggers.dedup import AlreadyHandled, DedupTicket, IdempotencyStore
 from holdfast.triggers.envelope import (
     HeaderNames,
     MessageEnvelope,
@@ -62,7 +62,7 @@ from holdfast.triggers.state import (
     retry_delay_s,
 )
 
-_log: Final = logging.getLogger("holdfast.trigger")
+_log: Final = logging.getLogger("holdfast.triggers")
 
 #: Delay between two checks of a key that is in use elsewhere, doubled each time.
 _CHECK_FIRST_S: Final = 0.02
@@ -87,12 +87,12 @@ class Handler:
 
     def __init__(
         self,
-        config: TriggerConfig,
+        config: QueueTriggerConfig,
         adapter: QueueAdapter,
         act: Act,
         *,
         check: Act | None,
-        dedup: DedupStore | None,
+        dedup: IdempotencyStore | None,
         counts: TriggerCounters,
         record: Callable[[Execution], None] | None,
         clock: Clock,
@@ -266,7 +266,7 @@ class Handler:
     # Keys --------------------------------------------------------------------------------------------
 
     async def _reserve(
-        self, dedup: DedupStore, item: InFlightMessage, call: RuntimeCall
+        self, dedup: IdempotencyStore, item: InFlightMessage, call: RuntimeCall
     ) -> DedupTicket | AlreadyHandled | None:
         try:
             answer = await dedup.reserve(call.tenant_id, call.key, clean(item.raw.message_id))

@@ -41,7 +41,7 @@ from holdfast.guard.runner import GuardRunner
 from holdfast.identity import new_identity
 from holdfast.ledger.port.messages import TriggerHeartbeat, TriggerStore
 from holdfast.triggers.config import TriggerEntry
-from holdfast.triggers.dedup import DedupStore, LedgerDedupStore
+from holdfast.triggers.dedup import IdempotencyStore, LedgerIdempotencyStore
 from holdfast.triggers.runtime import CallableRuntime, Runtime
 from holdfast.triggers.task_runtime import TaskRuntime
 from holdfast.triggers.trigger import QueueTrigger
@@ -197,14 +197,14 @@ def _runtime(app: Holdfast, entry: TriggerEntry) -> Runtime:
     return HttpRuntime(config.url, timeout_s=config.timeout, connections=entry.concurrency, **options)
 
 
-def _dedup(app: Holdfast, entry: TriggerEntry) -> DedupStore:
+def _dedup(app: Holdfast, entry: TriggerEntry) -> IdempotencyStore:
     ledger = backend_of(app).ledger
     if ledger is None:
         raise NoLedger("enable_dedup with a callable or a url")
-    return LedgerDedupStore(ledger.effects, entry.queue_name)
+    return LedgerIdempotencyStore(ledger.effects, entry.queue_name)
 
 
-_log: Final = logging.getLogger("holdfast.trigger")
+_log: Final = logging.getLogger("holdfast.triggers")
 
 #: Interval of heartbeats, which also return pauses.
 REPORT_S: Final = 2.0

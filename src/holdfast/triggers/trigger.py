@@ -22,9 +22,9 @@ from holdfast.clock import Clock, SystemClock
 from holdfast.core.codec import PAYLOAD_LIMIT
 from holdfast.errors import InvalidOption, UsageError
 from holdfast.triggers.activity_log import Activity
-from holdfast.triggers.config import TriggerConfig
+from holdfast.triggers.config import QueueTriggerConfig
 from holdfast.triggers.consumer import Consumer, KeyedQueue, OutageHold
-from holdfast.triggers.dedup import DedupStore
+from holdfast.triggers.dedup import IdempotencyStore
 from holdfast.triggers.execution_log import ExecutionLog
 from holdfast.triggers.handler import Handler
 from holdfast.triggers.runtime import CallGuard, Runtime, adapt_runtime
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from holdfast.ledger.port.messages import TriggerStore
 
 
-_log: Final = logging.getLogger("holdfast.trigger")
+_log: Final = logging.getLogger("holdfast.triggers")
 
 _STOP_S: Final = 30.0
 #: Minimum time for the last records, even if the stop timeout is used up.
@@ -53,13 +53,13 @@ class QueueTrigger:
 
     def __init__(
         self,
-        config: TriggerConfig,
+        config: QueueTriggerConfig,
         adapter: QueueAdapter,
         runtime: Runtime,
         *,
         guards: GuardRunner | None = None,
         book: TriggerStore | None = None,
-        dedup: DedupStore | None = None,
+        dedup: IdempotencyStore | None = None,
         counts: TriggerCounters | None = None,
         clock: Clock | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -91,7 +91,7 @@ class QueueTrigger:
         if config.enable_dedup and not submits_jobs and dedup is None:
             raise InvalidOption(
                 f"trigger {config.name}: the runtime does not detect duplicates and there is no dedup store; pass "
-                "dedup=LedgerDedupStore(…), or set enable_dedup to false"
+                "dedup=LedgerIdempotencyStore(…), or set enable_dedup to false"
             )
         guard = None if guards is None or submits_jobs else CallGuard(guards, config.queue_name, payload_limit)
         self._handler = Handler(

@@ -19,7 +19,7 @@ from holdfast.ledger.port.ledger import Ledger
 from holdfast.settings import Settings
 from holdfast.upkeep.loop import LogThrottle, QueueSelection, run_forever
 
-_log: Final = logging.getLogger("holdfast.alarm")
+_log: Final = logging.getLogger("holdfast.upkeep")
 
 INTERVAL_S: Final = 2.0
 #: An alert is cleared when the backlog is below this share of its threshold; at the threshold itself it would flap.

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from holdfast import Holdfast
-from holdfast.brokers.memory import MemoryAdapter, MemoryBroker, MemoryConfig
+from holdfast.brokers.memory import MemoryBroker, MemoryConfig, MockQueueAdapter
 from holdfast.core.states import State
 from holdfast.core.verdict import MESSAGE_MALFORMED
-from holdfast.triggers.config import TriggerConfig
-from holdfast.triggers.dedup import LedgerDedupStore
+from holdfast.triggers.config import QueueTriggerConfig
+from holdfast.triggers.dedup import LedgerIdempotencyStore
 from holdfast.triggers.runtime import Runtime, RuntimeCall, RuntimeResult
 from holdfast.triggers.task_runtime import TaskRuntime
 from holdfast.triggers.trigger import QueueTrigger
@@ -52,21 +52,21 @@ class Triggers(Scenario):
 
     async def calls(self, process: Process, record: RunRecord) -> None:
         if process.stores.has_ledger:
-            dedup = LedgerDedupStore(process.ledger.effects, "calls", lease_s=_LEASE_S)
+            dedup = LedgerIdempotencyStore(process.ledger.effects, "calls", lease_s=_LEASE_S)
             await self._consume(process, "calls", _FunctionRuntime(record), dedup)
             assert record.effects["call"], "the message is acknowledged, but the function was not called"
 
     async def _consume(
-        self, process: Process, topic: str, runtime: Runtime, dedup: LedgerDedupStore | None = None
+        self, process: Process, topic: str, runtime: Runtime, dedup: LedgerIdempotencyStore | None = None
     ) -> None:
         """Consume until the broker has no messages of the topic left."""
         broker = MemoryBroker.named(_BROKER)
         # Messages that were in flight in a crashed process are delivered again.
         broker.lose_connections()
-        config = TriggerConfig(queue_name=topic, consumer_group=_GROUP, concurrency=1)
+        config = QueueTriggerConfig(queue_name=topic, consumer_group=_GROUP, concurrency=1)
         trigger = QueueTrigger(
             config,
-            MemoryAdapter(MemoryConfig(name=_BROKER), topic, _GROUP),
+            MockQueueAdapter(MemoryConfig(name=_BROKER), topic, _GROUP),
             runtime,
             book=process.ledger.triggers if process.stores.has_ledger else None,
             dedup=dedup,

@@ -22,8 +22,8 @@ from holdfast.brokers.port import OutgoingMessage, RawMessage
 from holdfast.guard.registry import GuardRegistry
 from holdfast.guard.runner import GuardRunner
 from holdfast.ledger.port.messages import Execution, TriggerStore
-from holdfast.triggers.config import TriggerConfig
-from holdfast.triggers.dedup import DedupStore, InMemoryDedupStore
+from holdfast.triggers.config import QueueTriggerConfig
+from holdfast.triggers.dedup import IdempotencyStore, InMemoryIdempotencyStore
 from holdfast.triggers.runtime import Runtime, RuntimeCall, RuntimeResult
 from holdfast.triggers.trigger import QueueTrigger
 from tests.triggers.rig import MemoryTriggerStore, RecordingAdapter
@@ -169,10 +169,10 @@ class MemoryRig:
         self,
         runtime: Runtime,
         *,
-        dedup: DedupStore | None = None,
+        dedup: IdempotencyStore | None = None,
         gate: GuardRunner | None = None,
         book: TriggerStore | None = None,
-        full_config: TriggerConfig | None = None,
+        full_config: QueueTriggerConfig | None = None,
         broker: str = "",
         payload_limit: int = 1024 * 1024,
         sleep: Callable[[float], Awaitable[None]] | None = None,
@@ -182,7 +182,9 @@ class MemoryRig:
         unless `full_config` is given."""
         self.name = broker or f"rig-{next(_numbers)}"
         self.broker = MemoryBroker.named(self.name)
-        self.config = full_config or TriggerConfig(**({"queue_name": "orders", "consumer_group": "workers"} | config))
+        self.config = full_config or QueueTriggerConfig(
+            **({"queue_name": "orders", "consumer_group": "workers"} | config)
+        )
         self.adapter = VirtualTimeAdapter(
             MemoryConfig(name=self.name),
             self.config.queue_name,
@@ -199,7 +201,7 @@ class MemoryRig:
             runtime,
             guards=gate,
             book=book or self.book,
-            dedup=dedup or InMemoryDedupStore(self.clock),
+            dedup=dedup or InMemoryIdempotencyStore(self.clock),
             clock=self.clock,
             sleep=sleep or self._sleep,
             payload_limit=payload_limit,

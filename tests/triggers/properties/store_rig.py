@@ -25,8 +25,8 @@ from holdfast.ledger.port.messages import Execution
 from holdfast.observe.counters import TriggerStats
 from holdfast.observe.prometheus import trigger_metrics
 from holdfast.testing import ManualClock, drain
-from holdfast.triggers.config import TriggerConfig
-from holdfast.triggers.dedup import LedgerDedupStore
+from holdfast.triggers.config import QueueTriggerConfig
+from holdfast.triggers.dedup import LedgerIdempotencyStore
 from holdfast.triggers.runtime import CallableRuntime, Runtime
 from holdfast.triggers.task_runtime import TaskRuntime
 from holdfast.triggers.trigger import QueueTrigger
@@ -104,7 +104,7 @@ class TriggerRig:
         self._store = store
         queue = f"queue-{next(_numbers)}"
         self.broker = MemoryBroker.named(queue)
-        self.config = TriggerConfig(**({"queue_name": queue, "consumer_group": "workers"} | config))
+        self.config = QueueTriggerConfig(**({"queue_name": queue, "consumer_group": "workers"} | config))
         self.adapter = LossyAckAdapter(MemoryConfig(name=queue), queue, "workers", prefetch=self.config.prefetch)
         ledger = backend_of(store.app).ledger
         assert ledger is not None
@@ -115,7 +115,7 @@ class TriggerRig:
             self.adapter,
             runtime,
             book=self.book,
-            dedup=None if kind == "task" else LedgerDedupStore(ledger.effects, queue),
+            dedup=None if kind == "task" else LedgerIdempotencyStore(ledger.effects, queue),
             clock=store.clock,
             sleep=self._sleep,
         )
@@ -165,7 +165,7 @@ class LogCapture(logging.Handler):
         return [record for _, record in self.records if getattr(record, "message_id", None) == message_id]
 
     @contextmanager
-    def capture(self, logger: str = "holdfast.trigger") -> Iterator[LogCapture]:
+    def capture(self, logger: str = "holdfast.triggers") -> Iterator[LogCapture]:
         source = logging.getLogger(logger)
         level = source.level
         source.setLevel(logging.DEBUG)

@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 
 from holdfast import Fatal, Unavailable
 from holdfast.brokers.factory import BROKER_TYPES, build_adapter, build_publisher
-from holdfast.brokers.memory import MemoryAdapter, MemoryBroker, MemoryConfig
+from holdfast.brokers.memory import MemoryBroker, MemoryConfig, MockQueueAdapter
 from holdfast.brokers.port import OutgoingMessage, Publisher, QueueAdapter, RawMessage
 from holdfast.errors import UsageError
 from holdfast.ledger.port.messages import ExecutionStatus
-from holdfast.triggers.config import TriggerConfig
+from holdfast.triggers.config import QueueTriggerConfig
 from holdfast.triggers.config_file import load_text
-from holdfast.triggers.dedup import InMemoryDedupStore
+from holdfast.triggers.dedup import InMemoryIdempotencyStore
 from holdfast.triggers.envelope import HeaderNames, MessageEnvelope, parser_of
 from holdfast.triggers.runtime import Runtime
 from holdfast.triggers.state import TriggerState
@@ -128,10 +128,10 @@ async def _observe(broker_type: str, connection: dict[str, Any], sent: list[_Mes
     """Run the same scenario on any broker, through the ports only."""
     queue = f"property-{secrets.token_hex(6)}"
     publisher, runtime, book = build_publisher(broker_type, connection), _Actor(), MemoryTriggerStore()
-    config = TriggerConfig(queue_name=queue, consumer_group="g", ack_policy=policy, max_retries=1, concurrency=2)
+    config = QueueTriggerConfig(queue_name=queue, consumer_group="g", ack_policy=policy, max_retries=1, concurrency=2)
     adapter = build_adapter(broker_type, connection, queue, "g", config.prefetch)
     trigger = QueueTrigger(
-        config, adapter, runtime, book=book, dedup=InMemoryDedupStore(), sleep=lambda _: asyncio.sleep(0)
+        config, adapter, runtime, book=book, dedup=InMemoryIdempotencyStore(), sleep=lambda _: asyncio.sleep(0)
     )
     await publisher.connect()
     answers = await publisher.publish(
@@ -588,7 +588,7 @@ def _record_lag_reads(rig: MemoryRig) -> list[float]:
 
 
 async def _get_lag(rig: MemoryRig, queue: str, group: str) -> int | None:
-    adapter = MemoryAdapter(MemoryConfig(name=rig.name), queue, group)
+    adapter = MockQueueAdapter(MemoryConfig(name=rig.name), queue, group)
     await adapter.connect()
     lag = await adapter.lag()
     await adapter.close()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from holdfast import Fatal
 from holdfast.clock import to_datetime
 from holdfast.ledger.port.messages import ExecutionStatus
-from holdfast.triggers.dedup import InMemoryDedupStore
+from holdfast.triggers.dedup import InMemoryIdempotencyStore
 from tests.triggers.properties.memory_rig import PROPERTY, LoopClock, MemoryRig, get_history, run_example, until
 from tests.triggers.properties.store_rig import KINDS, Kind, LogCapture, Store, TriggerRig, open_store, scrape_metrics
 from tests.triggers.properties.strategies import EVENTS, TENANTS
@@ -270,7 +270,7 @@ def test_property_17_the_counter_of_duplicates_is_exact(plans: list[tuple[str | 
                 raise RuntimeError("not yet")
             return "run"
 
-        dedup = InMemoryDedupStore(LoopClock())
+        dedup = InMemoryIdempotencyStore(LoopClock())
         first = MemoryRig(Recorder(act), dedup=dedup)
         rigs = [first, *(MemoryRig(Recorder(act), dedup=dedup, broker=first.name) for _ in range(triggers - 1))]
         for rig in rigs:

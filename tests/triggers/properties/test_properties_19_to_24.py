@@ -26,8 +26,8 @@ from holdfast.guard.decisions import Decision, GuardRequest
 from holdfast.guard.registry import GuardRegistry
 from holdfast.guard.runner import GuardRunner
 from holdfast.observe.counters import BOUNDS_S
-from holdfast.triggers.config import TriggerConfig, TriggerEntry
-from holdfast.triggers.dedup import InMemoryDedupStore
+from holdfast.triggers.config import QueueTriggerConfig, TriggerEntry
+from holdfast.triggers.dedup import InMemoryIdempotencyStore
 from holdfast.triggers.http_runtime import HttpRuntime
 from holdfast.triggers.runtime import CallableRuntime
 from holdfast.triggers.state import TriggerState
@@ -431,7 +431,7 @@ def test_property_23_no_secret_in_any_log_of_a_client(
             texts.extend(error_texts(exc))
 
     async def scenario() -> None:
-        config = TriggerConfig(queue_name="orders", consumer_group="workers", enable_dedup=False)
+        config = QueueTriggerConfig(queue_name="orders", consumer_group="workers", enable_dedup=False)
         adapter, publisher = build_adapter(broker, fields, "orders", "workers"), build_publisher(broker, fields)
         trigger = QueueTrigger(config, adapter, Recorder())
         await attempt(trigger.start())
@@ -528,7 +528,7 @@ def test_property_24_stop_waits_releases_and_loses_nothing(
     """Stopped at any time during runs, retries and outages; another trigger then handles the rest."""
 
     async def scenario() -> None:
-        loop, dedup = asyncio.get_running_loop(), InMemoryDedupStore(LoopClock())
+        loop, dedup = asyncio.get_running_loop(), InMemoryIdempotencyStore(LoopClock())
         running: dict[int, float] = {}
         tried: Counter[int] = Counter()
         finished: Counter[int] = Counter()

@@ -41,7 +41,7 @@ from holdfast.observe.redact import redact
 
 T = TypeVar("T")
 
-_log: Final = logging.getLogger("holdfast.kafka")
+_log: Final = logging.getLogger("holdfast.brokers.kafka")
 
 _ANSWER_S: Final = 2.0
 #: Brokers apply a topic's `max.message.bytes` to whole batches.

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 from holdfast.errors import BrokerRefused, BrokerUnavailable
 from holdfast.observe.redact import redact
 
-_log: Final = logging.getLogger("holdfast.kafka")
+_log: Final = logging.getLogger("holdfast.brokers.kafka")
 #: Minimum interval between equal log lines: the client repeats them many times a second during an outage.
 _REPEAT_AFTER_S: Final = 10.0
 

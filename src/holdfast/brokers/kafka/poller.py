@@ -23,7 +23,7 @@ from holdfast.brokers.port import RawMessage, timestamp_from_ms
 from holdfast.core.retry import Backoff
 from holdfast.observe.redact import redact
 
-_log: Final = logging.getLogger("holdfast.kafka")
+_log: Final = logging.getLogger("holdfast.brokers.kafka")
 
 _COMMIT_EVERY_S: Final = 0.5
 #: Messages per poll.
