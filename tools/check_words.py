@@ -249,7 +249,7 @@ ALLOWED: Final = (
     Allowed("told hurry person", "src/holdfast/engine/sqlite/ledger_schema.py", r"\w+", "columns of earlier versions"),
     Allowed("told person", "src/holdfast/ledger/migrations/versions/*", r"\w+", "columns of earlier versions"),
     Allowed("seal", "src/holdfast/worker/webhook_worker.py", r"seal", "argument of jobs of the previous version"),
-    Allowed("consent", "CHANGELOG.md", r"`Consent` is `Approval`", "the former name"),
+    Allowed("letters person consent consents admission", "CHANGELOG.md", r"`[\w.]+`", "former names"),
 )
 
 #: Text files; all of their text is prose.
