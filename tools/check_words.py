@@ -217,7 +217,7 @@ ALLOWED: Final = (
         "held", "src/holdfast/triggers/*", r"held", "messages on hold while a dependency is down; shown by the API"
     ),
     Allowed("ask", "src/holdfast/engine/redis/net/*", r"is_ask", "the redirect ASK of Redis Cluster"),
-    Allowed("stage", "src/holdfast/triggers/handler.py", r"stage", "a field of structured logs"),
+    Allowed("stage", "src/holdfast/triggers/message_handler.py", r"stage", "a field of structured logs"),
     Allowed("stage", "examples/workflow_apply/*", r"stage_id", "a stage of a workflow; the API of the source document"),
     Allowed("stage stages", "benchmarks/*", r".*", "a stage of a benchmark run; an option of the command line"),
     Allowed("stamp stamps stamped", "benchmarks/*", r".*", "a timestamp of a step"),

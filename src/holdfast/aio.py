@@ -21,8 +21,8 @@ from contextlib import asynccontextmanager
 from queue import SimpleQueue
 from typing import Any, Final, Protocol, TypeVar
 
+from holdfast.after_fork import leave_to_parent, on_fork
 from holdfast.errors import UsageError
-from holdfast.forking import leave_to_parent, on_fork
 
 
 def is_own_cancellation(exc: BaseException) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli.lifecycle import Supervisor
+from holdfast.cli.supervisor import Supervisor
 from holdfast.errors import InvalidOption
 from tests.worker.support import TIMEOUT_S, eventually
 
@@ -132,6 +132,6 @@ async def test_a_process_that_exits_with_0_too_soon_is_replaced_after_a_pause(pa
 async def test_a_process_that_exits_with_0_later_is_replaced_at_once(
     pauses: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.cli.lifecycle._SHORT_S", 0.0)
+    monkeypatch.setattr("holdfast.cli.supervisor._SHORT_S", 0.0)
     await _run_until_restarted(Supervisor(["true"], 1, drain_grace_s=1))
     assert pauses == []

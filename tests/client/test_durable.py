@@ -18,8 +18,8 @@ from holdfast.engine.port.feed import SubmissionKey
 from holdfast.engine.port.jobs import EngineOptions
 from holdfast.errors import FeedDetached, InvalidOption, LedgerUnavailable, NotDurableYet, SchemaMismatch
 from holdfast.execution.backend import backend_of
-from holdfast.ledger.intake_recovery import LedgerProbe
 from holdfast.ledger.port.ledger import FeedPosition
+from holdfast.ledger.reopen_intake import LedgerProbe
 from tests.worker.support import eventually, working
 
 

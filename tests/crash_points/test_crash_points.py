@@ -14,8 +14,8 @@ from holdfast.engine.port import Engine
 from holdfast.engine.port.feed import SubmissionKey
 from holdfast.engine.port.jobs import EngineOptions
 from holdfast.errors import LedgerUnavailable
-from holdfast.ledger.intake_recovery import reopen_intake
 from holdfast.ledger.port.ledger import FeedPosition, Projection
+from holdfast.ledger.reopen_intake import reopen_intake
 from tests.crash_points.run import NotReached, find_points, run, sample, sqlite_ledgers, try_point
 from tests.crash_points.scenarios import SCENARIOS
 from tests.crash_points.seams import Call, Point, Way, select_points

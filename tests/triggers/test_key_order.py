@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.triggers.consumer import KeyedQueue
+from holdfast.triggers.receiver import KeyedQueue
 from tests.triggers.rig import Recorder, Rig, until
 
 

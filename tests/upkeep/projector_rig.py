@@ -14,8 +14,8 @@ from holdfast.core.states import FINAL, State
 from holdfast.core.verdict import DeadLetter, RetryLater, Settlement, Succeed, Verdict
 from holdfast.engine.port import Engine
 from holdfast.factory import build_engine
-from holdfast.ledger.intake_recovery import reopen_intake
 from holdfast.ledger.port.ledger import FeedPosition, Ledger
+from holdfast.ledger.reopen_intake import reopen_intake
 from holdfast.settings import Settings
 from holdfast.upkeep.projector import Projector
 from tests.ledger.projection_rig import QUEUE, check_ledger, open_ledger, rows

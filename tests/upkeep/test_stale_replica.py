@@ -24,8 +24,8 @@ from holdfast.engine.redis.engine import RedisEngine
 from holdfast.engine.redis.keys import KeyNames
 from holdfast.engine.sqlite.engine import SqliteEngine
 from holdfast.errors import FeedDetached, LedgerUnavailable
-from holdfast.ledger.intake_recovery import reopen_intake
 from holdfast.ledger.port.ledger import Ledger
+from holdfast.ledger.reopen_intake import reopen_intake
 from holdfast.verification.chaos.servers import RedisServer
 from tests.conftest import MakeServer
 from tests.ledger.projection_rig import QUEUE

@@ -1,6 +1,10 @@
 """Registry of broker types: builds the adapter, publisher and connection model by name.
 
 The module of a broker, and with it the client library, is imported on first use.
+
+A new broker is a module or package next to the others with the classes `<stem>Config`, `<stem>Adapter` and
+`<stem>Publisher`, which implement `brokers.port`; an entry in `_BROKERS`; and, for its client library, an extra in
+`holdfast.extras`. `BrokerContract` in `holdfast.testing.contract` tests it.
 """
 
 from __future__ import annotations

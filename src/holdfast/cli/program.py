@@ -17,9 +17,9 @@ from holdfast._version import __version__
 #: as a `Typer` of that name.
 _MODULES: Final[Mapping[str, str]] = {
     "demo": "demo",
-    "dev": "run",
-    "worker": "run",
-    "upkeep": "run",
+    "dev": "worker",
+    "worker": "worker",
+    "upkeep": "worker",
     "serve": "serve",
     "submit": "submit",
     "explain": "explain",

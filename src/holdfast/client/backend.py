@@ -29,7 +29,7 @@ from holdfast.guard.runner import GuardRunner
 from holdfast.ledger.port.messages import OutboxEvent
 from holdfast.observe.redact import add_redaction_rules
 from holdfast.observe.tracing import tracer_for
-from holdfast.outbox.drivers import insert_events, insert_events_sync
+from holdfast.outbox.sql_drivers import insert_events, insert_events_sync
 from holdfast.outbox.writer import Outbox, job_event_row
 from holdfast.settings import Settings
 from holdfast.webhooks.deliveries import WebhookPolicy

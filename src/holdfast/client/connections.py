@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
+from holdfast.after_fork import is_inside_parents_loop, leave_to_parent, on_fork, running_loop
 from holdfast.aio import raise_if_cancelled
 from holdfast.client.submitter import BatchingSubmitter, Submitter
 from holdfast.core.job import Envelope
@@ -21,7 +22,6 @@ from holdfast.core.retry import Backoff, Duration, duration_ms
 from holdfast.engine.port import Engine, InspectionPort
 from holdfast.engine.port.feed import EngineSnapshot, FeedEntry
 from holdfast.errors import EngineUnavailable, InvalidOption, LedgerRefused, LedgerUnavailable
-from holdfast.forking import is_inside_parents_loop, leave_to_parent, on_fork, running_loop
 from holdfast.guard.runner import GuardRunner
 from holdfast.webhooks.deliveries import WebhookPolicy
 

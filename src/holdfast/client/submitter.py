@@ -28,7 +28,7 @@ from holdfast.core.states import State
 from holdfast.engine.port import Engine
 from holdfast.errors import EngineUnavailable, FeedDetached, FeedFull, InvalidOption, LedgerUnavailable, NotDurableYet
 from holdfast.guard.runner import GuardRunner
-from holdfast.ledger.intake_recovery import LedgerProbe, reopen_intake
+from holdfast.ledger.reopen_intake import LedgerProbe, reopen_intake
 from holdfast.observe.tracing import Tracer
 from holdfast.webhooks.deliveries import WebhookPolicy
 

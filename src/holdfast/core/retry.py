@@ -1,4 +1,6 @@
-"""Retry policy for failed jobs (requirements Y1, Y8, Y9), and backoff for unreachable stores.
+"""How long to wait before a retry (requirements Y1, Y8, Y9), and backoff for unreachable stores.
+
+Whether a failed attempt is retried at all is decided by `verdict.judge`.
 
 `Retry`: `delay = min(cap, base · multiplier^(n−1)) + jitter`, n counting retries from 1, or a list of delays.
 `Backoff`: waits that grow up to a limit, spread at random so that processes do not retry at the same moment.

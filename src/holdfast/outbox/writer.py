@@ -26,7 +26,7 @@ from holdfast.core.publishing import lane_of
 from holdfast.core.text import check_name, check_text
 from holdfast.errors import InvalidOption, InvalidPayload, PayloadTooLarge
 from holdfast.ledger.port.messages import ENGINE_DESTINATION, OutboxEvent
-from holdfast.outbox.drivers import OutboxRow, insert_events, insert_events_sync
+from holdfast.outbox.sql_drivers import OutboxRow, insert_events, insert_events_sync
 from holdfast.settings import Settings
 
 #: Destination of events that do not name one.

@@ -23,10 +23,10 @@ from holdfast.core.codec import PAYLOAD_LIMIT
 from holdfast.errors import InvalidOption, UsageError
 from holdfast.triggers.activity_log import Activity
 from holdfast.triggers.config import QueueTriggerConfig
-from holdfast.triggers.consumer import Consumer, KeyedQueue, OutageHold
 from holdfast.triggers.dedup import IdempotencyStore
 from holdfast.triggers.execution_log import ExecutionLog
-from holdfast.triggers.handler import Handler
+from holdfast.triggers.message_handler import MessageHandler
+from holdfast.triggers.receiver import KeyedQueue, OutageHold, Receiver
 from holdfast.triggers.runtime import CallGuard, Runtime, adapt_runtime
 from holdfast.triggers.state import InFlightMessage, Next, OnHold, RetryAfter, TriggerCounters
 from holdfast.triggers.state import TriggerHealth as TriggerHealth
@@ -86,7 +86,7 @@ class QueueTrigger:
         self._dedup = dedup
         measured: Clock = clock or SystemClock()
         self._activity = Activity(config, self.counts)
-        self._consumer = Consumer(config, adapter, self._queue, self.counts, self._activity, measured, sleep)
+        self._receiver = Receiver(config, adapter, self._queue, self.counts, self._activity, measured, sleep)
         act, submits_jobs = adapt_runtime(runtime)
         if config.enable_dedup and not submits_jobs and dedup is None:
             raise InvalidOption(
@@ -94,7 +94,7 @@ class QueueTrigger:
                 "dedup=LedgerIdempotencyStore(…), or set enable_dedup to false"
             )
         guard = None if guards is None or submits_jobs else CallGuard(guards, config.queue_name, payload_limit)
-        self._handler = Handler(
+        self._handler = MessageHandler(
             config,
             adapter,
             act,
@@ -133,13 +133,13 @@ class QueueTrigger:
         if self._book is not None:
             self._records = ExecutionLog(self._book, self.counts)
         create = asyncio.create_task
-        self._consumer.feeding = True
+        self._receiver.feeding = True
         self._tasks = [
-            create(self._consumer.run(), name="holdfast-trigger-feed"),
+            create(self._receiver.run(), name="holdfast-trigger-feed"),
             create(self._activity.run(), name="holdfast-trigger-activity"),
         ]
         if self.config.metrics.enabled:
-            self._tasks.append(create(self._consumer.watch(), name="holdfast-trigger-watch"))
+            self._tasks.append(create(self._receiver.watch(), name="holdfast-trigger-watch"))
         self.counts.active_workers = self.config.concurrency
         self._workers = [create(self._work(), name="holdfast-trigger-work") for _ in range(self.config.concurrency)]
         _log.debug(
@@ -184,7 +184,7 @@ class QueueTrigger:
                     await self._close_records(deadline)
             finally:
                 self._state = TriggerState.STOPPED
-                self._consumer.feeding = False
+                self._receiver.feeding = False
                 await self._adapter.close()
         if started:
             self._activity.summarize()
@@ -217,7 +217,7 @@ class QueueTrigger:
     @property
     def ready(self) -> bool:
         """Whether it consumes and its runtime is available. A trigger that operators paused is ready."""
-        return self._consumer.feeding and self.state in (TriggerState.RUNNING, TriggerState.PAUSED)
+        return self._receiver.feeding and self.state in (TriggerState.RUNNING, TriggerState.PAUSED)
 
     @property
     def in_flight(self) -> int:
@@ -231,7 +231,7 @@ class QueueTrigger:
         state = self.state
         if not running:
             status = "stopped"
-        elif not adapter_healthy or not self._consumer.feeding:
+        elif not adapter_healthy or not self._receiver.feeding:
             status = "unhealthy"
         else:
             status = "healthy" if state is TriggerState.RUNNING else state.value

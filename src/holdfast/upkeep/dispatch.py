@@ -22,8 +22,8 @@ from typing import Any, Final, TypeVar
 from holdfast.core.job import EMPTY_META, MAX_BATCH, Envelope, JobKey, Meta, Receipt, new_job_ids
 from holdfast.engine.port import Engine
 from holdfast.errors import FeedDetached, LedgerUnavailable
-from holdfast.ledger.intake_recovery import LedgerProbe, RecoveringSubmitter, reopen_intake
 from holdfast.ledger.port.ledger import Ledger
+from holdfast.ledger.reopen_intake import LedgerProbe, RecoveringSubmitter, reopen_intake
 from holdfast.operations.approvals import ApprovalOperations
 from holdfast.operations.dead_letters import DeadLetterOperations
 from holdfast.settings import Settings

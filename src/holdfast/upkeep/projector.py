@@ -33,8 +33,8 @@ from holdfast.engine.port import Engine
 from holdfast.engine.port.feed import FeedEntry
 from holdfast.errors import HoldfastError, LedgerUnavailable, Unavailable
 from holdfast.identity import new_identity
-from holdfast.ledger.intake_recovery import reopen_intake
 from holdfast.ledger.port.ledger import FeedPosition, Ledger, PositionMoved, ProjectionResult
+from holdfast.ledger.reopen_intake import reopen_intake
 from holdfast.observe.counters import Counters
 from holdfast.upkeep.dead_letters import DeadLetterConfirmer
 from holdfast.upkeep.feed_cursor import SMALLEST_SHARE, FeedCursor, FeedFailure, FeedForked, PendingBatch, is_enough

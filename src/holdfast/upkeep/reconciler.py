@@ -57,7 +57,7 @@ from holdfast.core.states import State
 from holdfast.engine.port import Engine
 from holdfast.engine.port.feed import EngineSnapshot, FeedEntry
 from holdfast.errors import EngineUnavailable, LedgerUnavailable
-from holdfast.ledger.intake_recovery import reopen_intake
+from holdfast.ledger.reopen_intake import reopen_intake
 from holdfast.upkeep.loop import run_forever
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from holdfast.core.retry import Backoff
 from holdfast.engine.port import Engine
 from holdfast.errors import FeedDetached, LedgerUnavailable
 from holdfast.execution.backend import BackendOwner, backend_of
-from holdfast.ledger.intake_recovery import LedgerProbe, reopen_intake
 from holdfast.ledger.port.messages import OutboxOpener
+from holdfast.ledger.reopen_intake import LedgerProbe, reopen_intake
 from holdfast.outbox.destinations import build_destinations
 from holdfast.outbox.relay import Relay
 from holdfast.settings import Settings

@@ -25,6 +25,7 @@ from holdfast.core.job import Claim
 from holdfast.core.verdict import ApprovalNeeded, Deferred, Outcome, Raised, Returned, Settlement, Succeed, judge
 from holdfast.effects.runtime import EffectRuntime
 from holdfast.errors import Denied, NoLedger
+from holdfast.execution.child_processes import ProcessPool
 from holdfast.execution.context import Context
 from holdfast.execution.invoke import (
     approval_impossible,
@@ -37,7 +38,6 @@ from holdfast.execution.invoke import (
     timed_out,
     unknown_task,
 )
-from holdfast.execution.processes import ProcessPool
 from holdfast.execution.spec import ExecutionMode, TaskPolicy, TaskSpec
 from holdfast.guard.runner import GuardRunner
 from holdfast.observe.logs import current_claim, log_fields

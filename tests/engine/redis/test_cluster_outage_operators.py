@@ -22,10 +22,10 @@ from holdfast.engine.redis.engine import RedisEngine
 from holdfast.errors import EngineUnavailable
 from holdfast.http.event_hub import EventHub
 from holdfast.http.subscribers import StreamFilter, StreamSubscriber
-from holdfast.ledger.intake_recovery import reopen_intake
 from holdfast.ledger.port.ledger import FeedPosition
 from holdfast.ledger.port.operators import ReplayReservation
 from holdfast.ledger.queries.operator_filters import DeadLetterFilter
+from holdfast.ledger.reopen_intake import reopen_intake
 from holdfast.operations.jobs import find_in_queues
 from holdfast.upkeep.dispatch import ReplaySubmission
 from holdfast.upkeep.projector import Projector

@@ -11,7 +11,7 @@ import typer
 
 from holdfast.app import Holdfast
 from holdfast.cli.command import AsJson, command
-from holdfast.cli.commands.run import Level, LogJson, LogLevel, MetricsHost, MetricsPort, metrics
+from holdfast.cli.commands.worker import Level, LogJson, LogLevel, MetricsHost, MetricsPort, metrics
 from holdfast.cli.lifecycle import LOOPBACK, run_until_signal
 from holdfast.cli.output import as_json as as_document
 from holdfast.cli.output import emit_json, emit_rows, instant, note

@@ -10,7 +10,7 @@ import typer
 
 from holdfast.app import Holdfast
 from holdfast.cli.command import command
-from holdfast.cli.commands.run import Level, LogJson, LogLevel
+from holdfast.cli.commands.worker import Level, LogJson, LogLevel
 from holdfast.cli.lifecycle import run_until_signal
 from holdfast.cli.output import note
 from holdfast.cli.session import EngineTarget, local_principal

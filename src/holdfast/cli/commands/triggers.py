@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from holdfast.cli.command import AsJson, command
-from holdfast.cli.commands.run import Level, LogJson, LogLevel, MetricsHost, MetricsPort
+from holdfast.cli.commands.worker import Level, LogJson, LogLevel, MetricsHost, MetricsPort
 from holdfast.cli.lifecycle import LOOPBACK, run_until_signal
 from holdfast.cli.output import emit_json, emit_rows, instant, note, shorten, span
 from holdfast.cli.session import EngineTarget, open_operations

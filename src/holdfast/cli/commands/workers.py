@@ -1,4 +1,4 @@
-"""`holdfast workers`: which processes claim jobs."""
+"""`holdfast workers`: lists the processes that claim jobs. `holdfast worker` is in `commands.worker`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Typed rows of the statements, and their conversion to claims, job infos and events.
 
+`LeaseRow.fence` is the check at settle and renew that a lease still holds.
+
 The rows are JSON arrays; the order of their fields is that of the SELECT.
 """
 
@@ -87,7 +89,10 @@ class LeaseRow(msgspec.Struct, array_like=True, frozen=True):
     run_at: int | None
 
     def fence(self, lease: Lease, token: str) -> SettleResult:
-        """Whether this lease still holds. The delivery count distinguishes attempts of one worker."""
+        """Whether this lease still holds: the job runs, with this worker, position and delivery count.
+
+        The delivery count distinguishes attempts of one worker. An expired lease holds until the job is reclaimed.
+        """
         if self.token == token:
             return SettleResult.ALREADY
         holds = (

@@ -1,4 +1,7 @@
-"""settle on SQLite: end attempts of one queue, in one step."""
+"""settle on SQLite: end attempts of one queue, in one step.
+
+A verdict of a worker that has lost its lease is refused: `LeaseRow.fence` in `rows` decides, `settle` answers stale.
+"""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from holdfast.ledger.postgres.store import PostgresStore, StoreCheck
 from holdfast.ledger.postgres.transactions import PostgresNotificationMarks, PostgresOperatorStore, PostgresTriggerStore
 from holdfast.ledger.queries.jobs import Queries
 from holdfast.ledger.queries.operators import PendingNotifications
-from holdfast.ledger.recovery import SqlRecovery
+from holdfast.ledger.queries.reconciliation import SqlRecovery
 from holdfast.schema.columns import HEAD, READ_VERSION, check_version
 
 _CLAIM = "INSERT INTO ledger_owner (id, namespace, engine, since) VALUES (1, $1, $2, now()) ON CONFLICT DO NOTHING"

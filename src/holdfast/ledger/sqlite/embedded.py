@@ -51,7 +51,7 @@ class EmbeddedLedger:
 
     @cached_property
     def recovery(self) -> Recovery:
-        from holdfast.ledger.recovery import SqlRecovery
+        from holdfast.ledger.queries.reconciliation import SqlRecovery
 
         return SqlRecovery(self.store.read_engine)
 

@@ -21,7 +21,7 @@ from holdfast.ledger.port.messages import OutboxStore, TriggerStore
 from holdfast.ledger.port.operators import OperatorStore
 from holdfast.ledger.queries.jobs import Queries
 from holdfast.ledger.queries.operators import PendingNotifications
-from holdfast.ledger.recovery import SqlRecovery
+from holdfast.ledger.queries.reconciliation import SqlRecovery
 from holdfast.ledger.sqlite import retention
 from holdfast.ledger.sqlite.effects import SqliteEffectStore
 from holdfast.ledger.sqlite.outbox import SqliteOutboxStore

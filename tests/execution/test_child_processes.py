@@ -169,7 +169,7 @@ def test_a_child_ends_with_a_worker_that_has_unread_data() -> None:
     """The connection is then reset instead of closed."""
     worker_end, child_end = socket.socketpair()
     with worker_end, child_end:
-        code = f"from holdfast.execution.processes import main; main({child_end.fileno()})"
+        code = f"from holdfast.execution.child_processes import main; main({child_end.fileno()})"
         child = subprocess.Popen([sys.executable, "-c", code], pass_fds=[child_end.fileno()])
         child_end.send(b"unread")
         child_end.close()

@@ -15,8 +15,8 @@ from holdfast import Holdfast, Retry
 from holdfast.core.job import Claim, Failure, Lease, Meta
 from holdfast.core.verdict import Deferred, FailureKind, Raised, Returned
 from holdfast.errors import InvalidOption
-from holdfast.execution import processes
-from holdfast.execution.processes import RunCommand, RunReply
+from holdfast.execution import child_processes
+from holdfast.execution.child_processes import RunCommand, RunReply
 from holdfast.execution.spec import TaskLocation, find_task, load_task, locate
 from tests.execution import process_tasks
 
@@ -76,15 +76,15 @@ def test_a_script_is_loaded_from_its_file(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_commands_are_run(capfd: pytest.CaptureFixture[str]) -> None:
     with asyncio.Runner() as runner:
-        outcome = processes._run(process_tasks.pid.spec, CLAIM, runner)
+        outcome = child_processes._run(process_tasks.pid.spec, CLAIM, runner)
         assert isinstance(outcome, Returned)
         assert msgspec.json.decode(outcome.result)[1:] == ["x", "j"]
         nap = msgspec.structs.replace(CLAIM, task="nap", payload=b"[0]")
-        assert isinstance(processes._run(process_tasks.nap.spec, nap, runner), Returned)
+        assert isinstance(child_processes._run(process_tasks.nap.spec, nap, runner), Returned)
 
 
 def test_a_failed_import_is_retryable() -> None:
-    loaded = processes._load(TaskLocation("holdfast.nowhere", "", "work"))
+    loaded = child_processes._load(TaskLocation("holdfast.nowhere", "", "work"))
     assert isinstance(loaded, Raised)
     assert (loaded.kind, loaded.failure.type) == (FailureKind.RETRYABLE, "ModuleNotFoundError")
-    assert processes._load(locate(process_tasks.pid.spec)) is process_tasks.pid.spec
+    assert child_processes._load(locate(process_tasks.pid.spec)) is process_tasks.pid.spec

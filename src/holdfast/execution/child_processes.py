@@ -1,5 +1,7 @@
 """Child processes for tasks with `process=True`: the worker's pool and the child's main loop.
 
+The processes of `holdfast worker --processes N` are those of `holdfast.cli.supervisor`.
+
 Parent: `ProcessPool` reuses children, and kills a child when its job is ended from outside. A child is a new
 interpreter, never a fork, at the other end of a socket pair. The pool kills only children that it started itself,
 through the handle that the operating system gave for them.
@@ -137,7 +139,10 @@ _specs: dict[str, TaskSpec] = {}
 MAX_CHILDREN: Final = max(4, 2 * (os.cpu_count() or 1))
 _REAP_S: Final = 5.0
 
-_MAIN: Final = "import sys; sys.path[:] = {path!r}; from holdfast.execution.processes import main; main({descriptor})"
+_MAIN: Final = (
+    "import sys; sys.path[:] = {path!r}; from holdfast.execution.child_processes import main; main({descriptor})"
+)
+
 
 #: For apps whose code names no URL; others are reconfigured once they are loaded.
 _IN_MEMORY: Final = {"HOLDFAST_URL": "sqlite://"}

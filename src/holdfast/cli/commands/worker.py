@@ -13,10 +13,11 @@ import typer
 
 from holdfast.app import Holdfast
 from holdfast.cli.command import command
-from holdfast.cli.lifecycle import LOOPBACK, WorkerCommand, run_until_signal, supervise, watch_parent
+from holdfast.cli.lifecycle import LOOPBACK, run_until_signal
 from holdfast.cli.live_view import LiveEventView
 from holdfast.cli.output import note
 from holdfast.cli.session import EngineTarget
+from holdfast.cli.supervisor import WorkerCommand, supervise, watch_parent
 from holdfast.core.job import DEFAULT_QUEUE
 from holdfast.errors import EngineUnavailable
 from holdfast.execution.backend import backend_of

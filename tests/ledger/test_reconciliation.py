@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from holdfast.core.job import JobKey
 from holdfast.core.states import FINAL, State
-from holdfast.ledger.recovery import SqlRecovery, _open_page, _recent_page
+from holdfast.ledger.queries.reconciliation import SqlRecovery, _open_page, _recent_page
 from holdfast.schema import feed_positions, jobs
 from holdfast.schema.columns import metadata
 

@@ -1,6 +1,8 @@
-"""Consume messages from an adapter, keep order per key, and wait out outages.
+"""Receive messages from an adapter, keep order per key, and wait out outages.
 
-`Consumer` fills a `KeyedQueue` and restarts with backoff when consuming fails or ends.
+`message_handler` decides what happens to each message.
+
+`Receiver` fills a `KeyedQueue` and restarts with backoff when consuming fails or ends.
 
 `KeyedQueue` gives out one message per key at a time; later ones of the key wait for `done` (T6.7). A message that waits
 for a retry keeps its key but occupies no worker, so a slow key does not delay others. Messages without a key do not
@@ -140,7 +142,7 @@ _log: Final = logging.getLogger("holdfast.triggers")
 _REASON_LIMIT: Final = 500
 
 
-class Consumer:
+class Receiver:
     """Fills the queue until it is cancelled. Restarts with backoff if consuming fails or ends."""
 
     def __init__(

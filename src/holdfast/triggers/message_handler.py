@@ -82,7 +82,7 @@ _ANSWERS: Final = {
 Act = Callable[[RuntimeCall], Any]
 
 
-class Handler:
+class MessageHandler:
     """Handles the messages of one trigger. Use it in one event loop."""
 
     def __init__(
