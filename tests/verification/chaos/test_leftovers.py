@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,31 +21,45 @@ from tests.faults.support import eventually
 pytestmark = [pytest.mark.faults, pytest.mark.redis, pytest.mark.postgres]
 
 
-def find_leftovers() -> tuple[set[int], set[str], set[Path]]:
-    """The current child processes, mounts and PostgreSQL folders."""
+class Leftovers:
+    """What the deployments of one test leave. Other tests start and end deployments at the same time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._children = _children()
+        #: Below these are all mounts and data.
+        self.folders = [folder]
+
+    def check(self) -> None:
+        assert _children() <= self._children
+        mounts = [Path(line.split()[1]) for line in Path("/proc/mounts").read_text().splitlines()]
+        assert not [mount for mount in mounts if any(mount.is_relative_to(folder) for folder in self.folders)]
+        assert not (self.folders[0] / "redis" / "disk").exists()
+        assert not [folder for folder in self.folders[1:] if (folder / "disk").exists()]
+
+
+def _children() -> set[int]:
     lists = Path("/proc/self/task").glob("*/children")
-    children = {int(pid) for file in lists for pid in file.read_text().split()}
-    mounts = {line.split()[1] for line in Path("/proc/mounts").read_text().splitlines() if "holdfast-chaos" in line}
-    return children, mounts, set(Path("/tmp").glob("holdfast-postgres-*/disk"))
+    return {int(pid) for file in lists for pid in file.read_text().split()}
 
 
 @pytest.fixture
-def before() -> tuple[set[int], set[str], set[Path]]:
-    return find_leftovers()
+def leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Leftovers:
+    leftovers = Leftovers(tmp_path)
+    make = tempfile.mkdtemp
+
+    def record(*args: Any, **kwargs: Any) -> str:
+        folder: str = make(*args, **kwargs)
+        leftovers.folders.append(Path(folder))
+        return folder
+
+    # PostgreSQL has its data outside of the deployment's folder, where its user may read.
+    monkeypatch.setattr("holdfast.verification.chaos.servers.tempfile.mkdtemp", record)
+    return leftovers
 
 
 def make_deployment(folder: Path) -> Deployment:
     """Stores and one program only, because each program takes a second of CPU time to start."""
     return Deployment(folder, workers=1, upkeeps=0, servers=0)
-
-
-def check_leftovers(before: tuple[set[int], set[str], set[Path]], folder: Path) -> None:
-    children, mounts, data = find_leftovers()
-    assert children <= before[0]
-    assert mounts <= before[1]
-    # Other tests may start servers meanwhile, but only deployments use a disk there.
-    assert data <= before[2]
-    assert not (folder / "redis" / "disk").exists()
 
 
 @pytest.mark.parametrize(
@@ -56,7 +72,7 @@ def check_leftovers(before: tuple[set[int], set[str], set[Path]], folder: Path) 
     ids=["stores", "token", "programs"],
 )
 async def test_a_start_that_is_interrupted_leaves_nothing(
-    tmp_path: Path, before: tuple[set[int], set[str], set[Path]], has_reached: Callable[[Deployment], bool]
+    tmp_path: Path, leftovers: Leftovers, has_reached: Callable[[Deployment], bool]
 ) -> None:
     deployment = make_deployment(tmp_path)
     starting = asyncio.create_task(deployment.start())
@@ -66,21 +82,21 @@ async def test_a_start_that_is_interrupted_leaves_nothing(
     asyncio.get_running_loop().call_later(0.05, starting.cancel)
     with pytest.raises(asyncio.CancelledError):
         await starting
-    check_leftovers(before, tmp_path)
+    leftovers.check()
     assert (tmp_path / "postgres.log").exists()
 
 
 async def test_a_start_that_fails_leaves_nothing(
-    tmp_path: Path, before: tuple[set[int], set[str], set[Path]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, leftovers: Leftovers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("holdfast.verification.chaos.deployment.APP", "no.such.module:app")
     with pytest.raises(RuntimeError, match="ended with"):
         await make_deployment(tmp_path).start()
-    check_leftovers(before, tmp_path)
+    leftovers.check()
 
 
 async def test_a_run_that_is_interrupted_in_the_middle_of_faults_leaves_nothing(
-    tmp_path: Path, before: tuple[set[int], set[str], set[Path]]
+    tmp_path: Path, leftovers: Leftovers
 ) -> None:
     async def run(ready: asyncio.Event) -> None:
         async with make_deployment(tmp_path) as deployment:
@@ -104,7 +120,7 @@ async def test_a_run_that_is_interrupted_in_the_middle_of_faults_leaves_nothing(
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    check_leftovers(before, tmp_path)
+    leftovers.check()
 
 
 def test_a_missing_server_is_reported_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
