@@ -109,8 +109,9 @@ class BatchingSubmitter(Submitter):
         """
         if envelope.durable:
             self._check_durable()
-        if self._webhooks is not None:
-            envelope = self._webhooks.apply(envelope)
+        webhooks = self._webhooks
+        if webhooks is not None and (webhooks.has_subscribers or envelope.meta.webhook):
+            envelope = webhooks.apply(envelope)
         if self._guards is not None and self._guards.applies_to(envelope):
             envelope = await self._guards.review(envelope)
         future: asyncio.Future[Receipt] = self._loop.create_future()

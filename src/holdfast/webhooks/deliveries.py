@@ -266,8 +266,8 @@ class WebhookPolicy:
         self._exceptions = settings.webhook_allow_list
         self._has_ledger = ledger is not None
         self._subscribers = Subscribers(settings.webhooks)
-        #: Whether jobs without their own webhook may need the mark.
-        self._subscribed = self._has_ledger and self._subscribers.any_for("job")
+        #: Whether jobs without their own webhook may need the mark; if not, they need not be passed to `apply`.
+        self.has_subscribers = self._has_ledger and self._subscribers.any_for("job")
 
     def apply(self, envelope: Envelope) -> Envelope:
         """Return the envelope to submit. Raises `InvalidOption` for an invalid address, and `NoLedger`."""
@@ -276,7 +276,7 @@ class WebhookPolicy:
             self._check(webhook)
             return envelope
         subscribed = (
-            self._subscribed and envelope.queue != QUEUE and self._subscribers.wants_jobs_of(envelope.tenant_id)
+            self.has_subscribers and envelope.queue != QUEUE and self._subscribers.wants_jobs_of(envelope.tenant_id)
         )
         mark = ANY_SUBSCRIBER if subscribed else ""
         if mark == webhook:
