@@ -35,6 +35,8 @@ GUARD_DENIED: Final = "GUARD_DENIED"
 APPROVAL_REJECTED: Final = "APPROVAL_REJECTED"
 APPROVAL_EXPIRED: Final = "APPROVAL_EXPIRED"
 DEAD_LETTERED_BY_OPERATOR: Final = "DEAD_LETTERED_BY_OPERATOR"
+#: Why an approval request is withdrawn, if no other reason is given.
+SUPERSEDED: Final = "the job continued without a decision"
 
 
 class FailureKind(StrEnum):

@@ -28,7 +28,7 @@ from holdfast.core.job import (
 )
 from holdfast.core.states import FORKED_EVENT, OPERATOR_PREFIX, RESTORED_EVENT, State
 from holdfast.core.text import clean
-from holdfast.core.verdict import operator_failure
+from holdfast.core.verdict import SUPERSEDED, operator_failure
 from holdfast.engine.port.feed import FeedEntry
 from holdfast.ledger.port.operators import ApprovalStatus
 
@@ -154,9 +154,6 @@ def sanitize_event(event: Event) -> Event:
 AsInstant = Callable[[int], Any]
 Row = tuple[Any, ...]
 
-
-#: Why an approval request is withdrawn, if the event gives no reason.
-SUPERSEDED: Final = "the job continued without a decision"
 
 #: Status of an open approval request when its job continues; a decided one keeps its status.
 _STATUS: Final = {

@@ -19,13 +19,11 @@ from holdfast.core.job import ApprovalRequest, Failure, Meta, new_job_ids
 from holdfast.core.principal import AuditEntry
 from holdfast.core.states import FINAL, State, check_move, event_for, resolve_event
 from holdfast.core.text import error_fingerprint
+from holdfast.core.verdict import SUPERSEDED
 from holdfast.engine.sqlite.feed import FeedWriter, notify_due
 from holdfast.engine.sqlite.rows import encode_meta
 from holdfast.engine.sqlite.store import EngineContext
 from holdfast.sqlite.transaction import Transaction, Value, json_list, require_rows
-
-#: The default reason for a withdrawn approval request.
-SUPERSEDED: Final = "the job continued without a decision"
 
 _encoder: Final = msgspec.json.Encoder()
 
