@@ -485,6 +485,8 @@ async def test_a_broker_killed_during_a_batch_loses_nothing(killable: KafkaHarne
 @pytest.mark.faults
 async def test_calls_to_a_paused_broker_time_out(killable: KafkaHarness) -> None:
     """It accepts connections and does not respond."""
+    # The group waits this long for the first reader, which may be closing its consumer when the broker responds again.
+    killable.timeouts["max_poll_interval_s"] = killable.timeouts["session_timeout_s"]
     rig = BrokerRig(killable, await killable.new_queue(partitions=1))
     await rig.publish(b"one")
     publisher = await rig.publisher()
