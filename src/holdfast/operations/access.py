@@ -151,7 +151,7 @@ class TokenOperations:
                 f"{name!r} is not a token name; use 1 to 100 letters, digits and . @ + - _ without blanks"
             )
         if not tenants:
-            raise InvalidOption("a token needs a tenant; name its tenants, or select all tenants")
+            raise InvalidOption("a token needs a tenant; pass --tenant NAME or --all-tenants")
         for tenant in tenants:
             if not tenant or not tenant.isprintable() or len(tenant.encode()) > _TENANT_LIMIT:
                 raise InvalidOption(f"{tenant!r} is not a tenant name")
