@@ -1,6 +1,6 @@
-"""Column types, tenant helpers and the schema version, on PostgreSQL and SQLite alike.
+"""Column types, tenant helpers and the schema version, for PostgreSQL and SQLite.
 
-Every index leads with the tenant, so a query over all tenants is one query per tenant; `tenants_of` finds them.
+Most indexes lead with the tenant, so a query over all tenants is one query per tenant; `tenants_of` finds them.
 `check_version` compares a ledger's schema with the one this release needs, without Alembic, which is slow to load.
 """
 
@@ -37,7 +37,7 @@ class InstantColumn(TypeDecorator[datetime]):
 
 #: Compared byte by byte: cheaper in an index than a language's collation, and every store sorts the same way.
 NAME: Final = Text().with_variant(Text(collation="C"), "postgresql")
-#: Length up to which keys and trace ids are indexed; the same as holdfast accepts.
+#: Keys and trace ids up to this length are indexed. Submissions have no longer ones; foreign messages may.
 INDEXED_BYTES: Final = 1_000
 
 metadata: Final = MetaData(
@@ -56,7 +56,10 @@ def tenant() -> Column[str]:
 
 
 def tenants_of(table: Table, *conditions: ColumnElement[bool]) -> Select[Any]:
-    """All tenants that have a matching row, found by stepping through the index: there are few."""
+    """Select all tenants that have a matching row.
+
+    Steps from tenant to tenant in the index, because a table has many rows and few tenants.
+    """
     column = table.c.tenant_id
     first = select(func.min(column).label("tenant_id")).where(*conditions).cte("tenants", recursive=True)
     after = select(func.min(column)).where(column > first.c.tenant_id, *conditions).scalar_subquery()

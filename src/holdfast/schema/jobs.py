@@ -1,8 +1,9 @@
 """The ledger's tables, one schema for PostgreSQL and SQLite (requirements L1, L6).
 
-Every business table and each of its indexes leads with `tenant_id`. Instants are `timestamptz` on PostgreSQL and whole
-milliseconds (UTC) on SQLite; Python gets aware datetimes. JSON is stored as text, byte for byte as submitted: an
-approval is bound to it, and no digit of a number may change. `CHECK`s protect invariants against bugs in holdfast.
+Every business table leads with `tenant_id`, and so do its indexes, except those of the outbox (`schema.messages`).
+Instants are `timestamptz` on PostgreSQL and whole milliseconds (UTC) on SQLite; Python gets aware datetimes. JSON is
+stored as text, byte for byte as submitted: an approval is bound to it, and no digit of a number may change. `CHECK`s
+protect invariants against bugs in holdfast.
 
 The embedded engine has the same tables in its file, with additional columns (`engine/sqlite/sql/schema.sql`).
 """
@@ -47,7 +48,7 @@ jobs: Final = Table(
     Column("error_code", NAME),
     #: Truncated.
     Column("last_error", Text),
-    #: For API callers: reveals nothing internal.
+    #: For API callers; contains no internal details.
     Column("error_message", Text),
     Column("payload", Text, nullable=False),
     Column("context", Text),
@@ -72,7 +73,7 @@ jobs: Final = Table(
 # Without the job id: jobs of one moment share an index entry, which keeps these indexes small and fast to write.
 Index("by_time", jobs.c.tenant_id, jobs.c.created_at, _table=jobs)
 Index("by_type", jobs.c.tenant_id, jobs.c.job_type, jobs.c.created_at, _table=jobs)
-# A PostgreSQL index row has at most 2,704 bytes. No job may be refused for that: longer values are not indexed.
+# A PostgreSQL index row has at most 2,704 bytes. Longer values are not indexed, so that no job is refused.
 Index(
     "by_trace",
     jobs.c.tenant_id,
@@ -89,7 +90,7 @@ Index(
     postgresql_where=text(f"idempotency_key <> job_id AND octet_length(idempotency_key) <= {INDEXED_BYTES}"),
     sqlite_where=text("idempotency_key <> job_id"),
 )
-#: All jobs that did not simply succeed: open ones, and those that operators query.
+#: All jobs except `succeeded` ones: open jobs, and finished jobs that operators query.
 Index(
     "by_state",
     jobs.c.tenant_id,
@@ -164,9 +165,9 @@ dlq_items: Final = Table(
     Column("replay_count", Integer, nullable=False, server_default="0"),
     Column("replay_payload", Text),
     Column("replay_pending", SmallInteger, nullable=False, server_default="0"),
-    #: Identifies the kind of error: dead letters with the same kind have the same fingerprint.
+    #: Identifies the kind of error: dead letters with the same kind of error have the same fingerprint.
     Column("fingerprint", NAME, nullable=False, server_default=""),
-    #: When the engine moved the job to `failed`; null: still to be confirmed to the engine.
+    #: When the engine moved the job to `failed`; NULL: not confirmed to the engine yet.
     Column("acked_at", InstantColumn),
     PrimaryKeyConstraint("tenant_id", "dlq_id"),
     CheckConstraint("status IN ('open', 'discard_requested', 'discarded', 'replayed')", name="known_status"),
@@ -203,7 +204,7 @@ idempotency_keys: Final = Table(
     #: The recorded result, JSON.
     Column("value", Text),
     Column("created_at", InstantColumn, nullable=False),
-    #: After this a `done` key may be used again; null: never. Keys that are reserved or in doubt do not expire.
+    #: After this a `done` key may be used again; NULL: never. Keys that are reserved or in doubt do not expire.
     Column("expires_at", InstantColumn),
     #: What the key is bound to: using it with another function or other arguments is an error.
     Column("function", NAME, nullable=False),
@@ -299,9 +300,9 @@ Index(
     sqlite_where=text("notified_at IS NULL AND type LIKE 'alert.%'"),
 )
 
-# The projector's bookkeeping: of the system, not of a tenant ----------------------------------------
+# Tables of the projector, not per tenant -----------------------------------------------------------
 
-#: The namespace and engine that this ledger belongs to: one row. A second namespace would mix two engines' jobs.
+#: The namespace and engine that this ledger belongs to, in one row. Two namespaces would mix two engines' jobs.
 ledger_owner: Final = Table(
     "ledger_owner",
     metadata,
@@ -321,7 +322,7 @@ feed_positions: Final = Table(
     Column("feed", NAME, nullable=False),
     Column("position", NAME, nullable=False),
     Column("nonce", NAME, nullable=False),
-    #: The active projector, and until when others stand by. Not a lock: only the position decides.
+    #: The active projector, and until when others stand by. Not a lock: writes are fenced by the position.
     Column("projector", NAME),
     Column("lease_expires_at", InstantColumn),
     Column("updated_at", InstantColumn, nullable=False),

@@ -70,7 +70,7 @@ Index(
     _table=outbox_events,
     **_only("status = 'NEW'"),
 )
-#: The same by key: the next key is one step away, however many events wait behind a retried one.
+#: The same events by key: a search steps to the next key without reading the events behind a retried one.
 Index(
     "by_key",
     outbox_events.c.lane,

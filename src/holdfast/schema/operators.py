@@ -1,4 +1,7 @@
-"""Tables of approvals, the audit log, alerts and tokens (requirements L1, L6). Conventions as in `schema.jobs`."""
+"""Tables of approvals, the audit log, alerts and tokens (requirements L1, L6).
+
+Conventions are those of `schema.jobs`.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ approvals: Final = Table(
     Column("decided_by", Text),
     Column("decided_at", InstantColumn),
     Column("decision_reason", Text),
-    #: When the decision was applied to the engine; null: still to be applied.
+    #: When the engine applied the decision; NULL: not applied yet.
     Column("acked_at", InstantColumn),
     #: The status of which subscribers were last notified.
     Column("notified_status", NAME),
@@ -58,7 +61,7 @@ approval_votes: Final = Table(
     PrimaryKeyConstraint("tenant_id", "approval_id", "voter"),
 )
 
-#: The audit log, and alerts (requirements H5, H6): never changed, kept as long as finished jobs.
+#: The audit log, and alerts (requirements H5, H6). Only `notified_at` changes; kept as long as finished jobs.
 operator_events: Final = Table(
     "operator_events",
     metadata,
@@ -79,7 +82,7 @@ operator_events: Final = Table(
     PrimaryKeyConstraint("tenant_id", "id"),
 )
 
-#: Alerts that are raised now: one row each, whichever process raised it.
+#: Alerts that are raised now, one row each for all processes.
 alerts: Final = Table(
     "alerts",
     metadata,
