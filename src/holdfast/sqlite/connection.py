@@ -1,4 +1,4 @@
-"""Connections to one SQLite file, its reader thread, the lock between writing processes, and error translation.
+"""SQLite connections, a reader thread, a lock between processes, and error translation.
 
 No `sqlite3` error leaves this package: `translate` turns each into an `EngineUnavailable` (a `LedgerUnavailable` for a
 ledger's file) that says what to do (the file is locked, full, read-only, damaged, gone). A file that is not
@@ -7,8 +7,8 @@ wait for a writer.
 
 `WriteLock` queues the writers of several processes. SQLite's busy handler sleeps and retries, so one busy process can
 starve the others for seconds. Here two file locks form a turnstile: only the holder of the first may wait for the
-second, and it releases the first once it has the second. A process that writes again at once has to queue behind the
-next one. The kernel keeps the queue and frees both locks when a process ends, however it ends.
+second, and it releases the first once it has the second. A process that writes again immediately queues behind the
+next one. The kernel keeps the queue and releases both locks when a process ends for any reason.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def open_reader(path: Path) -> sqlite3.Connection:
 def translate(
     error: sqlite3.Error | OSError, path: Path, unavailable: type[Unavailable] = EngineUnavailable
 ) -> Unavailable:
-    """The `unavailable` error to raise instead, with advice."""
+    """Translate an error into the `unavailable` error to raise instead, with a remedy."""
     if isinstance(error, OSError):
         return unavailable(f"the database {path}: {error}; check the file and its directory")
     name = getattr(error, "sqlite_errorname", None) or ""

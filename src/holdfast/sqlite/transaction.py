@@ -1,4 +1,4 @@
-"""One SQLite transaction as operations use it: named statements, few steps, notices for after the commit.
+"""One SQLite transaction: named statements, one step each, and notices for after the commit.
 
 Every SQLite step releases the interpreter's lock and has to reacquire it, which takes up to 5 ms while user code keeps
 another thread busy. Row by row (`executemany`, or fetching), a batch of 500 would take seconds. So every statement here
@@ -51,8 +51,8 @@ _PRUNABLE: Final = """(
             WHERE effect.tenant_id = jobs.tenant_id AND effect.job_id = jobs.job_id AND effect.queue = jobs.queue
               AND effect.state <> 'done')"""
 
-#: An event's complete data, from `event` (a row of events) and `jobs` (its job): what the job's row has is not stored
-#: in the event.
+#: An event's complete data, from `event` (a row of `events`) and `jobs` (its job). Events do not repeat what the job's
+#: row has.
 _EVENT_DATA: Final = """CASE
        WHEN event.from_state IS NULL AND event.to_state IS NOT NULL THEN json_patch(
            json_object(
@@ -175,7 +175,10 @@ class CommitNotices:
 
 
 class Transaction:
-    """Begins with the first operation that writes; each operation is a savepoint in it. The writer commits it."""
+    """A transaction of the writer, with one savepoint per operation.
+
+    It begins with the first operation that writes. The writer commits it.
+    """
 
     def __init__(
         self, connection: sqlite3.Connection, enter: Callable[[], None], untrimmed: dict[str, int], *, alone: bool
@@ -190,7 +193,7 @@ class Transaction:
         self.effects = CommitNotices()
 
     def begin(self) -> None:
-        """Take the write lock. Whatever was read before must be read again."""
+        """Acquire the write lock and begin. Everything read before must be read again."""
         if not self.begun:
             self._enter()
             self.begun = True
@@ -225,7 +228,10 @@ class Transaction:
             self._connection.execute("COMMIT")
 
     def execute(self, text: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> sqlite3.Cursor:
-        """Run SQL that is not from this package, for the ledger. Use one step for many rows, see the module."""
+        """Run the ledger's SQL, which is not among the named statements.
+
+        Pass many rows in one step, for the reason given in the module docstring.
+        """
         return self._connection.execute(text, values)
 
     def rows(self, name: str, decoder: msgspec.json.Decoder[T], **values: Value) -> T:
@@ -244,7 +250,10 @@ class Transaction:
     def bulk(
         self, name: str, rows: Sequence[Sequence[Value]], before: Sequence[Value] = (), after: Sequence[Value] = ()
     ) -> tuple[int, int]:
-        """Run a bulk statement with values before and after its rows; returns the last row's id and the row count."""
+        """Run a bulk statement; returns the last row's id and the row count.
+
+        `before` and `after` are values before and after those of the rows.
+        """
         text, width = bulk_statement(name, _size_for(len(rows)))
         padding = (_size_for(len(rows)) - len(rows)) * width
         cursor = self._connection.execute(text, [*before, *chain.from_iterable(rows), *[None] * padding, *after])
@@ -258,7 +267,10 @@ def read_rows(connection: sqlite3.Connection, name: str, decoder: msgspec.json.D
 
 
 def require_rows(changed: int, expected: int, what: str) -> None:
-    """Raise if a statement, which repeats the checks of the code before it, disagrees with them."""
+    """Raise if a statement changed another number of rows than the code before it expects.
+
+    The statements repeat the checks of the code, so a difference is a bug.
+    """
     if changed != expected:
         raise EngineUnavailable(
             f"{what}: {changed} rows instead of {expected}, nothing was changed; report this as a bug"

@@ -1,8 +1,8 @@
-"""The one thread of a process that writes to a SQLite file: group commit, in order, answers after the commit.
+"""The one thread of a process that writes to a SQLite file, with group commit.
 
 All engines and ledgers of a process on one file share its `Writer`; `acquire_writer` returns it. Operations requested
 during a commit go into the next transaction. Each operation is a savepoint in it, so one that fails does not undo the
-others. No caller gets an answer before the commit has returned, and each event loop is woken once per commit.
+others. Callers get their answers after the commit, in order, with one wake-up of each event loop per commit.
 
 While a subscriber waits, the thread also checks every few milliseconds whether another process has written
 (`PRAGMA data_version`, which this process's own commits do not change).
@@ -46,7 +46,10 @@ class FileWriter(Protocol):
 
 
 class WriteRequest:
-    """One operation with a waiting caller. A `lazy` one begins the transaction itself, if it has something to write."""
+    """One operation with a waiting caller.
+
+    A `lazy` operation begins the transaction itself, if it has something to write.
+    """
 
     __slots__ = ("dropped", "future", "lazy", "loop", "unavailable", "work")
 
@@ -64,7 +67,7 @@ class WriteRequest:
         self.lazy = lazy
         self.loop = loop
         self.future = future
-        #: The caller no longer waits. Read by the writer before it starts the operation; a started one is finished.
+        #: The caller no longer waits. The writer skips a dropped operation, but finishes one that it has started.
         self.dropped = False
 
 
@@ -119,9 +122,10 @@ class Writer:
         lazy: bool = False,
         unavailable: type[Unavailable] = EngineUnavailable,
     ) -> T:
-        """Run `work(transaction, *arguments)` in the thread's transaction; returns its result after the commit.
+        """Run `work(transaction, *arguments)` in the writer's transaction.
 
-        What it raises is raised here, and its writes are rolled back. The store's own errors come as `unavailable`.
+        Returns its result after the commit. An error that it raises is raised here, and its writes are rolled back.
+        Errors of the store are raised as `unavailable`.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
@@ -163,7 +167,7 @@ class Writer:
             self._subscribers.remove(subscriber)
 
     def watch(self, subscriber: CommitSubscriber, change: int) -> None:
-        """Count a new waiter (+1), or one that has left (-1)."""
+        """Count a new waiter (+1), or one that no longer waits (-1)."""
         with self._wake:
             subscriber.waiting += change
             if subscriber.waiting == 1 and change > 0:
@@ -176,7 +180,7 @@ class Writer:
             self._wake.notify()
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
-            # It waits for a process stopped during a write; it ends when it gets the lock, or with this process.
+            # The thread waits for a process stopped during a write; it ends when it gets the lock or this process ends.
             _log.warning("%s closed while another process has it locked", self.path)
         else:
             self._turnstile.close()
@@ -248,7 +252,7 @@ class Writer:
         return request, result, None
 
     def _roll_back(self, error: Exception) -> None:
-        """Roll back, or drop an unusable connection, which is opened again next time."""
+        """Roll back, or drop an unusable connection; the next operation opens another."""
         connection = self._connection
         if connection is None:
             return
@@ -355,7 +359,7 @@ def acquire_writer(
     prepare: Prepare,
     unavailable: type[Unavailable] = EngineUnavailable,
 ) -> Writer:
-    """This process's writer for the file (an absolute path), started if necessary. Blocks.
+    """Return this process's writer for the file (an absolute path); start it if necessary. Blocks.
 
     All users of a file pass the same `prepare`: an engine and a separate ledger need two files.
     """
