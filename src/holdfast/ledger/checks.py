@@ -35,7 +35,7 @@ def check_owner(where: str, found: str, namespace: str) -> None:
 
 
 def engine_changed(where: str, found: str, engine: str) -> bool:
-    """Whether the ledger was last used with another engine, or another name of it; logs a warning if so."""
+    """Whether the ledger was last used with an engine at another address; logs a warning if so."""
     if found == engine or not engine:
         return False
     if found:
@@ -50,7 +50,10 @@ def engine_changed(where: str, found: str, engine: str) -> bool:
 
 
 def engine_name(url: str) -> str:
-    """An engine's address as the ledger records it: kind, host, port and database, without user and password."""
+    """An engine's address as the ledger records it.
+
+    Kind, host, port and database, without user and password.
+    """
     parts = urlsplit(url)
     if parts.scheme == "sqlite":
         return f"sqlite:///{Path(unquote(parts.path[1:])).resolve()}"
@@ -62,7 +65,7 @@ def engine_name(url: str) -> str:
     return f"{parts.scheme}://{parts.hostname or 'localhost'}:{parts.port or _REDIS_PORT}/{database}"
 
 
-#: Events that wait longer suggest that no relay runs.
+#: If events wait longer than this, probably no relay runs.
 _LONG_MS = 10 * 60_000
 
 

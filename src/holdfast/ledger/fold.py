@@ -1,4 +1,4 @@
-"""Folds a batch of feed events into what the ledger writes: one row per job, however many events it has. Pure.
+"""Fold a batch of feed events into what the ledger writes, one row per job. Pure.
 
 `fold_optimistic` needs no look-up. It assumes that a job created in the batch is new, and that any other is in the
 state and attempt from which its first event moves it. The store checks both against its rows and rolls everything back
@@ -25,7 +25,7 @@ from holdfast.core.job import Event, Failure
 from holdfast.core.states import EXPEDITED_EVENT, FINAL, FORKED_EVENT, OPERATOR_PREFIX, RESTORED_EVENT, State, event_for
 from holdfast.ledger.fold_events import LAST_ERROR_LIMIT, dead_letter_id, failure_of
 
-#: Why an event is an anomaly.
+#: Reasons for which an event is an anomaly.
 AFTER_THE_END: Final = "the job had ended in the ledger"
 CREATED_AGAIN: Final = "the ledger has this job already"
 FORKED: Final = "the engine continued from an earlier point than the ledger's"
@@ -37,7 +37,10 @@ Name = tuple[str, str]
 
 
 class BatchMismatch(Exception):
-    """The events of a batch do not follow one another, or do not follow what the ledger has: look the jobs up."""
+    """The events of a batch do not follow one another, or do not follow the ledger's rows.
+
+    The batch has to be folded onto what the ledger has (`fold_known`).
+    """
 
 
 class RecordedJob(msgspec.Struct, frozen=True):
@@ -82,7 +85,7 @@ class JobDraft(msgspec.Struct, eq=False, gc=False):
     result: str | None = None
     run_at_ms: int = 0
     next_retry_at_ms: int = 0
-    #: When it was expedited, which ends any later due time in the ledger; 0: it was not.
+    #: When it was expedited, which replaces any later due time in the ledger; 0: it was not.
     expedited_at_ms: int = 0
     dlq_id: str | None = None
     dead_letter: Event | None = None
@@ -102,7 +105,7 @@ class JobDraft(msgspec.Struct, eq=False, gc=False):
 
 
 class FoldedBatch(msgspec.Struct, frozen=True):
-    """What to write. Events of a draft are numbered from its `seq` + 1."""
+    """What to write for a batch. Events of a draft are numbered from its `seq` + 1."""
 
     drafts: list[JobDraft]
     anomalies: list[Anomaly]
@@ -135,7 +138,7 @@ def fold_optimistic(events: Iterable[Event]) -> FoldedBatch:
                 if from_state is None or from_state in FINAL:
                     raise BatchMismatch(event)
                 draft.previous_state = from_state
-                # Both are inlined, because every event of a busy queue passes here.
+                # `_attempt_before`, inlined because every event of a busy queue passes here.
                 draft.previous_attempt = event.attempt - 1 if event.to_state is State.RUNNING else event.attempt
                 draft.previous_retries = (
                     None if from_state is State.SUSPENDED and _resumes(event) else event.retry_count
@@ -179,7 +182,7 @@ def fold_known(events: Iterable[Event], known: Mapping[Name, RecordedJob]) -> Fo
 
 
 def _continue(draft: JobDraft, event: Event) -> str | None:
-    """Apply the next event of a job that the ledger has; the reason, if it is an anomaly."""
+    """Apply the next event of a job that the ledger has; return the reason if it is an anomaly."""
     state = draft.state or draft.previous_state
     if event.to_state is None or (event.from_state is state and not draft.ended and _follows(draft, event)):
         _apply(draft, event)
@@ -194,7 +197,7 @@ def _continue(draft: JobDraft, event: Event) -> str | None:
 
 
 def _follows(draft: JobDraft, event: Event) -> bool:
-    """Whether the event's counts continue from the job's, and not from an earlier point in the same state.
+    """Whether the event's counts continue from the job's, not from an earlier point in its state.
 
     An engine that lost data only goes back, so an attempt later than expected is not a fork.
     """
@@ -209,12 +212,12 @@ def _attempt_before(event: Event) -> int:
 
 
 def _resumes(event: Event) -> bool:
-    """Whether the retry count starts again."""
+    """Whether the event resumes a suspended job, which resets its retry count."""
     return event.from_state is State.SUSPENDED and event.to_state is State.QUEUED
 
 
 def _creation(event: Event) -> Event:
-    """A substitute for a creation event that was lost."""
+    """Build a substitute for a creation event that was lost."""
     return Event(
         type=event_for(None, State.QUEUED),
         job_id=event.job_id,
@@ -293,7 +296,7 @@ def _move(draft: JobDraft, event: Event, to_state: State, data: Mapping[str, Any
     elif to_state is State.QUEUED and due_ms:
         draft.run_at_ms = due_ms
     if data.get("started") is False:
-        # The number of an attempt that never started is used again.
+        # The number of an attempt that did not start is used again.
         draft.attempt = max(0, event.attempt - 1)
     if "dlq_id" in data:
         draft.dlq_id = str(data["dlq_id"])
@@ -320,7 +323,10 @@ def _set_errors(draft: JobDraft, failure: Failure | None) -> None:
 
 
 def split_batch(events: Sequence[Event]) -> Iterator[list[Event]]:
-    """Two smaller batches to write one after the other: split by job, or by time if there is a single job."""
+    """Split a batch into two, to be written one after the other.
+
+    Splits between jobs; the events of a single job are split by time.
+    """
     names = list(dict.fromkeys((event.tenant_id, event.job_id) for event in events))
     if len(names) > 1:
         first = set(names[: len(names) // 2])

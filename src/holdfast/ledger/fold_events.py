@@ -1,4 +1,4 @@
-"""What single feed events contain: failure, envelope, attempts, approval requests (A2), audit entries (H5). Pure.
+"""What single feed events contain: failure, envelope, attempts, approvals (A2), audit (H5). Pure.
 
 A job's approval request is a row of `approvals` from the event that holds the job. It stays open until it is decided or
 the job continues without a decision. What an operator did is a row of `operator_events`, never part of the job's
@@ -61,13 +61,16 @@ def failure_of(event: Event) -> Failure | None:
 
 
 def dead_letter_event(event: Event, history: Iterable[Event]) -> Event:
-    """The event that dead-lettered a job: the given one, or, if that only restored the job, the last in its history."""
+    """The event that dead-lettered a job.
+
+    That is the given event or, if it only restored the job, the last such event in the history.
+    """
     failed = [past for past in history if past.to_state is State.DLQ_PENDING and past.type != RESTORED_EVENT]
     return failed[-1] if event.type == RESTORED_EVENT and failed else event
 
 
 def dead_letter_id(event: Event) -> str:
-    """The same id each time the event is folded, so that a dead letter is written once."""
+    """Derive a dead letter's id from its event: folded again, it is written once."""
     return uuid5(NAMESPACE_URL, f"{event.tenant_id}/{event.job_id}/{event.at_ms}").hex
 
 
@@ -86,7 +89,7 @@ def envelope_of(draft: JobDraft) -> tuple[str, int, str, str, str, str | None, s
         data.get("payload", UNKNOWN_PAYLOAD),
         None if context is None else to_json(context),
         meta,
-        # Most jobs have none, and are not decoded.
+        # Most jobs have no webhook, and their `meta` is not decoded.
         _webhook_of(meta) if meta is not None and '"webhook"' in meta else None,
     )
 
@@ -114,14 +117,16 @@ def data_of(event: Event) -> str | None:
         # The job's row has its current due time, which may differ.
         return to_json({"run_at_ms": data["run_at_ms"]}) if data.get("run_at_ms") else None
     if "history" in data:
-        # The dead letter has it in full.
+        # The dead letter has the full history.
         data = {key: value for key, value in data.items() if key != "history"}
     return to_json(data)
 
 
 def attempts_of(events: Iterable[Event], engine_history: Sequence[Any] = ()) -> str:
-    """All attempts in a job's history, as JSON (requirement Y6). The engine's bounded history is used if it has more:
-    the job is older than the ledger."""
+    """All attempts in a job's history, as JSON (requirement Y6).
+
+    If the engine's bounded history has more, the job is older than the ledger, and the engine's history is used.
+    """
     attempts: list[Any] = []
     begun: Event | None = None
     for event in events:
@@ -139,7 +144,7 @@ def _attempt(begun: Event, end: Event) -> Attempt:
 
 
 def sanitize_event(event: Event) -> Event:
-    """The event without text that a store would refuse; the same object if there is none."""
+    """The event without text that a store would refuse; the same object if it has none."""
     data = event.data
     if data:
         data = {key: clean(value) if type(value) is str else value for key, value in data.items()}
@@ -204,7 +209,10 @@ class ApprovalClosing(msgspec.Struct, frozen=True):
 
 
 def feed_events(entries: Iterable[FeedEntry], queue: str) -> Iterator[Event]:
-    """Events of the entries, in order; an audit event gets an id from its position, so that it is written once."""
+    """Events of the entries, in order.
+
+    An audit event gets an id derived from its position, so that it is written once.
+    """
     for entry in entries:
         for number, event in enumerate(entry.events):
             if event.to_state is None and event.type.startswith(OPERATOR_PREFIX):
@@ -227,7 +235,10 @@ def approval_requests(draft: JobDraft) -> list[tuple[Event, ApprovalRequest]]:
 
 
 def approval_request_of(event: Event) -> ApprovalRequest | None:
-    """The event's approval request: in the envelope if the job is held at its creation, else in the event's data."""
+    """The approval request of an event, or None.
+
+    It is in the envelope if the job was held at its creation, otherwise in the event's data.
+    """
     data = event.data or {}
     try:
         if event.from_state is None:
@@ -235,7 +246,7 @@ def approval_request_of(event: Event) -> ApprovalRequest | None:
         request = approval_data(data, "approval_request")
         return msgspec.convert(request, ApprovalRequest) if request else None
     except msgspec.MsgspecError:
-        # The job is held all the same, but there is no request to decide.
+        # The job is held nevertheless, without a request to decide.
         return None
 
 

@@ -25,9 +25,9 @@ from holdfast.ledger.fold_events import (
     failure_of,
 )
 
-#: Longer names do not fit an index; the event of an anomaly has them in full …
+#: Names of an anomaly are truncated to this, to fit an index; its event has them in full …
 _NAME_LIMIT: Final = 500
-#: … but is itself truncated to this.
+#: … and is truncated to this.
 _EVENT_LIMIT: Final = 64 * 1024
 
 JOB_COLUMNS: Final = (
@@ -129,7 +129,10 @@ def event_rows(drafts: Iterable[JobDraft], queue: str, instant: AsInstant) -> li
 
 
 def shared_values(draft: JobDraft) -> Row:
-    """Values that many moves of known jobs share: tenant, events, from, attempt and retries then and now."""
+    """Values that many moves of known jobs share.
+
+    Tenant, number of events, previous state, and attempts and retries before and after.
+    """
     return (
         draft.tenant_id,
         len(draft.events),
@@ -159,7 +162,7 @@ def own_values(draft: JobDraft, instant: AsInstant) -> Row:
 
 
 def expedited_rows(drafts: Iterable[JobDraft], instant: AsInstant) -> list[Row]:
-    """Known jobs that were expedited: tenant, id, when."""
+    """Known jobs that were expedited: tenant, id, instant."""
     return [
         (draft.tenant_id, draft.job_id, instant(draft.expedited_at_ms))
         for draft in drafts
@@ -168,8 +171,10 @@ def expedited_rows(drafts: Iterable[JobDraft], instant: AsInstant) -> list[Row]:
 
 
 def dead_letter_row(draft: JobDraft, job_type: str, history: Iterable[Event], instant: AsInstant) -> Row:
-    """A dead letter with all attempts that the ledger knows (requirements D2, Y6): tenant, job id, dlq id, error code,
-    error, stack, retries, history, failed at, acknowledged at, fingerprint."""
+    """The row of a dead letter, with all attempts that the ledger knows (requirements D2, Y6).
+
+    Tenant, job id, dlq id, error code, error, stack, retries, history, failed at, acknowledged at, fingerprint.
+    """
     assert draft.dead_letter is not None
     history = list(history)
     event = dead_letter_event(draft.dead_letter, history)

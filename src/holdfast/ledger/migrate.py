@@ -1,7 +1,8 @@
-"""Migrates a ledger's tables to this release, or back; all or nothing, and harmless when two callers do it at once.
+"""Migrate a ledger's tables to this release, or back.
 
-The embedded ledger is part of the engine's file, which has its own versions (`engine.sqlite.ledger_schema`). The tables
-of other ledgers have revisions, which Alembic applies (`ledger.revisions`); it comes with the extra [postgres].
+A migration is all or nothing, and two callers at the same time do no harm. The embedded ledger is part of the engine's
+file, which has its own versions (`engine.sqlite.ledger_schema`). The tables of other ledgers have revisions, which
+Alembic applies (`ledger.revisions`); it comes with the extra [postgres].
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ UNKNOWN_VERSION: Final = (
 
 
 class Migration(msgspec.Struct, frozen=True):
-    """One migration."""
+    """A migration that this release knows."""
 
     version: str
     title: str
@@ -49,7 +50,7 @@ class MigrationStatus(msgspec.Struct, frozen=True):
 
     @property
     def newer(self) -> bool:
-        """Written by a later release than this one."""
+        """Whether a later release wrote the ledger."""
         return self.version is not None and self.version > self.required
 
 

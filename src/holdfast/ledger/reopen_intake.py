@@ -1,4 +1,4 @@
-"""Opens a queue's intake for the first time, or again after its engine has lost data or may have lost some.
+"""Open a queue's intake, for the first time or after its engine may have lost data.
 
 With a ledger, a queue accepts jobs only while its feed has a reader that was attached in the current epoch. A wipe
 removes the reader together with everything else; a restart or a fail-over begins a new epoch. The caller that notices
@@ -11,8 +11,8 @@ written in one step, and a replica gets all steps in order (decision 0019).
 
 Any number of callers may do this at once, also in other processes: a key that is known is not changed. A ledger outage
 must not stop intake: for a submission the queue is then opened without its keys, and a warning is logged. The wait for
-the ledger's first answer is short (`LedgerProbe`), but once it has answered, all keys are waited for. Callers that need
-the ledger anyway (projector, reconciler, replays) pass `insist`: nothing is opened without it, and they retry later.
+the ledger's first answer is short (`LedgerProbe`); after that answer, all keys are waited for. Callers that need the
+ledger anyway (projector, reconciler, replays) pass `insist`: nothing is opened without it, and they retry later.
 """
 
 from __future__ import annotations
@@ -56,12 +56,15 @@ class LedgerProbe:
         self._in_flight: set[asyncio.Task[Any]] = set()
 
     async def call(self, query: Coroutine[Any, Any, T]) -> T:
-        """Run the query. Raises `LedgerUnavailable` if it gets no answer in time, or if another did not just before."""
+        """Run the query.
+
+        Raises `LedgerUnavailable` if it gets no answer in time, or if a recent query got none.
+        """
         if time.monotonic() < self._silent_until:
             query.close()
             raise LedgerUnavailable("the ledger did not answer a moment ago")
         task = asyncio.create_task(query)
-        # Not cancelled when it takes too long: that, too, would wait for the server.
+        # Not cancelled after the timeout: cancelling would also wait for the server.
         self._in_flight.add(task)
         task.add_done_callback(self._on_done)
         await asyncio.wait({task}, timeout=self._answer_s)
@@ -86,9 +89,9 @@ class LedgerProbe:
 async def reopen_intake(
     engine: FeedPort, ledger: Ledger | None, queue: str, probe: LedgerProbe | None = None, *, insist: bool = False
 ) -> int:
-    """Restore the queue's keys, then attach its reader; the number of keys that the ledger had. Repeatable.
+    """Restore the queue's keys, then attach its reader; return the number of keys. Repeatable.
 
-    With `insist`, raises what the ledger raises and opens nothing; without, the queue is opened all the same.
+    With `insist`, raises the ledger's error and opens nothing. Without it, the queue is opened without its keys.
     """
     count = 0
     # Read first: if another epoch begins meanwhile, the reader is attached to the old one and intake stays closed.
@@ -113,7 +116,7 @@ async def reopen_intake(
 
 
 class RecoveringSubmitter:
-    """Submits jobs of the ledger one by one, and reopens the queue's intake first where needed."""
+    """Submits jobs of the ledger one by one; reopens the queue's intake first where necessary."""
 
     def __init__(self, engine: Engine, ledger: Ledger) -> None:
         self._engine = engine
@@ -130,7 +133,7 @@ class RecoveringSubmitter:
 
 
 async def _restore_keys_with_retries(engine: FeedPort, ledger: Ledger, queue: str, probe: LedgerProbe | None) -> int:
-    """One broken connection does not mean that the ledger is down, and must not cost all keys."""
+    """Restore the keys, with retries: one broken connection does not mean that the ledger is down."""
     backoff = Backoff()
     while True:
         try:
@@ -159,13 +162,16 @@ async def _restore_keys(engine: FeedPort, ledger: Ledger, queue: str, probe: Led
 
 
 async def _has_read(engine: FeedReadPort, projection: ProjectionReadPort, queue: str) -> bool:
-    """Whether the engine has everything that the ledger has read: its feed has the entry that was read last."""
+    """Whether the engine has everything that the ledger has read.
+
+    That is so if its feed has the entry that was read last.
+    """
     position = await projection.position(queue)
     while position.position:
         entries = await engine.read_feed(queue, position.position, 1)
         if entries and (entries[0].position, entries[0].nonce) == (position.position, position.nonce):
             return True
-        # Or the entry was trimmed, because the ledger has read further.
+        # Otherwise the entry may have been trimmed, because the ledger has read further.
         before, position = position, await projection.position(queue)
         if position == before:
             break

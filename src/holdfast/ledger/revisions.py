@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _SCRIPTS: Final = Path(__file__).parent / "migrations"
-#: Any number will do, as long as every process uses the same one.
+#: Key of the advisory lock; the same number in every process.
 _LOCK: Final = 0x686F6C64
 
 
@@ -46,7 +46,7 @@ async def up(store: PostgresStore | Path, to: str) -> MigrationChange:
 
 
 async def down(store: PostgresStore | Path, to: str) -> MigrationChange:
-    """Revert revisions; if none is left, the version table is dropped, too."""
+    """Revert revisions; if none is left, the version table is dropped as well."""
 
     def work(connection: Connection) -> MigrationChange:
         change = _change(connection, name, lambda config: command.downgrade(config, to))

@@ -1,4 +1,4 @@
-"""Verify that the ledger's histories are legal and consistent, job by job, for all jobs or recent ones.
+"""Verify that the ledger's histories are legal and consistent, for all jobs or recent ones.
 
 For every job: its events are numbered 1 to n without a gap, every move is legal by the table, at most one event is
 final, and the job's row agrees with its events (state, attempt, retry count, number of events, end). A failed job has
@@ -45,7 +45,10 @@ Add = Callable[[JobKey, str], None]
 
 
 async def check_approvals(snapshot: Snapshot, add: Add, since: datetime | None) -> None:
-    """Find open approval requests whose jobs do not wait, and decided ones that contradict their jobs' events."""
+    """Find approval requests that contradict their jobs.
+
+    Open requests whose jobs do not wait, and decisions that disagree with their jobs' events.
+    """
     a = approvals.c
     of_job = and_(jobs.c.tenant_id == a.tenant_id, jobs.c.job_id == a.job_id, jobs.c.queue == a.queue)
     lost = (
@@ -88,7 +91,7 @@ def _disagreement(row: Any) -> str | None:
 
 
 async def check_dead_letters(snapshot: Snapshot, add: Add, since: datetime | None) -> None:
-    """Find dead letters whose status is not what operators did to them."""
+    """Find dead letters whose status disagrees with what operators did to them."""
     d = dlq_items.c
     touched = select(dlq_items).where(or_(d.status != DeadLetterStatus.OPEN.value, d.replay_pending == 1))
     async for row in snapshot.rows(touched if since is None else touched.where(d.failed_at >= since)):
@@ -309,7 +312,7 @@ async def _find_missing_dead_letters(snapshot: Snapshot, report: LedgerReport, s
     dead_letter = and_(dlq_items.c.tenant_id == jobs.c.tenant_id, dlq_items.c.dlq_id == jobs.c.dlq_id)
     missing = (
         select(jobs.c.tenant_id, jobs.c.queue, jobs.c.job_id, jobs.c.state, jobs.c.dlq_id)
-        # The second condition is implied, but only with it the planner uses the partial index.
+        # The second condition is implied, but the planner needs it to use the partial index.
         .where(jobs.c.state.in_(_WITH_DEAD_LETTER), jobs.c.state != State.SUCCEEDED.value)
         .where(~select(dlq_items.c.dlq_id).where(dead_letter, dlq_items.c.job_id == jobs.c.job_id).exists())
     )

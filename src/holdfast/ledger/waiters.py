@@ -1,4 +1,4 @@
-"""Waiting for ledger commits without busy polling: a queue's waiters are woken after a commit that concerns it.
+"""Wait for ledger commits: a queue's waiters are woken after a commit that concerns it.
 
 A waiter checks, waits, and checks again. It may be woken for nothing, but never misses a commit (`source` is a
 `CommitSource`):
@@ -44,7 +44,10 @@ class CommitWaiter:
 
 
 class CommitWaiters:
-    """The waiters of each queue. `changed` is called with +1 when one is added and with -1 when one is removed."""
+    """The waiters of each queue.
+
+    `changed` is called with +1 when a waiter is added and with -1 when one is removed.
+    """
 
     def __init__(self, changed: Callable[[int], None]) -> None:
         self._changed = changed
@@ -74,7 +77,7 @@ class CommitWaiters:
         self.notify(list(self._waiters))
 
 
-#: A notification may be late or lost (a connection broke): check again after this long all the same.
+#: Check again after this long: a notification may be late, or lost with its connection.
 _CHECK_S: Final = 5.0
 
 FindRecorded = Callable[[str, Sequence[JobKey]], Awaitable[set[JobKey]]]
@@ -96,7 +99,10 @@ class _QueueWaiters:
 
 
 class RecordedWaiter:
-    """Waits on one store and event loop. `find` returns those of some jobs of a queue that are in the ledger."""
+    """Waits until jobs are recorded, on one store and event loop.
+
+    `find` returns those of the given jobs of a queue that are in the ledger.
+    """
 
     def __init__(self, find: FindRecorded, commits: CommitSource) -> None:
         self._find = find
@@ -104,7 +110,10 @@ class RecordedWaiter:
         self._queues: dict[str, _QueueWaiters] = {}
 
     async def wait(self, keys: Sequence[JobKey], wait_ms: int) -> set[JobKey]:
-        """Those that are in the ledger, once all are, or after `wait_ms`. Raises what `find` raises."""
+        """Return the jobs that are in the ledger, once all are, or after `wait_ms`.
+
+        Raises what `find` raises.
+        """
         futures = {key: self._add(key) for key in set(keys)}
         try:
             async with asyncio.timeout(wait_ms / 1000):

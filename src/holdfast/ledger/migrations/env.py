@@ -10,7 +10,7 @@ context.configure(
     connection=context.config.attributes["connection"],
     target_metadata=metadata,
     version_table=TABLE,
-    # All or nothing, also on SQLite, whose DDL is transactional if only the driver lets it be.
+    # All or nothing. On SQLite this needs `revisions`, which keeps the driver from committing before DDL.
     transactional_ddl=True,
     render_as_batch=True,
 )

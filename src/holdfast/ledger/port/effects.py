@@ -59,7 +59,10 @@ class EffectKey(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EffectOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How an effect ended, by the reservation's token: done with a value, in doubt, or not done (the key is free)."""
+    """How an effect ended: done with a value, in doubt, or not done (the key is released).
+
+    `token` is that of the reservation.
+    """
 
     tenant_id: str
     key: str
@@ -85,7 +88,10 @@ class EffectStore(Protocol):
     """Reservations and checkpoints. Every method takes a batch and is one transaction."""
 
     async def reserve(self, reservations: Sequence[Reservation]) -> list[EffectKey]:
-        """Reserve keys and return each key's row. New keys, and done keys that have expired, become the caller's."""
+        """Reserve keys and return each key's row.
+
+        New keys, and done keys that have expired, become the caller's.
+        """
         ...
 
     async def conclude(self, outcomes: Sequence[EffectOutcome]) -> list[bool]:
@@ -124,5 +130,8 @@ def rounds(items: Sequence[T], key: Callable[[T], tuple[str, str]]) -> list[list
 
 
 def holds_key(outcome: EffectOutcome, token: str | None) -> bool:
-    """Whether an outcome belongs to the reservation that has the key now; releasing an absent key succeeds."""
+    """Whether an outcome belongs to the key's present reservation.
+
+    Releasing an absent key succeeds.
+    """
     return outcome.state is None if token is None else token == outcome.token

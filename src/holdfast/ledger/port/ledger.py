@@ -1,4 +1,4 @@
-"""The ledger's ports for projection, recovery and pruning, and `Ledger`, which has one property per role.
+"""The ledger's ports for projection, recovery and pruning, and `Ledger`, one property per role.
 
 - `projection` (`Projection`): writes the feed. None when embedded: engine and ledger share one transaction.
 - `effects` (`EffectStore`): once-only effects and steps, in batches, so that concurrent callers share a commit.
@@ -41,7 +41,7 @@ _DAY_MS: Final = 86_400_000
 #: retention setting.
 KEEP_ENTRIES_MS: Final = 7 * _DAY_MS
 
-#: By tenant: creation time (in the store's own format) and id of the last job checked. Older jobs that are still there
+#: By tenant: creation time (in the store's format) and id of the last job checked. Older jobs that are still there
 #: are kept for a reason (for example an open dead letter) and are not checked each time. Without cursors, all jobs are
 #: checked.
 PruneCursors = dict[str, tuple[Any, str]]
@@ -88,7 +88,10 @@ class ProjectionReadPort(Protocol):
         ...
 
     async def wait_position_change(self, queue: str, known: FeedPosition, wait_ms: int) -> FeedPosition:
-        """Return the position once it differs from `known`, or the current one after `wait_ms`. Does not poll."""
+        """Return the position once it differs from `known`, or the current one after `wait_ms`.
+
+        Does not poll in short intervals: a commit wakes it.
+        """
         ...
 
     async def wait_recorded(self, keys: Sequence[JobKey], wait_ms: int) -> set[JobKey]:
@@ -99,17 +102,24 @@ class ProjectionReadPort(Protocol):
         ...
 
     async def already_written(self, queue: str, entries: Sequence[FeedEntry]) -> set[str]:
-        """Return positions of entries that are already in the ledger (same position and nonce); used after a fork."""
+        """Return positions of entries that are already in the ledger; used after a fork.
+
+        Position and nonce must be the same.
+        """
         ...
 
 
 class Projection(ProjectionReadPort, Protocol):
-    """Feed → ledger, exactly once: rows and position are one transaction, fenced by the old position (rules 14–18)."""
+    """Feed → ledger, exactly once (rules 14–18).
+
+    Rows and position are one transaction, fenced by the old position.
+    """
 
     async def acquire(self, queue: str, projector: str, lease_ms: int) -> FeedPosition | None:
-        """Become this feed's projector for `lease_ms`; None while another holds or is taking it. Does not wait.
+        """Become this feed's projector for `lease_ms`, without waiting.
 
-        The lease only saves work: writes are fenced by position, so two projectors at once do no harm.
+        Returns None while another projector holds the feed or is acquiring it. The lease only saves work: writes are
+        fenced by position, so two projectors at once do no harm.
         """
         ...
 
@@ -122,7 +132,10 @@ class Projection(ProjectionReadPort, Protocol):
         ...
 
     def prepare(self, queue: str, entries: Sequence[FeedEntry]) -> Any:
-        """Do the part of `project` that needs no store, while another batch is being written; None: nothing to do."""
+        """Do the part of `project` that needs no store, while another batch is being written.
+
+        Returns None if there is nothing to prepare.
+        """
         ...
 
     async def project(
@@ -134,17 +147,21 @@ class Projection(ProjectionReadPort, Protocol):
         entries: Sequence[FeedEntry],
         prepared: Any = None,
     ) -> ProjectionResult:
-        """Write these entries, number each job's events, move the position and renew the lease, in one transaction.
+        """Write entries, number each job's events, move the position and renew the lease.
 
-        Raises `PositionMoved` and writes nothing unless the position is `old`. One event never stops it: an event that
-        does not fit the recorded history becomes an anomaly. Dead letters are written to `dlq_items`, unacknowledged.
+        All in one transaction. Raises `PositionMoved` and writes nothing unless the position is `old`. One event never
+        stops it: an event that does not fit the recorded history becomes an anomaly. Dead letters are written to
+        `dlq_items`, unacknowledged.
         """
         ...
 
     async def unacked_dead_letters(
         self, queue: str, limit: int, after: RecordedDeadLetter | None = None
     ) -> list[RecordedDeadLetter]:
-        """List dead letters whose jobs the engine has not moved yet, by tenant and id, continuing `after` one."""
+        """List dead letters whose jobs the engine has not moved yet, by tenant and id.
+
+        Continues `after` one.
+        """
         ...
 
     async def dead_letters(self, keys: Sequence[JobKey]) -> list[RecordedDeadLetter]:
@@ -182,7 +199,10 @@ class Recovery(Protocol):
         ...
 
     def open_jobs(self, queue: str, limit: int) -> AsyncIterator[list[OpenJob]]:
-        """Iterate over open jobs of a queue, in pages. A job that moves meanwhile may occur twice or not at all."""
+        """Iterate over open jobs of a queue, in pages.
+
+        A job that moves meanwhile may occur twice or not at all.
+        """
         ...
 
     async def still_open(self, keys: Sequence[JobKey]) -> list[OpenJob]:

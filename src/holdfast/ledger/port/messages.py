@@ -122,7 +122,7 @@ class OutboxStore(Protocol):
         ...
 
     async def destinations(self) -> list[str]:
-        """Return all destinations with waiting events, whichever relay serves them."""
+        """Return all destinations with waiting events, of any relay."""
         ...
 
     async def backlog(self) -> OutboxBacklog: ...
@@ -233,7 +233,10 @@ class TriggerStore(Protocol):
         ...
 
     async def heartbeat(self, heartbeats: Sequence[TriggerHeartbeat], *, expire_after_ms: int) -> set[str]:
-        """Record heartbeats, delete those older than `expire_after_ms`, and return the names of paused triggers."""
+        """Record heartbeats and return the names of paused triggers.
+
+        Deletes heartbeats older than `expire_after_ms`.
+        """
         ...
 
     async def remove_process(self, process: str) -> None:

@@ -112,7 +112,9 @@ class ReplayReservation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OperatorStore(Protocol):
-    """Operators' writes. All raise `LedgerUnavailable`; `NotFound` if absent; `Conflict` if already decided.
+    """Operators' writes.
+
+    All raise `LedgerUnavailable`; `NotFound` if the row is absent; `Conflict` if it is already decided.
 
     `tenants` are those that the caller may see; None means all. Rows of other tenants are treated as absent.
     """
@@ -129,10 +131,10 @@ class OperatorStore(Protocol):
     async def vote(
         self, tenants: Sequence[str] | None, approval_id: str, *, actor: str, approve: bool, reason: str
     ) -> ApprovalRow:
-        """Record a vote and return the approval: one rejection rejects it, `quorum` approving actors approve it.
+        """Record a vote and return the approval.
 
-        Raises `Conflict` if it is decided or expired or the actor has already voted; `Forbidden` if the actor
-        requested it.
+        One rejection rejects it, `quorum` approving actors approve it. Raises `Conflict` if it is decided or expired or
+        the actor has already voted; `Forbidden` if the actor requested it.
         """
         ...
 
@@ -186,11 +188,11 @@ class OperatorStore(Protocol):
         payload: bytes | None,
         expected: int | None = None,
     ) -> ReplayReservation:
-        """Reserve the next replay; `payload` if it was edited. Returns the pending reservation if there is one.
+        """Reserve the next replay, or return the pending reservation if there is one.
 
-        A dead letter can be replayed again once its replay has been submitted. Raises `Conflict` if it is discarded or
-        its discard is requested. Also raises `Conflict` if no replay is pending and `replay_count` is not `expected`:
-        two callers that read the same dead letter make one job.
+        `payload` is the edited payload, if it was edited. A dead letter can be replayed again once its replay has been
+        submitted. Raises `Conflict` if it is discarded or its discard is requested. Also raises `Conflict` if no replay
+        is pending and `replay_count` is not `expected`: two callers that read the same dead letter make one job.
         """
         ...
 

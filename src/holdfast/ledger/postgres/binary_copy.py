@@ -1,7 +1,7 @@
-"""Rows of `jobs` and `job_events` in PostgreSQL's binary COPY format, built from what most of them share.
+"""Rows of `jobs` and `job_events` in PostgreSQL's binary COPY format.
 
 A job has a row and three events or more, so these are the hottest loops of the projector. A driver encodes value by
-value; here a job's names, an event's type and states, and an instant are encoded once and joined, at a quarter of the
+value. Here a job's names, an event's type and states, and an instant are encoded once and joined, at a quarter of the
 cost. A value that cannot be encoded raises `ValueError` or `OverflowError`.
 """
 

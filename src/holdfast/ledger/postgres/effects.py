@@ -24,7 +24,7 @@ from holdfast.ledger.port.effects import (
 )
 from holdfast.ledger.postgres.store import Connection, PostgresStore
 
-#: A key that is released between two statements is tried again; more often than this is not chance.
+#: Attempts to reserve a key that is released between two statements, before the call fails.
 _ROUNDS: Final = 20
 
 _COLUMNS: Final = "function, fingerprint, token, queue, job_id, attempt, worker"
@@ -181,7 +181,7 @@ async def _reserve(connection: Connection, reservations: Sequence[Reservation]) 
         found |= _by_key(await connection.fetch(_RESERVE, *_columns(rows, 9), instead_of))
         if reserved := [key for r in missing if (key := (r.tenant_id, r.key)) not in found]:
             found |= await _read(connection, reserved)
-        # Another caller held it and released it before it was read: try again.
+        # Another caller released these keys before they were read: try again.
         missing = [r for r in missing if (r.tenant_id, r.key) not in found]
         if not missing:
             return [found[r.tenant_id, r.key] for r in reservations]
@@ -260,7 +260,7 @@ def _clean_key(job: JobKey) -> JobKey:
 
 
 def _columns(rows: Iterable[Sequence[Any]], width: int) -> list[list[Any]]:
-    """Rows as the arrays that `unnest` takes."""
+    """Transpose rows into the arrays that `unnest` takes."""
     columns: list[list[Any]] = [[] for _ in range(width)]
     for row in rows:
         for column, value in zip(columns, row, strict=True):

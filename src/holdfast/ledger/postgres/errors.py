@@ -1,4 +1,7 @@
-"""Translates errors of PostgreSQL: what is wrong, and what to do about it. No message contains a password."""
+"""Translate errors of PostgreSQL into what is wrong and what to do about it.
+
+No message contains a password.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ import asyncpg
 
 from holdfast.errors import HoldfastError, LedgerRefused, LedgerUnavailable
 
-#: Raised by the driver when the connection is lost. asyncpg's internal error: the server's shutdown message came
-#: between two statements, and the connection is not closed yet.
+#: Raised by the driver when the connection is lost. It raises its internal error if the server's shutdown message came
+#: between two statements and the connection is not closed yet.
 _LOST: Final = (OSError, asyncio.TimeoutError, asyncpg.InterfaceError, asyncpg.InternalClientError)
 #: Raised by the driver when the store, and not the statement, is at fault.
 DOWN: Final = (*_LOST, asyncpg.PostgresError)
@@ -53,7 +56,10 @@ _REFUSED: Final = ("28", "3D")
 
 
 def translate(error: BaseException, where: str) -> BaseException:
-    """The error as `LedgerUnavailable` if the ledger is failing; other errors (a violated CHECK) are returned as is."""
+    """The error as `LedgerUnavailable` if the ledger is failing.
+
+    Other errors (a violated CHECK) are returned unchanged.
+    """
     if isinstance(error, HoldfastError):
         return error
     if isinstance(error, asyncpg.PostgresError) and not (error.sqlstate or "").startswith(_FAILING):
@@ -85,7 +91,7 @@ def translate_errors(where: str, which: tuple[type[BaseException], ...] = DOWN) 
 
 
 def _is_mistake(error: BaseException) -> bool:
-    # asyncpg raises InterfaceError for a lost connection and for wrong arguments; the latter are ValueErrors, too.
+    # asyncpg raises InterfaceError for a lost connection and for wrong arguments; the latter are also ValueErrors.
     return isinstance(error, asyncpg.InterfaceError) and isinstance(error, (ValueError, TypeError))
 
 

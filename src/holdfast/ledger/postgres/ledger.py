@@ -1,6 +1,6 @@
 """The ledger on PostgreSQL: its roles, its owner check and its `doctor` findings.
 
-`owner_check` runs before a database is used: the schema version must be the one this release wants, and the ledger must
+`owner_check` runs before a database is used: the schema version must be the one this release needs, and the ledger must
 not belong to another namespace. `diagnose` reports an unreachable or unusable ledger as a finding and does not raise.
 """
 
@@ -35,7 +35,10 @@ _NOTE = "UPDATE ledger_owner SET engine = $1"
 
 
 def owner_check(namespace: str, engine: str = "") -> StoreCheck:
-    """A check that raises `SchemaMismatch` or `InvalidOption`, and warns if it was another engine's ledger."""
+    """Return a check that raises `SchemaMismatch` or `InvalidOption`.
+
+    It logs a warning if the ledger was last used with another engine.
+    """
 
     async def check(connection: asyncpg.Connection, where: str) -> None:
         try:
@@ -72,7 +75,7 @@ SELECT (SELECT count(*) FROM anomalies WHERE at > now() - interval '1 day') AS o
 
 
 async def diagnose(store: PostgresStore, outbox: OutboxStore) -> list[Finding]:
-    """Never raises for an unreachable or unusable ledger: that is the finding."""
+    """Check the ledger. An unreachable or unusable ledger is a finding, not an error."""
     try:
         (state,) = await store.fetch(_STATE)
         (work,) = await store.fetch(_OLDEST)

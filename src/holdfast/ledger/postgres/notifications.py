@@ -27,7 +27,7 @@ CHANNEL: Final = "holdfast_ledger"
 #: Run with `payload(…)` in the transaction that moves a feed; delivered when that commits.
 NOTIFY: Final = f"SELECT pg_notify('{CHANNEL}', $1)"
 
-#: How often to probe the connection; a half-open one is silent, too.
+#: Interval of probes: without them, a half-open connection looks like one without notifications.
 _PROBE_EVERY_S: Final = 15.0
 #: PostgreSQL's limit is 8000 bytes.
 _LONGEST_PAYLOAD: Final = 7_000
@@ -36,7 +36,7 @@ _LONGEST_PAYLOAD: Final = 7_000
 def payload(queue: str, position: str) -> str:
     """The payload of NOTIFY."""
     text = json.dumps([queue, position])
-    # The queue's name is too long: all waiters check.
+    # Without a queue, all waiters check: its name is too long.
     return text if len(text) <= _LONGEST_PAYLOAD else "[]"
 
 

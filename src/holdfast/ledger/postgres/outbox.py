@@ -212,9 +212,9 @@ WITH held AS MATERIALIZED (
 SELECT ours FROM whole"""
 
 
-#: Notified by the trigger on the table, whichever program writes.
+#: Notified by a trigger on the table, for writes of any program.
 CHANNEL: Final = "holdfast_outbox"
-#: The longest wait without a check: LISTEN does not work through every pooler.
+#: Longest wait without a check, because LISTEN does not work through every pooler.
 _POLL_S: Final = 5.0
 
 

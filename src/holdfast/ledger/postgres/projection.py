@@ -1,9 +1,10 @@
-"""Projects a feed into PostgreSQL. One transaction per batch: position, jobs, events, dead letters (rules 14, 16–18).
+"""Project a feed into PostgreSQL, one transaction per batch (rules 14, 16–18).
 
-The fast path looks nothing up. New jobs and all events are written by COPY, known jobs by one UPDATE per kind of
-change, which compares each job with the state and attempt its events begin with, and numbers the events
-(`last_seq + n`). If a row does not match, the batch is rolled back and repeated on the slow path: look the jobs up,
-fold onto what the ledger has, and halve a batch that the database refuses until the refused event is isolated.
+A transaction writes the position, jobs, events and dead letters. The fast path looks nothing up. New jobs and all
+events are written by COPY, known jobs by one UPDATE per kind of change, which compares each job with the state and
+attempt its events begin with, and numbers the events (`last_seq + n`). If a row does not match, the batch is rolled
+back and repeated on the slow path: look the jobs up, fold onto what the ledger has, and halve a batch that the database
+refuses until the refused event is isolated.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ from holdfast.ledger.waiters import RecordedWaiter, wait_position_change
 
 _log: Final = logging.getLogger("holdfast.ledger")
 
-#: Events that suffice for first statistics.
+#: Enough events for first statistics.
 _ENOUGH_TO_ANALYSE: Final = 300
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
@@ -156,7 +157,10 @@ class PostgresProjection(Projection):
         return ProjectionResult(at, len(events), anomalies, dead_letters, jobs_read)
 
     async def _analyse_new_tables(self, events: int) -> None:
-        """New tables have no statistics until autovacuum runs a minute later; until then, look-ups use a bad index."""
+        """Analyse the new tables once they have some events.
+
+        Autovacuum analyses them only a minute later; without statistics, look-ups use a bad index.
+        """
         assert self._unplanned is not None
         self._unplanned += events
         if self._unplanned < _ENOUGH_TO_ANALYSE:
@@ -247,7 +251,7 @@ class _BatchWriter:
         return lambda connection: self._write(connection, ready)
 
     def careful_writer(self, events: list[Event]) -> Callable[[Connection], Any]:
-        """The slow path: always ends, with anomalies for refused events."""
+        """The slow path: always ends, with refused events written as anomalies."""
         return lambda connection: self._write_carefully(connection, events)
 
     async def _write_carefully(self, connection: Connection, events: list[Event]) -> tuple[int, int]:
@@ -285,7 +289,7 @@ class _BatchWriter:
         return {names[number - 1]: RecordedJob(State(state), *counts) for number, state, *counts in rows}
 
     async def _write(self, connection: Connection, ready: _PreparedBatch) -> tuple[int, int]:
-        """The numbers of anomalies and dead letters that were written."""
+        """Write a batch; return the numbers of anomalies and dead letters that were written."""
         folded, drafts = ready.folded, ready.folded.drafts
         if ready.expedited:
             await connection.execute(sql.EXPEDITE, self._queue, *zip(*ready.expedited, strict=True))
@@ -369,7 +373,10 @@ _OWN: Final[dict[str, Callable[[JobDraft], tuple[Any, ...]]]] = {
 
 
 def _arrays(statement: str, drafts: Sequence[JobDraft]) -> list[Sequence[Any]]:
-    """The statement's arguments: each job's own values, the number of its combination, and the combinations."""
+    """The statement's arguments.
+
+    Each job's own values, the number of its combination of shared values, and the combinations.
+    """
     combinations: dict[tuple[Any, ...], int] = {}
     which = [combinations.setdefault(shared_values(draft), len(combinations) + 1) for draft in drafts]
     own = zip(*map(_OWN[statement], drafts), strict=True)

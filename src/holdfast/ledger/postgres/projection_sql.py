@@ -1,4 +1,4 @@
-"""The projection's SQL for PostgreSQL: the lease on a feed, the position, and many rows at a time from arrays."""
+"""The projection's SQL for PostgreSQL: lease on a feed, position, and bulk rows from arrays."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ UPDATE feed_positions AS p SET projector = $2, lease_expires_at = clock_timestam
   FROM free WHERE p.feed = free.feed
 RETURNING p.position, p.nonce"""
 
-#: Without the condition it would wait for the lock on the row.
+#: Without the WHERE, the INSERT would wait for the lock on an existing row.
 INSERT_LEASED_FEED: Final = """
 INSERT INTO feed_positions (feed, position, nonce, projector, lease_expires_at, updated_at)
 SELECT $1, '', '', $2, clock_timestamp() + $3, clock_timestamp()
@@ -66,8 +66,11 @@ SELECT pg_notify('{CHANNEL}', $8) FROM moved"""  # noqa: S608 - a constant
 
 
 def _given(columns: Sequence[tuple[str, str]]) -> str:
-    """Rows from arrays, each with its number and the queue ($1). `OFFSET 0` hides from the planner that the queue is
-    the same in all: without statistics it would read every job of the queue and search the arrays for it."""
+    """Rows from arrays, each with its number and the queue ($1).
+
+    `OFFSET 0` hides from the planner that all rows have the same queue: without statistics it would read every job of
+    the queue and search the arrays for it.
+    """
     arrays = ", ".join(f"${number}::{kind}[]" for number, (_, kind) in enumerate(columns, 2))
     names = ", ".join(name for name, _ in columns)
     return (
@@ -102,7 +105,7 @@ def _update(setting: str, own: Sequence[tuple[str, str]], condition: str = _WHER
     """An UPDATE of many jobs; returns each job's number in the arrays and its last event's number.
 
     Takes an array for each own column, one with the number of each job's combination of `_ALIKE`, and an array for each
-    column of the combinations: long arrays of the same few values would be half of the work.
+    column of the combinations. Long arrays of the same few values would be half of the work.
     """
     arrays = ", ".join(f"${number}::{kind}[]" for number, (_, kind) in enumerate((*own, ("", "int")), 2))
     names = ", ".join(name for name, _ in own)

@@ -1,4 +1,7 @@
-"""Retention on PostgreSQL: old jobs are deleted in small transactions that lock only those rows (requirement L5)."""
+"""Retention on PostgreSQL: delete old jobs in small transactions (requirement L5).
+
+Only the deleted rows are locked.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +32,10 @@ _BEGINNING: Final = (datetime(1970, 1, 1, tzinfo=UTC), "")
 
 #: Reads the oldest jobs after the cursor in the order of an index, and no more than it checks: with a condition that
 #: few rows seem to meet, the planner would read and sort all old jobs for each batch. `created_at` is never later than
-#: `finished_at`. Then selects those that may be deleted: `(SELECT … LIMIT 1) IS NULL` is a NOT EXISTS for which no
-#: whole table is read. `last_seq` is the number of a job's events, which keeps the transaction short however long the
-#: histories are. The cursor moves to the last job that was checked, or, if not all could be deleted at once, to the
-#: last that was deleted.
+#: `finished_at`. Then selects those that may be deleted: `(SELECT … LIMIT 1) IS NULL` is a NOT EXISTS that does not
+#: read a whole table. `last_seq` is the number of a job's events; it limits the transaction even if histories are long.
+#: The cursor moves to the last job that was checked, or, if not all could be deleted at once, to the last that was
+#: deleted.
 PRUNE_JOBS: Final = """
 WITH checked AS MATERIALIZED (
     SELECT tenant_id, job_id, queue, created_at FROM jobs
@@ -158,7 +161,7 @@ SELECT count(*) FROM dropped
 
 
 async def prune(store: PostgresStore, keep_ms: int, limit: int, marks: PruneCursors | None = None) -> int:
-    """Delete at most about `limit` rows; the number that was deleted."""
+    """Delete about `limit` rows; return how many were deleted."""
     keep, entries = timedelta(milliseconds=keep_ms), timedelta(milliseconds=max(keep_ms, KEEP_ENTRIES_MS))
 
     # Most jobs have four rows.

@@ -1,8 +1,8 @@
-"""Access to a PostgreSQL ledger from one event loop: a lazy pool for writes, an SQLAlchemy engine for queries, a
-listener for commits.
+"""Access to a PostgreSQL ledger from one event loop.
 
-`transact` begins again once if its connection turns out to be dead (the server was restarted). Later errors are raised:
-only the caller knows whether a lost commit may be repeated.
+A lazy pool for writes, an SQLAlchemy engine for queries, and a listener for commits. `transact` begins again once if
+its connection turns out to be dead (the server was restarted). Later errors are raised: only the caller knows whether a
+lost commit may be repeated.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ StoreCheck = Callable[[asyncpg.Connection, str], Awaitable[None]]
 
 #: Options that a URL may have after `?`; libpq's others would be ignored silently.
 _OPTIONS: Final = frozenset({"sslmode", "sslrootcert", "sslcert", "sslkey", "application_name", "options"})
-#: For the session: a process that stops in mid-transaction must not keep its rows locked for ever.
+#: Session setting: a process that stops in mid-transaction must not keep its rows locked for ever.
 _IDLE_IN_TRANSACTION_MS: Final = 60_000
 #: Connections that queries keep; more are opened for a moment, up to the pool's size.
 _KEPT_READERS: Final = 1
@@ -48,7 +48,10 @@ class PostgresAddress(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, url: str) -> PostgresAddress:
-        """Raises `InvalidOption` for a wrong URL; the message does not repeat it, as it may contain a password."""
+        """Parse a URL. Raises `InvalidOption` for a wrong one.
+
+        The message does not repeat the URL, which may contain a password.
+        """
         try:
             parts = urlsplit(url)
             port = parts.port
@@ -137,7 +140,7 @@ class PostgresStore:
     # Writing ---------------------------------------------------------------------------------------
 
     async def transact(self, work: Work[T], *, serial: bool = False) -> T:
-        """Run `work` in one transaction; its result, once that is committed.
+        """Run `work` in one transaction; return its result after the commit.
 
         Raises `LedgerUnavailable`; if that happens while committing, the outcome is unknown.
         """
@@ -154,19 +157,19 @@ class PostgresStore:
         return result
 
     async def fetch(self, statement: str, *arguments: Any) -> list[asyncpg.Record]:
-        """One statement on its own."""
+        """Run one statement as its own transaction; return its rows."""
         return await self._alone(lambda connection: connection.fetch(statement, *arguments))
 
     async def execute(self, statement: str, *arguments: Any) -> str:
-        """One statement on its own; its tag, as in `DELETE 3`."""
+        """Run one statement as its own transaction; return its tag, for example `DELETE 3`."""
         return await self._alone(lambda connection: connection.execute(statement, *arguments))
 
     async def execute_many(self, statement: str, rows: Sequence[Sequence[Any]]) -> None:
-        """One statement for many rows, in one transaction."""
+        """Run one statement for many rows, in one transaction."""
         await self.transact(lambda connection: connection.executemany(statement, rows))
 
     async def _alone(self, work: Work[T]) -> T:
-        """A statement that is its own transaction."""
+        """Run a statement that is its own transaction."""
         connection = await self._acquire()
         try:
             with translate_errors(self.name):
@@ -188,7 +191,7 @@ class PostgresStore:
                 raise
             if not is_lost(exc) or isinstance(exc, asyncio.TimeoutError):
                 raise translate(exc, self.name) from exc
-        # Dead when it was acquired: the server was unreachable, so the others of the pool are dead, too.
+        # Dead when it was acquired: the server was unreachable, so the pool's other connections are dead as well.
         pool = await self._ready()
         await pool.expire_connections()
         connection = await self._acquire()
@@ -325,7 +328,10 @@ class PostgresStore:
 
 
 class _Reader(asyncpg.Connection):
-    """Translates a timeout of SQLAlchemy's ping, which SQLAlchemy raises as it is, and closes without a long wait."""
+    """A connection for queries.
+
+    Translates a timeout of SQLAlchemy's ping, which SQLAlchemy would raise unchanged, and closes without a long wait.
+    """
 
     where = ""
 
@@ -358,6 +364,6 @@ async def _no_reset(_: asyncpg.Connection) -> None:
 
 
 def _drop(connection: Connection) -> None:
-    # A connection that the server has closed is back in the pool already.
+    # A connection that the server has closed is already back in the pool.
     with suppress(asyncpg.InterfaceError):
         connection.terminate()

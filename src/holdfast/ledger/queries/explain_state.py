@@ -28,7 +28,7 @@ def error_of(event: Event) -> str:
     data = event.data or {}
     kind = data.get("type") or data.get("code") or ""
     message = " ".join(str(data.get("message") or event.message or "").split())
-    # The remedy comes in a later sentence; here it would be cut off in the middle of a command.
+    # The remedy is in a later sentence; here it would be truncated in the middle of a command.
     message = message.partition(EffectInDoubt.ADVICE)[0]
     error = ": ".join(part for part in (str(kind), message) if part)
     return f": {error[:200]}" if error else ""

@@ -1,4 +1,4 @@
-"""Lists of jobs, newest first, in keyset pages: filters, cursors, and the statements that find a page.
+"""Lists of jobs, newest first, in keyset pages: filters, cursors and statements.
 
 Every index leads with the tenant, so a list over all tenants (or over several states) is one search per tenant (and
 state), merged here. Each search is driven by one index that has the order of the list. Conditions that the index does
@@ -123,7 +123,10 @@ class JobSearch(msgspec.Struct, frozen=True):
         return self._ordered(select(scanned).where(*checks), scanned.c, dialect).limit(limit)
 
     def end(self, dialect: Dialect) -> Select[Any] | None:
-        """Select the last row that `page` scanned, if there are more; None if the index covers all conditions."""
+        """Select the last row that `page` scanned, if there are more rows.
+
+        Returns None if the index covers all conditions.
+        """
         if not self._residual():
             return None
         columns = select(jobs.c.created_at, jobs.c.job_id, jobs.c.queue, jobs.c.tenant_id)

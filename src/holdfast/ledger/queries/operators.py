@@ -135,7 +135,7 @@ def _approval(row: dict[str, Any]) -> ApprovalNotification:
 
 def _traceparent(row: dict[str, Any]) -> str:
     meta: str = row["meta"] or ""
-    # Most have none and need not be decoded.
+    # Most jobs were not traced, and their `meta` is not decoded.
     if '"traceparent"' not in meta:
         return ""
     try:

@@ -26,7 +26,7 @@ from holdfast.core.text import clean, decode_text
 from holdfast.errors import InvalidOption, UsageError
 from holdfast.schema.columns import tenants_of
 
-#: Until the year 2286.
+#: Microseconds; 16 digits suffice until the year 2286.
 _INSTANT: Final = "[0-9]{1,16}"
 _NAME: Final = "-([0-9a-f]{2})*"
 
@@ -148,7 +148,7 @@ def visible_tenants(tenants: Sequence[str] | None, visible: Sequence[str] | None
 
 
 def between(column: ColumnElement[Any], since: datetime | None, until: datetime | None) -> Conditions:
-    """At `since` or later, and before `until`."""
+    """Conditions for an instant at `since` or later, and before `until`."""
     conditions = []
     if since is not None:
         conditions.append(column >= since)

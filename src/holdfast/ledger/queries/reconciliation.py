@@ -218,7 +218,7 @@ def _known_key(row: Row[Any], now: datetime, window: timedelta) -> SubmissionKey
 
 
 def _own_window(meta: str | None) -> timedelta | None:
-    # Most jobs have none, and are not decoded.
+    # Most jobs have the default window, and their `meta` is not decoded.
     if meta is None or '"key_window_ms"' not in meta:
         return None
     return timedelta(milliseconds=decode_meta(meta).key_window_ms)

@@ -1,7 +1,7 @@
-"""Effects and steps on SQLite: run by the file's one writer, so nothing else writes meanwhile.
+"""Effects and steps on SQLite, run by the file's only writer.
 
-A batch takes a few steps of SQLite however many keys it has: rows are passed and returned as one JSON text, because
-every step releases the GIL and has to acquire it again.
+Nothing else writes meanwhile. A batch takes a few steps of SQLite for any number of keys: rows are passed and returned
+as one JSON text, because every step releases the GIL and has to acquire it again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The ledger in the engine's file: its roles, loaded on first use, so that workers need not load SQLAlchemy."""
+"""The ledger in the engine's file (embedded): its roles and `doctor` findings.
+
+The engine's transaction writes jobs, events and dead letters; the other tables are in the same file, behind the same
+writer. Roles are loaded on first use, because most programs on SQLite only submit and work, and need no SQLAlchemy.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +95,7 @@ class EmbeddedLedger:
             await self.store.close()
 
     def clone(self) -> EmbeddedLedger:
-        """For another event loop."""
+        """Return a ledger on the same file, for another event loop."""
         return EmbeddedLedger(self._file, self._clock)
 
     async def prune(self, keep_ms: int, limit: int, marks: PruneCursors | None = None) -> int:

@@ -1,9 +1,7 @@
-"""The ledger on SQLite, in its own file or the engine's: its roles, owner check and `doctor` findings.
+"""The ledger in its own SQLite file: its roles, owner check and `doctor` findings.
 
-`SqliteLedger` has its own file. `owner_check` refuses one of another namespace; the tables are checked where the file
-is opened. `EmbeddedLedger` is in the engine's file: the engine's transaction writes jobs, events and dead letters, and
-the other tables are in the same file behind the same writer. It is cheap to create: SQLAlchemy is loaded by the first
-query, because most programs on SQLite only submit and work.
+`owner_check` refuses a file of another namespace; the tables are checked where the file is opened.
+`ledger.sqlite.embedded` has the ledger in the engine's file.
 """
 
 from __future__ import annotations
@@ -37,7 +35,10 @@ _NOTE = "UPDATE ledger_owner SET engine = ?"
 
 
 def owner_check(namespace: str, clock: Clock, engine: str = "") -> Guard:
-    """A check that raises `InvalidOption` for another namespace's ledger, and warns if it was another engine's."""
+    """Return a check that raises `InvalidOption` for another namespace's ledger.
+
+    It logs a warning if the ledger was last used with another engine.
+    """
 
     def check(transaction: Transaction, where: str) -> None:
         row = transaction.execute(READ_OWNER).fetchone()
@@ -52,7 +53,7 @@ def owner_check(namespace: str, clock: Clock, engine: str = "") -> Guard:
 
 
 async def examine(store: SqliteLedgerStore, outbox: OutboxStore) -> list[Finding]:
-    """Never raises for an unusable file: that is the finding."""
+    """Check the ledger. An unusable file is a finding, not an error."""
     try:
         await store.open()
         async with store.read_engine.connect() as connection:

@@ -122,8 +122,10 @@ SELECT json_group_array(json_object(
 
 
 def _next_key(lane: str, destination: str, topic: str, key: str) -> str:
-    """The first event of the next key: of the same topic, else of the next topic, else of the next destination. Not as
-    one comparison of all three, for which SQLite would read all events of the key."""
+    """The first event of the next key: of the same topic, else the next topic or destination.
+
+    Not one comparison of all three columns, for which SQLite would read all events of the key.
+    """
     conditions = (
         f"n.destination = {destination} AND n.topic = {topic} AND coalesce(n.key, '') > {key}",
         f"n.destination = {destination} AND n.topic > {topic}",
@@ -187,7 +189,7 @@ UPDATE outbox_events
   FROM json_each(:marks) m
  WHERE outbox_events.tenant_id = m.value ->> 0 AND outbox_events.id = m.value ->> 1 AND status <> 'SENT'"""
 
-#: Changes with every event that is written, whichever program writes it.
+#: Changes with every event that any program writes.
 NUMBER: Final = "SELECT seq FROM sqlite_sequence WHERE name = 'outbox_events'"
 
 
@@ -223,7 +225,7 @@ class SqliteOutboxStore(SqliteTransactions, SqlOutboxStore):
         self._listen()
         self._lease_ms = lease_ms
         values = self._values(relay, destinations, dead_blocks, WINDOW) | {"limit": 1}
-        # Lazy: most calls find nothing, and need not keep others from writing.
+        # Lazy: most calls find nothing and need no write lock.
         work = (_lease_lanes, values, list(destinations), self._cursors, most, lease_ms)
         lanes: list[int] = await self._store.write(*work, lazy=True)
         return sorted(lanes)

@@ -1,4 +1,4 @@
-"""Projects a feed into a ledger's own SQLite file. A batch is one operation of the file's writer, so one savepoint.
+"""Project a feed into a ledger's own SQLite file; a batch is one operation of the writer.
 
 A look-up costs no round trip here, so every batch is folded onto what the ledger has. Rows are passed and returned as
 one JSON text per statement, because every step of SQLite releases the GIL and has to acquire it again.
@@ -182,8 +182,10 @@ def _rows(transaction: Transaction, statement: str, values: dict[str, Any]) -> l
 def _write_carefully(
     transaction: Transaction, queue: str, events: list[Event], publishing: EventPublishing | None
 ) -> tuple[int, int]:
-    """The numbers of anomalies and dead letters that were written. Always ends: a batch that the file refuses is halved
-    until the refused event is isolated."""
+    """Write events; return the numbers of anomalies and dead letters that were written.
+
+    Always ends: a batch that the file refuses is halved until the refused event is isolated.
+    """
     transaction.execute("SAVEPOINT part")
     try:
         folded = fold_known(events, _read_jobs(transaction, queue, events))

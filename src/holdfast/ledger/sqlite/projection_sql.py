@@ -1,4 +1,4 @@
-"""The projection's SQL for SQLite: the lease on a feed, the position, and many rows at a time from one JSON text."""
+"""The projection's SQL for SQLite: lease on a feed, position, and bulk rows from one JSON text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Retention on SQLite: old jobs are deleted in small operations of the writer, to keep waits short (requirement L5)."""
+"""Retention on SQLite: delete old jobs in small operations of the writer (requirement L5).
+
+Other writes wait only for one such operation.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ _ANOMALY_TENANTS: Final = _TENANTS.format(table="anomalies")
 _LOG_TENANTS: Final = _TENANTS.format(table="operator_events")
 _EXECUTION_TENANTS: Final = _TENANTS.format(table="queue_executions")
 
-#: Rows per operation, some 30 ms: nothing else is written meanwhile.
+#: Rows per operation, which takes about 30 ms and blocks other writes.
 _MOST_ROWS: Final = 2_000
 
 _OLD_JOBS: Final = """
@@ -88,7 +91,7 @@ DELETE FROM feed_entries WHERE rowid IN (
 
 
 def prune(transaction: Transaction, now_ms: int, keep_ms: int, limit: int, marks: PruneCursors | None = None) -> int:
-    """Delete at most about `limit` rows; the number that was deleted."""
+    """Delete about `limit` rows; return how many were deleted."""
     gone, old, limit = 0, now_ms - keep_ms, min(limit, _MOST_ROWS)
     marks = {} if marks is None else marks
     tenants = [tenant for (tenant,) in transaction.execute(_JOB_TENANTS).fetchall()]
@@ -100,7 +103,7 @@ def prune(transaction: Transaction, now_ms: int, keep_ms: int, limit: int, marks
             marks[tenant] = (created_at, job[1])
         if gone >= limit:
             return gone
-        # A job has two rows or more, so none is left.
+        # Fewer rows than the limit were deleted, and a job has at least two: all old jobs were read.
         marks[tenant] = (old, "")
     for (tenant,) in transaction.execute(_ANOMALY_TENANTS).fetchall():
         gone += transaction.execute(_PRUNE_ANOMALIES, (tenant, old, max(0, limit - gone))).rowcount
@@ -117,7 +120,7 @@ def prune(transaction: Transaction, now_ms: int, keep_ms: int, limit: int, marks
 
 
 def prune_keys(transaction: Transaction, now_ms: int, limit: int) -> int:
-    """Delete effect keys that have expired; the number that was deleted."""
+    """Delete effect keys that have expired; return how many were deleted."""
     gone = 0
     for (tenant,) in transaction.execute(_KEY_TENANTS).fetchall():
         gone += transaction.execute(_PRUNE_KEYS, (tenant, now_ms, max(0, limit - gone))).rowcount

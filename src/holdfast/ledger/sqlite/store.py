@@ -1,7 +1,8 @@
-"""Access to a SQLite ledger from one event loop: the file's one writer, and an SQLAlchemy engine for queries.
+"""Access to a SQLite ledger from one event loop: the file's writer, and a query engine.
 
-The same for a ledger's own file and for the engine's file (embedded); they differ in who creates the tables.
-`prepare_ledger` creates them in an empty file and checks a file that is not empty; it refuses an engine's file.
+The same for a ledger's own file and for the engine's file (embedded); only `prepare`, which creates the tables,
+differs. `prepare_ledger` creates them in an empty file and checks a file that is not empty; it refuses an engine's
+file.
 """
 
 from __future__ import annotations
@@ -35,13 +36,15 @@ APPLICATION_ID: Final = 0x68666C67
 
 
 def prepare_ledger(connection: sqlite3.Connection, path: Path) -> None:
-    """Create the tables in an empty file. Raises `InvalidOption` for a file of another kind, `SchemaMismatch` for
-    another release's."""
+    """Create the tables in an empty file, or check the existing ones.
+
+    Raises `InvalidOption` for a file of another kind, `SchemaMismatch` for one of another release.
+    """
     if _is_current(connection, path):
         return
     connection.execute("BEGIN IMMEDIATE")
     try:
-        # Checked again: another process may have been faster.
+        # Checked again: another process may have created them first.
         if not _is_current(connection, path):
             _create(connection)
         connection.execute("COMMIT")
@@ -95,7 +98,7 @@ _ROWS: Final = 64
 
 
 class InterruptibleConnection(aiosqlite.Connection):
-    """A connection that may be stopped twice.
+    """A connection that can be stopped twice.
 
     aiosqlite (0.22) never answers a second `stop`, because its thread has ended with the first. SQLAlchemy stops a
     connection again if the caller that closes it is cancelled, for example when a process ends in the middle of a long
@@ -111,7 +114,10 @@ class InterruptibleConnection(aiosqlite.Connection):
 
 
 def connect(database: str, **options: Any) -> InterruptibleConnection:
-    """A connection, to be awaited. A call that its thread is running does not keep the process from ending."""
+    """Return a connection, to be awaited.
+
+    A call that its thread is running does not keep the process from ending.
+    """
     connection = InterruptibleConnection(partial(sqlite3.connect, database, **options), _ROWS)
     connection._thread.daemon = True
     return connection
@@ -134,7 +140,10 @@ class FileCommitListener:
         self._waiters = CommitWaiters(watch)
 
     def of(self, queue: str) -> AbstractContextManager[CommitWaiter]:
-        """A waiter that is notified when this queue's feed has moved in the ledger (`transaction.effects.recorded`)."""
+        """A waiter that is notified when this queue's feed has moved in the ledger.
+
+        Operations report that in `transaction.effects.recorded`.
+        """
         return self._waiters.waiting_for(queue)
 
     def notify(self, effects: CommitNotices) -> None:
@@ -173,9 +182,10 @@ class SqliteLedgerStore:
         return SqliteLedgerStore(self.file, self._prepare, self._guard)
 
     async def open(self) -> Writer:
-        """Raises `LedgerUnavailable` if the file cannot be used, or what `prepare` and the check raise.
+        """Open the file. Optional before the first use, required after `close`.
 
-        Optional before the first use, required after `close`."""
+        Raises `LedgerUnavailable` if the file cannot be used, or what `prepare` and the check raise.
+        """
         self._closed = False
         return await self._ready()
 
@@ -196,7 +206,7 @@ class SqliteLedgerStore:
         return self._writer
 
     async def close(self) -> None:
-        """Safe to call twice; `open` makes it usable again."""
+        """Close the file. Safe to call twice; `open` makes the store usable again."""
         self._closed = True
         writer, self._writer = self._writer, None
         if self._readers is not None:
@@ -207,7 +217,7 @@ class SqliteLedgerStore:
             await asyncio.to_thread(release_writer, writer)
 
     async def write(self, work: Callable[..., T], *arguments: Any, lazy: bool = False) -> T:
-        """Run `work(transaction, *arguments)` in the writer's thread; its result, once it is committed.
+        """Run `work(transaction, *arguments)` in the writer's thread; return its result after the commit.
 
         Many calls share a commit; each is a savepoint. Work that moves a feed adds its queue to
         `transaction.effects.recorded`.
@@ -246,7 +256,7 @@ class SqliteLedgerStore:
         )
 
     def _watch_again(self) -> None:
-        """Watch also for callers that began to wait before the file was open, and have them check again."""
+        """Watch also for callers that waited before the file was open, and wake them to check again."""
         if self._waiting and self._writer is not None and self._subscriber is not None:
             self._writer.watch(self._subscriber, self._waiting)
             self.commits.notify(CommitNotices(external=True))

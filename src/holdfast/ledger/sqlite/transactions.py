@@ -44,7 +44,7 @@ class SqliteTransactions(TransactionRunner):
         return _unwrap(result)
 
     async def _read(self, act: SqlTransaction[T]) -> T:
-        # Lazy: it begins no transaction.
+        # Lazy: a read begins no transaction.
         result: T | HoldfastError = await self._store.write(self._perform, act, lazy=True)
         return _unwrap(result)
 

@@ -1,4 +1,4 @@
-"""Store-independent transactions (`SqlTransaction`) and the base class that runs them (`TransactionRunner`).
+"""Store-independent transactions (`SqlTransaction`) and the class that runs them.
 
 A `SqlTransaction` is a generator: it yields SQLAlchemy statements and is sent their rows, all within one database
 transaction. Each is written once, and every store runs it (`ledger.postgres.transactions`,
@@ -97,7 +97,10 @@ class TransactionRunner(ABC):
 
     @abstractmethod
     async def _run(self, transaction: SqlTransaction[T]) -> T:
-        """Run it in one database transaction and return its result after the commit; raise an error it returned."""
+        """Run it in one database transaction; return its result after the commit.
+
+        An error that it returned is raised.
+        """
 
     async def _read(self, transaction: SqlTransaction[T]) -> T:
         """Run one that only reads; a store with a single writer need not block other writes for it."""

@@ -1,4 +1,4 @@
-"""Transactions on dead letters: discard by two operators, keep, replay as a new job (requirements D3, D4).
+"""Transactions on dead letters: discard by two operators, keep, replay (requirements D3, D4).
 
 Every change locks the dead letter's row first. A replay is reserved here (its number and its job's id), submitted by
 the caller, and marked as submitted; a concurrent caller gets the same reservation.

@@ -1,7 +1,7 @@
-"""`SqlOperatorStore`, the `OperatorStore` written once for every store, with its smaller transactions.
+"""`SqlOperatorStore`, the `OperatorStore` written once for every store.
 
-Here are the transactions on tokens, audit entries, alerts and effects in doubt; those on approvals and dead letters
-have their own modules.
+This module has the transactions on tokens, audit entries, alerts and effects in doubt; those on approvals and dead
+letters have their own modules.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def resolve(outcome: EffectOutcome, entry: AuditEntry) -> SqlTransaction[None]:
 
 
 class SqlOperatorStore(TransactionRunner, OperatorStore):
-    """A store adds how transactions are run."""
+    """The operator store; subclasses add how transactions are run."""
 
     async def add_token(self, token: TokenRow, entry: AuditEntry) -> None:
         await self._run(add(token, entry))

@@ -1,6 +1,6 @@
-"""`SqlOutboxStore`: the parts of `OutboxStore` for operators and upkeep, written once for every store.
+"""`SqlOutboxStore`: the parts of `OutboxStore` for operators and upkeep, for every store.
 
-What the relay does all the time is each store's own SQL.
+The relay's statements are separate SQL for each store, because it runs them all the time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from holdfast.schema.columns import tenants_of
 WINDOW: Final = 64
 #: Keys walked in one call; the next call continues from there.
 STEPS: Final = 5_000
-#: Payload bytes of one batch: another event is read only below this.
+#: Payload bytes after which a batch gets no further event.
 BATCH_BYTES: Final = 16 * 1024 * 1024
 #: Ids listed in the audit entry of one retry.
 _LISTED_IDS: Final = 100
@@ -67,7 +67,10 @@ class WalkCursors:
         destinations: Sequence[str],
         but: Collection[int] = (),
     ) -> None:
-        """Record a walk that ended at `last`; lanes missing there were walked to the end. Skips lanes in `but`."""
+        """Record a walk that ended at `last`; lanes missing there were walked to the end.
+
+        Skips lanes in `but`.
+        """
         for lane, *_ in walk:
             if lane not in but:
                 self._after.pop((lane, tuple(destinations)), None)
@@ -77,9 +80,12 @@ class WalkCursors:
 
 
 class SqlOutboxStore(TransactionRunner, OutboxStore):
-    """A store adds how transactions are run, and how the relay leases lanes, reads events and records results."""
+    """The outbox store; subclasses add how transactions are run and the relay's operations.
 
-    #: Lease time of the last `acquire_lanes`; `record_results` renews by as much.
+    These lease lanes, read events and record results.
+    """
+
+    #: Lease time of the last `acquire_lanes`; `record_results` renews by the same time.
     _lease_ms: int = 0
     _has_lanes: bool = False
 
@@ -305,7 +311,10 @@ def result_row(result: PublishResult) -> tuple[Any, ...]:
 
 
 def headers_of(text: str | None) -> dict[str, str]:
-    """Decode headers. Other programs may write rows: without a JSON object there are none; values become text."""
+    """Decode headers; none unless they are a JSON object. Values become text.
+
+    Other programs may write rows.
+    """
     if not text:
         return {}
     try:

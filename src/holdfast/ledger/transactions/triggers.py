@@ -1,4 +1,7 @@
-"""`SqlTriggerStore`, the `TriggerStore` written once for every store, except for how it writes executions."""
+"""`SqlTriggerStore`, the `TriggerStore` written once for every store.
+
+Only how executions are written differs.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,7 @@ def execution_row(execution: Execution) -> tuple[Any, ...]:
 
 
 class SqlTriggerStore(TransactionRunner, TriggerStore):
-    """A store adds how transactions are run and how executions are written."""
+    """The trigger store; subclasses add how transactions are run and how executions are written."""
 
     async def executions(
         self,

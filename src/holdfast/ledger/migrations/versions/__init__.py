@@ -1,1 +1,1 @@
-"""One module each."""
+"""Revisions of the ledger's tables, one module each."""

@@ -24,7 +24,10 @@ NAME: Final = sa.Text().with_variant(sa.Text(collation="C"), "postgresql")
 
 
 def _only(predicate: str, on_postgres: str = "") -> dict[str, Any]:
-    """An index on some of the rows; on PostgreSQL perhaps on fewer, as its rows have a limit."""
+    """Predicates of a partial index.
+
+    PostgreSQL's may have another condition, because its index rows have a size limit.
+    """
     both = f"{predicate} AND {on_postgres}" if on_postgres else predicate
     return {"postgresql_where": sa.text(both), "sqlite_where": sa.text(predicate)}
 
@@ -410,8 +413,8 @@ def _create_outbox_events() -> None:
     op.create_index(op.f("outbox_events_by_sent"), "outbox_events", ["sent_at"], **_only("status = 'SENT'"))
     op.create_index(op.f("outbox_events_by_status"), "outbox_events", ["tenant_id", "status", "position"])
     if op.get_bind().dialect.name == "postgresql":
-        # A backlog may be in one lane. If statistics said so, a walk through all of it would look like the cheapest way
-        # to find the first of every other lane.
+        # A backlog may be in one lane. With statistics of that, the planner would scan all of it to find the first
+        # event of any other lane.
         op.execute("ALTER TABLE outbox_events ALTER COLUMN lane SET (n_distinct = 64)")
 
 
