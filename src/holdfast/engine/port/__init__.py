@@ -49,7 +49,10 @@ class OperationsPort(ReadPort, OperatorPort, Protocol):
 
 
 class Engine(JobPort, OperatorPort, ReadPort, FeedPort, Protocol):
-    """Owns the live state of open jobs. An instance serves one event loop; use `clone` for a second thread."""
+    """Owns the live state of open jobs.
+
+    An instance serves one event loop; use `clone` for a second one.
+    """
 
     async def open(self) -> None:
         """Connect and prepare the store. Raises `EngineUnavailable` immediately if that fails."""

@@ -1,4 +1,7 @@
-"""The feed of moves: `FeedReadPort` to read it, `FeedPort` also to trim it and to restore what the engine has lost."""
+"""The feed of moves: `FeedReadPort` to read it, `FeedPort` also to trim it.
+
+`FeedPort` also restores what the engine has lost.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,10 @@ from holdfast.engine.port.jobs import EnginePart
 
 
 class FeedEntry(msgspec.Struct, frozen=True, gc=False):
-    """The moves of one atomic step, in order. `nonce` differs from that of another entry at the same position, which a
-    feed can have after a wipe."""
+    """The moves of one atomic step, in order.
+
+    After a wipe, a feed can have another entry at the same position; `nonce` distinguishes the two.
+    """
 
     position: str
     nonce: str
@@ -51,7 +56,10 @@ class FeedReadPort(EnginePart, Protocol):
     """The feed of moves, read-only: for event streams, metrics and diagnosis."""
 
     async def epoch(self, queue: str) -> str:
-        """Identity of the engine's current data. Changes after a restart or fail-over, which may have lost writes."""
+        """Identity of the engine's current data.
+
+        Changes after a restart or fail-over, which may have lost writes.
+        """
         ...
 
     async def read_feed(self, queue: str, start: str, limit: int) -> list[FeedEntry]:
@@ -63,11 +71,17 @@ class FeedReadPort(EnginePart, Protocol):
         ...
 
     async def wait_feed(self, positions: Mapping[str, str], wait_ms: int) -> list[str]:
-        """Wait up to `wait_ms` for entries; return the queues whose feed has one after its position ("": any)."""
+        """Wait up to `wait_ms` for entries; return the queues whose feed has one after its position.
+
+        The position "" is before the first entry.
+        """
         ...
 
     async def snapshot(self, queue: str, job_ids: Sequence[str]) -> EngineSnapshot:
-        """Read in one atomic step which of these jobs (at most `MAX_BATCH`) are unknown, and where the feed ends."""
+        """Read in one atomic step which of these jobs are unknown, and where the feed ends.
+
+        Takes at most `MAX_BATCH` jobs.
+        """
         ...
 
 
@@ -91,13 +105,14 @@ class FeedPort(FeedReadPort, Protocol):
         ...
 
     async def restore(self, queue: str, snapshot: EngineSnapshot, jobs: Sequence[JobInfo]) -> list[bool]:
-        """Restore lost jobs with their id, state, attempt, retry count and due time; return whether each was restored.
+        """Restore lost jobs; return whether each was restored.
 
-        Restores only jobs that are still unknown. Restores nothing unless the feed still has the snapshot's entry with
-        the snapshot's nonce (or is still empty, if it was). `running` jobs become ready: their lease is lost.
-        `next_attempt_at_ms` is when a queued or retrying job is due, `meta.run_at_ms` what its submitter requested.
-        Each restored job leaves a `task.restored` event. Its idempotency key is known again while the job is open.
-        Raises `InvalidOption` and restores nothing if one of the jobs is final.
+        A job keeps its id, state, attempt, retry count and due time. Restores only jobs that are still unknown.
+        Restores nothing unless the feed still has the snapshot's entry with the snapshot's nonce (or is still empty, if
+        it was). `running` jobs become ready: their lease is lost. `next_attempt_at_ms` is when a queued or retrying job
+        is due, `meta.run_at_ms` what its submitter requested. Each restored job leaves a `task.restored` event. Its
+        idempotency key is known again while the job is open. Raises `InvalidOption` and restores nothing if one of the
+        jobs is final.
         """
         ...
 

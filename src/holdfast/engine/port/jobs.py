@@ -1,4 +1,4 @@
-"""`JobPort`: submit, claim, settle and retry jobs; also the limits and options of an engine, which all ports have."""
+"""`JobPort`: submit, claim, settle and retry jobs; also the limits and options of an engine."""
 
 from __future__ import annotations
 

@@ -75,17 +75,17 @@ class OperatorPort(EnginePart, Protocol):
     ) -> State:
         """Move a job for an operator; return the previous state.
 
-        Targets: `queued` (resume, approve), `suspended`, `waiting_approval`, `cancelled`, `dlq_pending`,
-        `dlq_recorded` and `failed`. Moving a running job fences its worker immediately; a `CancelledNotice` informs the
-        worker. Raises `UnknownJob`, or `TransitionInvalid` (also when the job is not in the `expected` state, or does
-        not wait for that approval), and then changes nothing.
+        Targets: `queued` (resume, approve), `suspended`, `waiting_approval`, `cancelled`, `dlq_pending`, `dlq_recorded`
+        and `failed`. Moving a running job fences its worker immediately; a `CancelledNotice` informs the worker. Raises
+        `UnknownJob`, or `TransitionInvalid` (also when the job is not in the `expected` state, or does not wait for
+        that approval), and then changes nothing.
 
         `event` selects the event if the move can have several (`core.states.EVENT_CHOICES`). `approval` approves the
         request in the job's `meta.approval_request`, for a move from `waiting_approval` to `queued`
-        (`core.verdict.with_approval`);
-        without it, the next run requests approval again. With `approval_id`, the job moves only while it waits for that
-        approval, so that a late decision cannot approve the next request. `audit` is the type of an `operator.…` event
-        that the same atomic step appends to the feed, with actor, reason, and the states before and after in its data.
+        (`core.verdict.with_approval`); without it, the next run requests approval again. With `approval_id`, the job
+        moves only while it waits for that approval, so that a late decision cannot approve the next request. `audit` is
+        the type of an `operator.…` event that the same atomic step appends to the feed, with actor, reason, and the
+        states before and after in its data.
         """
         ...
 
@@ -97,9 +97,10 @@ class OperatorPort(EnginePart, Protocol):
         ...
 
     async def claim_job(self, worker: str, queue: str, job_id: str) -> Claim:
-        """Lease one queued or retrying job as `claim` does, even if it is not due or others are ready before it.
+        """Lease one queued or retrying job as `claim` does, due or not.
 
-        Raises `UnknownJob`, or `TransitionInvalid` (to `running`) for a job in any other state.
+        Other jobs that are ready before it do not matter. Raises `UnknownJob`, or `TransitionInvalid` (to `running`)
+        for a job in any other state.
         """
         ...
 

@@ -25,7 +25,7 @@ class CancelledNotice(msgspec.Struct, frozen=True):
 
 
 class DueNotice(msgspec.Struct, frozen=True):
-    """A waiting job is due earlier than all others."""
+    """A waiting job became the first to fall due."""
 
     queue: str
     at_ms: int
@@ -41,7 +41,10 @@ Notice = CancelledNotice | DueNotice | ControlNotice
 
 
 class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Gauges of a queue. `states` counts open jobs; `delayed` is the part of `queued` that is not due yet."""
+    """Gauges of a queue.
+
+    `states` counts open jobs; `delayed` is the part of `queued` that is not due yet.
+    """
 
     queue: str
     states: dict[State, int]
@@ -129,7 +132,7 @@ class ReadPort(EnginePart, Protocol):
     async def for_each_queue(
         self, queues: Iterable[str], step: Callable[[str], Awaitable[T]]
     ) -> tuple[dict[str, T], dict[str, EngineUnavailable]]:
-        """Run `step` for each queue, in order; return the results, and the errors of queues that did not answer.
+        """Run `step` for each queue, in order; return results, and errors of queues without an answer.
 
         Queues may be on several servers, and one may be damaged. Raises if no queue answered.
         """
@@ -144,5 +147,5 @@ class ReadPort(EnginePart, Protocol):
         ...
 
     async def diagnose(self, queues: Sequence[str]) -> list[Finding]:
-        """Check whether this store is safe for jobs, and what to do if it is not."""
+        """Check whether this store is safe for jobs; findings say what to do if it is not."""
         ...

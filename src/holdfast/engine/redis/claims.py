@@ -107,7 +107,7 @@ class Claims:
         except EngineRefused:
             raise
         except EngineUnavailable as exc:
-            failure = exc  # the claim finds out which queue it affects
+            failure = exc  # the next claim shows which queue it affects
         claims = await self._claim_reachable(worker, queues, limit, in_flight)
         if failure is not None and not claims and not any(outages.is_skipped(queue) for queue in reachable):
             raise failure
@@ -178,7 +178,10 @@ class Claims:
                 await self._store.create_groups(queue)
 
     def _wait_streams(self, queues: Sequence[str]) -> dict[bytes, bytes]:
-        """The streams to wait for. For a paused queue only the wake stream: its ready jobs would end every wait."""
+        """The streams to wait for.
+
+        For a paused queue only the wake stream, because its ready jobs would end every wait.
+        """
         streams: list[bytes] = []
         for queue in queues:
             keys = self._store.keys(queue)
@@ -289,7 +292,10 @@ class Claims:
 
 
 async def remove_consumers(store: RedisStore, queue: str, worker: str, idle_ms: int) -> int:
-    """Deregister a worker, or ("") all that were idle for `idle_ms`, unless they have leases; return how many."""
+    """Deregister a worker that has no leases; return how many consumers were removed.
+
+    `worker` "" is every worker that was idle for `idle_ms`.
+    """
     keys = store.keys(queue)
     names, arguments = [*keys.streams, keys.workers, keys.control], [store.names.group, worker, idle_ms, RETRY_CONSUMER]
     return int(
@@ -298,7 +304,10 @@ async def remove_consumers(store: RedisStore, queue: str, worker: str, idle_ms: 
 
 
 def merge_record(claim: Claim, record: bytes | None) -> Claim:
-    """Return the claim with the meta of its record: a retry in the pending list cannot change its message."""
+    """Return the claim with the meta of its record.
+
+    A retry in the pending list cannot change its message, so its record has the current meta.
+    """
     _, _, packed = (record or b"").partition(b"\n")
     if not packed:
         return claim

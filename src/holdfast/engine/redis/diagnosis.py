@@ -1,4 +1,4 @@
-"""Checks of the Redis servers and consumers, for `holdfast doctor` and for the warnings of a worker at start."""
+"""Checks of Redis servers and consumers, for `holdfast doctor` and a worker's warnings at start."""
 
 from __future__ import annotations
 

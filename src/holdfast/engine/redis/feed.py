@@ -1,4 +1,4 @@
-"""The feed on Redis: its reader, reading and waiting, trimming, and the decoding of entries into events.
+"""The feed on Redis: attach its reader, read, wait, trim, and decode entries into events.
 
 An entry is one atomic step; its `kind` says how its moves are packed.
 """
@@ -22,7 +22,7 @@ _FIELDS: Final = {b"kind", b"at", b"worker", b"nonce", b"moves"}
 #: Values per job in entries that carry the arguments of a script unchanged.
 _WIDTHS: Final = {"created": 10, "created_plain": 4, "settled": 10, "settled_for_ledger": 10}
 
-#: Much faster than a call of the enumeration.
+#: A look-up is much faster than a call of the enumeration.
 _STATES: Final = {state.value: state for state in State}
 _NEXT_FROM: Final = {State.DLQ_RECORDED: State.DLQ_PENDING, State.FAILED: State.DLQ_RECORDED}
 
@@ -69,8 +69,8 @@ class Feed:
         keys, tail = self._store.keys(queue), self._store.options.feed_tail
         kept = self._kept.get(queue)
         if kept is not None and tail > _SMALL_TAIL:
-            # Finding the start of a long tail costs as much as reading it, so trim only after a tenth of growth. `kept`
-            # leaves out entries unread at the last trim, so that they count as growth and cannot fill the feed.
+            # Finding the start of a long tail costs as much as reading it, so trim only after it has grown by a tenth.
+            # `kept` leaves out entries unread at the last trim, so that they count as growth and cannot fill the feed.
             length = await self._store.client.call(Purpose.OTHER, b"XLEN", keys.feed)
             if kept <= length < kept + tail // 10:
                 return
@@ -369,7 +369,10 @@ _READERS: Final[dict[str, Callable[[list[Any], int, str], Iterator[Event]]]] = {
 
 @lru_cache(maxsize=1_000)
 def _head(head: str) -> tuple[State, int, int]:
-    """State, attempts and retries in a message's header, which foreign messages lack and forged ones may have wrong."""
+    """State, attempts and retries in a message's header.
+
+    Foreign messages have no header, and forged ones a wrong one: both count as queued, without attempts.
+    """
     if not head:
         return State.QUEUED, 0, 0
     try:

@@ -86,8 +86,10 @@ class Intake:
         return self._receipts(queue, envelopes, reply)
 
     async def _refresh_epoch(self, keys: QueueKeys) -> None:
-        """Read the epoch again: a server without replicas for long changes it and keeps its connections, so the
-        reader may know a newer one."""
+        """Read the epoch again, because the reader may be attached in a newer one.
+
+        A master that has had no replicas for a while takes a new replication id and keeps its connections.
+        """
         with suppress(EngineUnavailable):
             await self._store.client.epoch(Purpose.SUBMIT, keys.control)
 
@@ -124,7 +126,10 @@ _Packing = tuple[int, list[Any], Collection[bytes]]
 
 
 def _plain(envelopes: Sequence[Envelope]) -> _Packing | None:
-    """Four values per job, if no job of the batch has other options and no job id occurs twice; else None."""
+    """Four values per job, or None.
+
+    None if a job of the batch has other options, or if a job id occurs twice.
+    """
     jobs: list[Any] = []
     for envelope in envelopes:
         if (
@@ -179,7 +184,10 @@ _ADOPT_BATCH: Final = 100
 
 
 class PendingMessage(msgspec.Struct, frozen=True, gc=False):
-    """A pending message of this worker: its stream, delivery count, and previous owner (empty if not reclaimed)."""
+    """A pending message of this worker, with its stream and delivery count.
+
+    `owner` is the previous one; empty if the message was not reclaimed.
+    """
 
     stream_index: int
     entry: Any

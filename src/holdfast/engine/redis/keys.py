@@ -152,7 +152,10 @@ class QueueKeys:
         return self._job + job_id.encode()
 
     def idempotency(self, tenant_id: str, key: str) -> bytes:
-        """The first job with this idempotency key. The tenant's length distinguishes `a` + `b:c` from `a:b` + `c`."""
+        """The first job with this idempotency key.
+
+        The tenant's length distinguishes `a` + `b:c` from `a:b` + `c`.
+        """
         return self._idempotency + f"{len(tenant_id)}:{tenant_id}:{key}".encode()
 
 

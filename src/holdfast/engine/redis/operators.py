@@ -1,4 +1,4 @@
-"""Operator changes on Redis: move, expedite and claim single jobs, set queue controls (requirement H5).
+"""Operator changes on Redis: move, expedite and claim jobs, set queue controls (requirement H5).
 
 `Operators` reads a job, builds what it becomes, and writes that only if the job is unchanged since; otherwise it tries
 again, up to a limit. An audit entry is appended to the feed by the script that makes the change.

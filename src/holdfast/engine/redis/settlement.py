@@ -173,7 +173,10 @@ def fixed_keys(keys: QueueKeys) -> tuple[bytes, ...]:
 
 
 def _span(ids: Sequence[str]) -> tuple[int, str, str]:
-    """Count of message ids, their lowest and highest instant. Compared as numbers: other programs may choose ids."""
+    """Count of message ids, and their lowest and highest instant.
+
+    Instants are compared as numbers, because other programs may choose ids.
+    """
     instants = [int(message_id.partition("-")[0]) for message_id in ids]
     return len(ids), str(min(instants)), str(max(instants))
 
@@ -208,7 +211,10 @@ def _success(claim: Claim, result: bytes, finished_at_ms: int) -> tuple[Any, ...
 
 
 def _other_verdict(settlement: Settlement, ledger: bool) -> tuple[Any, ...]:
-    """Target, body, data, retry count, delay, dead letter fields (with a ledger, only those that the feed needs)."""
+    """Target, body, data, retry count, delay and dead letter fields.
+
+    With a ledger, only those dead letter fields that the feed needs.
+    """
     claim, verdict = settlement.claim, settlement.verdict
     meta = advance(claim, verdict, settlement.finished_at_ms)
     attempts, delay_ms, failure, data, dead_letter = claim.attempt, 0, "", "", []

@@ -19,7 +19,7 @@ _AUTOCLAIM_SINCE = (6, 2)
 #: How long a queue counts as registered in the list of queues.
 _KNOWN_S: Final = 60.0
 _UNBOUNDED: Final = 10**15
-#: Calls of a script that needs other lanes each time, before it fails.
+#: Calls of a script that needs other lanes each time, before the operation fails.
 _TRIES: Final = 10
 
 
@@ -78,7 +78,10 @@ class RedisStore:
 
     @property
     def feed_limit(self) -> int:
-        """Entries kept without a reader. All with a ledger: after a wipe, jobs move before a reader is attached."""
+        """Feed entries kept without a reader.
+
+        With a ledger, all of them: after a wipe, jobs move before a reader is attached.
+        """
         return _UNBOUNDED if self.options.ledger else self.options.feed_limit
 
     def retry_consumer(self, queue: str) -> str:
@@ -139,7 +142,10 @@ class RedisStore:
     async def run(
         self, purpose: Purpose, name: str, queue: str, keys: Sequence[bytes], arguments: Sequence[Any]
     ) -> Any:
-        """Run a script on one queue. If a group is missing (after a wipe), create the groups and run it again, once."""
+        """Run a script on one queue.
+
+        If a group is missing (after a wipe), create the groups and run the script again, once.
+        """
         try:
             return await self.client.run(purpose, _script(name), keys, arguments)
         except ScriptError as exc:

@@ -1,4 +1,4 @@
-"""Upkeep on Redis: promote, reclaim and prune; snapshot and restore of what the engine has lost (requirement L3).
+"""Upkeep on Redis: promote, reclaim, prune; snapshot and restore of lost data (requirement L3).
 
 `EngineUpkeep` does the first three, `EngineRecovery` restores lost jobs and idempotency keys from the ledger.
 """

@@ -192,7 +192,10 @@ def _foreign_meta(fields: Mapping[bytes, bytes], stream_index: int) -> Meta:
 
 
 def priority_of(stream_index: int) -> Priority:
-    """The priority of a foreign message, given by its stream. The stream of jobs claimed by id gives normal."""
+    """The priority of a foreign message, given by its stream.
+
+    The stream of jobs claimed by id gives normal.
+    """
     offset = stream_index % STREAMS_PER_LANE
     return Priority(offset) if offset < len(Priority) else Priority.NORMAL
 

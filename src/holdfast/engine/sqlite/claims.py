@@ -1,8 +1,8 @@
-"""Claims on SQLite: claim, recover_claims, renew, deregister_worker, and the fair selection of tenants.
+"""Claims on SQLite: claim, recover, renew and deregister, and the fair selection of tenants.
 
 Tenants with ready jobs are served by weight, and none waits behind the backlog of another. `select_tenants` is pure and
-implements start-time fair queueing. Each claimed job moves its tenant ahead on the queue's clock, by less the greater
-the weight; the tenant that is least ahead is next. A tenant that returns after a pause starts at the clock's current
+implements start-time fair queueing. Each claimed job moves its tenant ahead on the queue's clock, by a step divided
+by its weight; the tenant that is least ahead is next. A tenant that returns after a pause starts at the clock's current
 time, so it has not saved up any share. A tenant without ready jobs costs the others nothing. The clock is stored with
 the queue, which makes many workers that claim one job each as fair as one worker that claims many.
 """
@@ -44,7 +44,10 @@ class FairShare(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TenantBacklog(msgspec.Struct, array_like=True, frozen=True):
-    """The number of one tenant's ready jobs in one priority, and that priority's index in the reading order."""
+    """The number of one tenant's ready jobs in one priority.
+
+    `priority_index` is that priority's index in the reading order.
+    """
 
     priority_index: int
     tenant_id: str
@@ -67,7 +70,10 @@ def select_tenants(
     controls: Mapping[str, TenantControl],
     leases: Mapping[str, int],
 ) -> Selection:
-    """Select the next `limit` jobs: priorities in the reading order; within one, the tenant least ahead is next."""
+    """Select the next `limit` jobs, in the reading order of priorities.
+
+    Within a priority, the tenant that is least ahead is next.
+    """
     now, ahead = fair_share.now, dict(fair_share.ahead)
     free = {
         tenant: max(0, control.concurrency - leases.get(tenant, 0))
@@ -113,7 +119,10 @@ class ReadyQueue(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ClaimCandidates(msgspec.Struct, frozen=True):
-    """Jobs to lease, how many due jobs were promoted for it, and whether a tenant's own limit excluded some."""
+    """Jobs to lease, and how many due jobs were promoted for that.
+
+    `capped`: a tenant's concurrency limit excluded some.
+    """
 
     rows: list[WorkRow]
     promoted: int = 0
@@ -150,7 +159,7 @@ def next_claimable(
     promoted = transaction.run("promote", queue=ready.queue, now=now_ms, limit=limit - len(head.rows))
     if not promoted:
         return head
-    # All promoted jobs fit into this claim, so they need no fair shares; but a tenant's limit applies to them, too.
+    # All promoted jobs fit into this claim, so they need no fair shares, but a tenant's limit applies to them as well.
     head = read(transaction, ready.queue, limit, order, controls)
     return ClaimCandidates(head.rows, promoted, head.capped)
 
@@ -235,7 +244,10 @@ def claim(
     claim_count: int,
     unseen: Sequence[str],
 ) -> ClaimBatch:
-    """Lease jobs that may run now. Lazy: an idle worker writes only to be registered in the `unseen` queues."""
+    """Lease jobs that may run now.
+
+    Lazy: an idle worker writes only to be registered in the `unseen` queues.
+    """
     now_ms = policy.clock.now_ms()
     ready = transaction.rows("ready_queues", READY, queues=json_list(queues))
     busy = [each for each in ready if each.has_ready or (each.next_due_at is not None and each.next_due_at <= now_ms)]
@@ -276,7 +288,10 @@ def lease_jobs(
     *,
     early: bool = False,
 ) -> list[Claim]:
-    """Lease ready jobs, or retries in the pending list, to a worker; with `early`, also jobs that are not due."""
+    """Lease ready jobs, or retries in the pending list, to a worker.
+
+    With `early`, also jobs that are not due.
+    """
     now_ms = policy.clock.now_ms()
     ids = json_list([row.id for row in rows])
     journal.add_events(*transaction.add("insert_claimed_events", ids=ids, worker=worker, type=_CLAIMED, now=now_ms))

@@ -119,7 +119,7 @@ class SqliteEngine(SqliteReads, Engine):
         with self._store.waiters.for_work(queues) as wake:
             while True:
                 wake.clear()
-                # Set during the claim, too: a lease may end between the claim and the wait.
+                # Set during the claim as well: a lease may end between the claim and the wait.
                 wake.on_freed = True
                 found = await self._claim_now(worker, queues, limit)
                 wake.on_freed = found.capped

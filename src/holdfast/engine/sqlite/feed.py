@@ -87,7 +87,10 @@ def notify(transaction: Transaction, queue: str, kind: str, job_id: str = "") ->
 
 
 def notify_due(transaction: Transaction, queue: str, at_ms: int) -> None:
-    """Notify listeners of a delayed job, if it is due before all others. Call it after the job was written."""
+    """Notify listeners of a delayed job, if it is due before all others.
+
+    Call it after the job was written.
+    """
     if transaction.run("insert_due_notice", queue=queue, at=at_ms):
         transaction.effects.notices.add(queue)
     # A waiting claim must not sleep past it.

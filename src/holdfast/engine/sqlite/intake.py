@@ -1,4 +1,4 @@
-"""submit on SQLite: new jobs of one queue, in one step."""
+"""Submission on SQLite: new jobs of one queue, in one step."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ _BACKLOG: Final = msgspec.json.Decoder(tuple[int, list[tuple[str, int]]])
 
 
 def submit(transaction: Transaction, policy: EngineContext, queue: str, envelopes: Sequence[Envelope]) -> list[Receipt]:
-    """One receipt per envelope. Raises `IntakeRefused` and writes nothing if the queue refuses any of the jobs."""
+    """Accept new jobs; returns one receipt per envelope.
+
+    Raises `IntakeRefused` and writes nothing if the queue refuses any of them.
+    """
     now_ms = policy.clock.now_ms()
     known = _read_intake(transaction, policy, queue, envelopes, now_ms)
     _check_intake(known, policy, queue)
@@ -74,7 +77,7 @@ def text_of(payload: bytes) -> str:
 
 
 def check_envelope(envelope: Envelope) -> None:
-    """Refuse what could not be stored or would never be claimed, before anything is written."""
+    """Raise for an envelope that could not be stored or would never be claimed."""
     if envelope.meta.priority not in _PRIORITIES:
         raise InvalidOption(f"priority {envelope.meta.priority!r} is not one of {sorted(_PRIORITIES)}")
     text_of(envelope.payload)

@@ -95,9 +95,10 @@ _RENAMED_COLUMNS: Final = {
 
 
 def upgrade(path: Path) -> bool:
-    """Bring the file to this release's schema; False if it already had it. Blocks until no other process writes.
+    """Migrate the file to this release's schema; False if it already has it.
 
-    Close every engine of this process on the file first. Other processes may keep running; restart them afterwards.
+    Blocks until no other process writes. Close every engine of this process on the file first. Other processes may keep
+    running; restart them afterwards.
     """
     try:
         with exclusive_lock(path), closing(connect(path)) as connection:

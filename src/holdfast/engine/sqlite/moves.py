@@ -1,8 +1,8 @@
-"""State changes of one queue's jobs, collected and written in bulk, with approval requests and audit entries.
+"""State changes of one queue's jobs, collected and written in bulk.
 
-`MoveBatch` writes jobs, events and dead letters. It handles everything except the two hot paths: verdicts other than
-success, poison pills, operators. Each move is checked against the state table when it is added, and again by the
-statement that makes it.
+`MoveBatch` writes jobs, events and dead letters, for verdicts other than success, poison pills and operators; claims
+and successes, the two hot paths, have their own statements. Each move is checked against the state table when it is
+added, and again by the statement that makes it.
 
 Approval requests and audit entries go into the feed. They are also written to this file's own tables if the file is the
 ledger too; with a separate ledger those tables stay empty.
@@ -188,7 +188,10 @@ class MoveBatch:
         self._dead_ids: list[int] = []
 
     def add(self, move: JobMove) -> None:
-        """Add a move. Raises `TransitionInvalid` if it is illegal, `InvalidOption` if it cannot have its event."""
+        """Add a move.
+
+        Raises `TransitionInvalid` if it is illegal, `InvalidOption` if it cannot have its event.
+        """
         check_move(move.job.job_id, move.job.state, move.to)
         event = resolve_event(move.job.state, move.to, move.event)
         self._moves.append(move)
@@ -205,7 +208,7 @@ class MoveBatch:
             self._dead.append(_dead_letter(move, meta, dlq_id))
 
     def write(self, journal: FeedWriter) -> None:
-        """Write all moves; a dead letter before the state that says it is recorded (requirement D1)."""
+        """Write all moves; a dead letter is written before its job is `dlq_recorded` (requirement D1)."""
         if not self._moves:
             return
         count = len(self._moves)

@@ -1,4 +1,7 @@
-"""Operators' actions on SQLite: move, set_control, expedite, claim_job. Moves obey the state table like all others."""
+"""Operators' actions on SQLite: move, set_control, expedite, claim_job.
+
+Moves obey the state table like all others.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +84,10 @@ def set_control(
     expected: QueueControl | None,
     command: OperatorCommand,
 ) -> None:
-    """Set a queue's controls and wake listeners and claims. Raises `ControlChanged` if they are not as `expected`."""
+    """Set a queue's controls and wake listeners and claims.
+
+    Raises `ControlChanged` if the controls are not as `expected`.
+    """
     before = transaction.rows("get_control", CONTROL, queue=queue).as_control()
     if expected is not None and before != expected:
         raise ControlChanged(queue)
@@ -181,7 +187,10 @@ def _meta(row: WorkRow, to: State, approval: Approval | None) -> Meta:
 
 
 def _failure(row: WorkRow, to: State, command: OperatorCommand) -> Failure | None:
-    """The operator's failure if the move ends the job; otherwise the job's last one, unless it is queued again."""
+    """The failure to store with the move.
+
+    The operator's for `cancelled` and `dlq_pending`, none for `queued`, otherwise that of the job's last attempt.
+    """
     if to is State.CANCELLED or to is State.DLQ_PENDING:
         return operator_failure(to, command.actor, command.reason, command.event)
     history = decode_meta(row.meta).history

@@ -38,7 +38,7 @@ def prepare_schema(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def _is_current(connection: sqlite3.Connection, path: Path) -> bool:
-    """Whether the schema exists; raises if it is another program's, or of another release."""
+    """Whether the schema exists; raises if the file is another program's or of another release."""
     version = version_of(connection, path)
     if version is not None and version < SCHEMA_VERSION:
         raise SchemaMismatch(str(path), str(version), str(SCHEMA_VERSION))
@@ -46,7 +46,10 @@ def _is_current(connection: sqlite3.Connection, path: Path) -> bool:
 
 
 def version_of(connection: sqlite3.Connection, path: Path) -> int | None:
-    """The file's schema version, None if it is empty. Raises if it belongs to another program or a newer release."""
+    """The file's schema version; None if it is empty.
+
+    Raises if it belongs to another program or a newer release.
+    """
     (tables,) = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
     if not tables:
         return None

@@ -1,6 +1,6 @@
-"""settle on SQLite: end attempts of one queue, in one step.
+"""Settlement on SQLite: end attempts of one queue, in one step.
 
-A verdict of a worker that has lost its lease is refused: `LeaseRow.fence` in `rows` decides, `settle` answers stale.
+A verdict from a worker that has lost its lease is stale and changes nothing (`LeaseRow.fence`).
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class LeasedJob(msgspec.Struct, frozen=True):
 def settle(
     transaction: Transaction, policy: EngineContext, queue: str, settlements: Sequence[Settlement]
 ) -> list[SettleResult]:
-    """One result per settlement; only applied ones are written."""
+    """End attempts; returns one result each. Only applied settlements are written."""
     ids = [row_id_of(settlement.claim.lease) for settlement in settlements]
     rows = {row.id: row for row in transaction.rows("leases_by_id", LEASE_ROWS, ids=json_list(ids))}
     answers: list[SettleResult] = []
@@ -155,7 +155,7 @@ def _move(row: LeaseRow, token: str, settlement: Settlement, policy: EngineConte
             details = {} if request is None else {"approval_request": request}
             return JobMove(**common, message=message, data={"message": message, **details})
         case Release(message=message, delay_ms=delay_ms, started=started):
-            # The number of an attempt that never started is used again.
+            # The number of an attempt that did not start is used again.
             common["attempt"] = row.attempt if started else row.attempt - 1
             later_ms = now_ms + delay_ms if delay_ms > 0 else None
             return JobMove(

@@ -1,4 +1,4 @@
-"""One engine's access to a SQLite file: the shared writer, its own reader, its waiters and batch helpers.
+"""One engine's access to a SQLite file: the shared writer, a reader, waiters and batch helpers.
 
 `EngineWaiters` holds the waiters for work, notices, feed entries and final states. It runs on the engine's event loop.
 A waiter registers first and reads afterwards, so that it misses no commit made in between. `EngineContext` has the
@@ -156,7 +156,10 @@ class SqliteEngineStore:
         return self._writer is not None
 
     async def open(self) -> None:
-        """Raises `EngineUnavailable` if the file cannot be used, `InvalidOption` if it is not holdfast's."""
+        """Open the file.
+
+        Raises `EngineUnavailable` if it cannot be used, `InvalidOption` if it is not holdfast's.
+        """
         if self.is_open:
             return
         writer = await asyncio.to_thread(
@@ -175,7 +178,7 @@ class SqliteEngineStore:
         self._writer = writer
 
     async def close(self) -> None:
-        """Safe to call twice. Waiting calls raise `EngineUnavailable`."""
+        """Close the file. Safe to call twice. Waiting calls raise `EngineUnavailable`."""
         writer, reader, subscriber = self._writer, self._reader, self._subscriber
         if writer is None or reader is None or subscriber is None:
             return
@@ -226,7 +229,7 @@ class SqliteEngineStore:
     def _on_checked(self, task: asyncio.Task[None]) -> None:
         self._checking = None
         if not task.cancelled() and task.exception() is not None:
-            # Each waiter then reads for itself, and gets the error itself.
+            # Wake all waiters: each reads its job itself and gets the error.
             self.waiters.notify(CommitNotices(finished=self.waiters.jobs()))
 
 
@@ -240,7 +243,7 @@ class EngineContext:
 
     options: EngineOptions
     clock: Clock
-    #: Whether dead letters are stored in this file when there is no ledger.
+    #: Whether dead letters are stored in this file when there is no separate ledger.
     stream_dlq: bool
 
     def retries_in_pending(self, queue: str) -> bool:
@@ -260,7 +263,10 @@ def split_batches(queues: Sequence[str]) -> list[tuple[str, list[int]]]:
 
 
 async def gather_all(steps: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run all steps concurrently, so that they share a commit; raises the first error after all have ended."""
+    """Run all steps concurrently, so that they share a commit.
+
+    Raises the first error after all have ended.
+    """
     results = await asyncio.gather(*steps, return_exceptions=True)
     good: list[T] = []
     for result in results:

@@ -151,12 +151,12 @@ def _dead_letter(row: WorkRow, queue: str, now_ms: int) -> JobMove:
 
 #: Rows deleted in one step: few, so that other writers do not wait long.
 PRUNE_BATCH: Final = 200
-#: A worker that has not been seen for this many lease durations is deregistered.
+#: A worker that was not seen for this many lease durations is deregistered.
 _LEASES_UNTIL_GONE: Final = 4
 
 
 async def expired_jobs(reader: ReaderThread, policy: EngineContext, queue: str) -> list[int]:
-    """Some finished jobs that may be deleted; fewer than `PRUNE_BATCH` are the last ones."""
+    """Some finished jobs that may be deleted; fewer than `PRUNE_BATCH` means that no more are left."""
     return await reader.rows("expired_jobs", IDS, queue=queue, before=_expired_ms(policy), limit=PRUNE_BATCH)
 
 
@@ -209,7 +209,7 @@ def prune_audits(transaction: Transaction, policy: EngineContext, queue: str) ->
 
 
 def prune_rest(transaction: Transaction, policy: EngineContext, queue: str) -> int:
-    """Deregister workers that are gone, and drop feed entries that no reader needs."""
+    """Deregister workers that were not seen for long, and drop feed entries that no reader needs."""
     before = policy.clock.now_ms() - _LEASES_UNTIL_GONE * policy.options.visibility_timeout_ms
     gone = transaction.run("delete_idle_workers", queue=queue, before=before)
     gone += transaction.run("trim_detached_feed", queue=queue, limit=policy.options.feed_limit)
@@ -238,7 +238,10 @@ async def snapshot(reader: ReaderThread, policy: EngineContext, queue: str, job_
 def restore(
     transaction: Transaction, policy: EngineContext, queue: str, snapshot: EngineSnapshot, jobs: Sequence[JobInfo]
 ) -> list[bool]:
-    """Restore unknown jobs, while the feed is still the one of the snapshot; returns whether each was restored."""
+    """Restore unknown jobs; returns whether each was restored.
+
+    Restores nothing unless the feed is still the one of the snapshot.
+    """
     if not _is_same_feed(transaction, queue, snapshot):
         return [False] * len(jobs)
     answers: list[bool] = []
@@ -327,7 +330,7 @@ def _state(job: JobInfo) -> State:
 
 
 def _due_at(job: JobInfo, now_ms: int) -> int | None:
-    """When a waiting job is due; a retry waits even if its due time has passed."""
+    """When the job is due; None if it waits for no time. A retry waits even if that time has passed."""
     if job.state is State.RETRYING:
         return job.next_attempt_at_ms or now_ms
     return job.next_attempt_at_ms if job.state is State.QUEUED and job.next_attempt_at_ms > now_ms else None

@@ -203,7 +203,10 @@ class RedisClient:
         return reply
 
     def _unblock(self, connection: PipelinedConnection) -> None:
-        """Unblock a cancelled call on the server so that its connection can be reused, or close the connection."""
+        """Unblock a cancelled call on the server, so that its connection can be reused.
+
+        Closes the connection if that is not possible.
+        """
         others = (self._connections.get(purpose) for purpose in (Purpose.OTHER, Purpose.CLAIM))
         other = next((each for each in others if each is not None and each.usable), None)
         if other is None or connection.id is None:
@@ -246,9 +249,10 @@ class RedisClient:
         keys: Sequence[bytes],
         arguments: Sequence[Any],
     ) -> tuple[bool, Any]:
-        """Pipeline a script behind a blocking read: Redis runs it as soon as the read ends, whatever its result.
+        """Pipeline a script behind a blocking read: Redis runs it as soon as the read ends.
 
-        Returns whether the read succeeded, and the reply of the script; None if the script must be loaded first.
+        The script runs whatever the result of the read is. Returns whether the read succeeded, and the reply of the
+        script; None if the script must be loaded first.
         """
         connection = await self.connect(purpose)
         waited = connection.call(*read, blocks_s=blocks_s)

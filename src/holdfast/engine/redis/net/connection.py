@@ -34,7 +34,7 @@ UNKNOWN_EPOCH: Final = b"1"
 #: Errors of such a server: no permission for INFO, or no such command.
 _NO_EPOCH: Final = ("NOPERM", "ERR unknown command")
 
-#: A reply that is due this long after its deadline ends the connection.
+#: Interval of the check for overdue replies: the connection ends at most this long after a deadline.
 _WATCH_INTERVAL_S: Final = 0.5
 
 
@@ -126,7 +126,7 @@ class PipelinedConnection(asyncio.Protocol):
         return future
 
     async def identify(self) -> None:
-        """Read the client id from the server. None without permission."""
+        """Read the client id from the server; it stays None without permission."""
         try:
             self.id = await self.call(b"CLIENT", b"ID")
         except hiredis.ReplyError:

@@ -1,8 +1,8 @@
-"""Queues on unreachable nodes: on a Cluster, an outage of a node affects only its own queues (decision 0018).
+"""Queues on unreachable nodes: a node's outage affects only its own queues (decision 0018).
 
 Calls that serve several queues skip such a queue, so that no other queue waits for a node that does not answer. The
-node is probed in the background, with backoff, and only while calls ask for the queue. Leases granted in a lost reply
-are in doubt until `resume` has checked.
+node is probed in the background, with backoff, and only while calls name the queue. Leases granted in a lost reply are
+in doubt until the queue's claims are recovered (`confirm`).
 
 On a single server nothing is skipped: every failure is raised.
 """
@@ -64,7 +64,7 @@ class Outages:
         return queue in self._in_doubt
 
     def confirm(self, queue: str) -> None:
-        """All leases granted by this queue are known."""
+        """Record that all leases granted by this queue are known."""
         self._in_doubt.discard(queue)
 
     async def for_each(self, queues: Iterable[str], step: Callable[[str], Awaitable[_T | None]]) -> dict[str, _T]:
