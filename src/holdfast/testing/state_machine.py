@@ -1,4 +1,4 @@
-"""Random histories: a Hypothesis state machine that drives an engine and its model with the same steps.
+"""Random histories: a Hypothesis state machine drives an engine and its model with the same steps.
 
 Workers claim, settle, renew, crash and return late; operators move jobs, decide, expedite and claim them
 (`operator_rules.py`); replies are lost and operations resent; time passes. Every job is compared after each step. At

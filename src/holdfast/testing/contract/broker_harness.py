@@ -1,4 +1,4 @@
-"""Harness of the broker contract: what an implementation provides, and helpers for the tests in `brokers.py`."""
+"""Harness of the broker contract: what an implementation provides, and helpers for its tests."""
 
 from __future__ import annotations
 
