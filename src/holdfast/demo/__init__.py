@@ -1,4 +1,5 @@
-"""`holdfast demo`: a few hundred jobs on one SQLite file, two workers, one of them killed with -9, two operators.
+"""`holdfast demo`: a few hundred jobs on one SQLite file, two workers and two operators.
 
-`orders` is the app. `scenario` submits, kills and waits; `check` then compares every job with its expected outcome.
+One of the workers is killed with SIGKILL. `orders` is the app. `scenario` submits, kills and waits; `check` then
+compares every job with its expected outcome.
 """

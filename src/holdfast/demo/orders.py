@@ -43,7 +43,7 @@ class Confirmation:
 
 
 class GatewayBusy(Exception):
-    """The card gateway did not answer in time; worth a retry."""
+    """The card gateway did not answer in time; a retry may succeed."""
 
 
 @app.task

@@ -134,7 +134,7 @@ class Workers:
         return name
 
     def check(self) -> None:
-        """End the demo with the log of any worker that ended on its own."""
+        """End the demo with the log of any worker that ended by itself."""
         for name, process in self._processes.items():
             if process.poll() is not None:
                 raise SystemExit(f"worker {name} ended with {process.returncode}:\n{self._log(name)}")

@@ -161,5 +161,5 @@ class _Memory:
 
 
 async def _find(_queue: str, _job_id: str) -> JobInfo | None:
-    """Find no other job."""
+    """Return None: a unit test has no other jobs."""
     return None

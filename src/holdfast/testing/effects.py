@@ -1,6 +1,6 @@
-"""In-memory effects and steps for inline mode and `make_context`. They pass the effects contract of the ledgers.
+"""In-memory effects and steps for inline mode and `make_context`.
 
-Safe to use from several event loops and threads.
+They pass the same effects contract as the ledgers. Safe to use from several event loops and threads.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class MemoryLedger:
 
 
 class MemoryEffects(EffectStore):
-    """An `EffectStore` whose data lives as long as the object."""
+    """An `EffectStore` that keeps its data in the object."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()

@@ -116,7 +116,10 @@ async def drain(app: Holdfast, queues: Sequence[str] | None = None) -> int:
 
 
 async def _is_idle(app: Holdfast, worker: Worker, queues: Sequence[str]) -> bool:
-    """Whether no job runs or is due. A run that ends during the check may leave a retry that is due at once."""
+    """Whether no job runs or is due.
+
+    A run that ends during the check may leave a retry that is due at once.
+    """
     finished = worker.finished
     if await _due(app, worker, queues) or (await app.engine.promote(queues, MAX_BATCH)).count:
         return False
@@ -174,7 +177,7 @@ class InlineSubmitter(Submitter):
     async def wait_final(self, queue: str, job_id: str, wait_ms: int) -> JobInfo | None:
         view = self._views.get((queue, job_id))
         if view is not None and view.finished_at_ms == 0:
-            # Nothing moves it any more: waiting would hang the test.
+            # Inline mode does not continue an open job: waiting would hang the test.
             raise WaitTimeout(job_id, view.state, _NO_WAIT)
         return view
 
@@ -218,7 +221,7 @@ class InlineSubmitter(Submitter):
             try:
                 self._settle(self._views[queue, job_id], claim, verdict)
             except TransitionInvalid:
-                # The job cancelled itself during its run.
+                # The job was cancelled during its run.
                 return
 
     async def _perform(self, claim: Claim, spec: TaskSpec | None, context: Context | None) -> Outcome:

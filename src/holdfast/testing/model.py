@@ -74,7 +74,7 @@ class ModelJob:
 
 @dataclass(slots=True)
 class Model:
-    """A queue. Queries are made before the engine acts; the other methods follow what it did."""
+    """Model of one queue. Query it before the engine acts, then apply to it what the engine did."""
 
     ledger: bool
     pending: bool
@@ -108,7 +108,7 @@ class Model:
         return {job.job_id for job in self.jobs.values() if job.is_ready}
 
     def claimable(self) -> set[str]:
-        """Jobs that a claim may return but need not."""
+        """Jobs that a claim may return: ready ones, and due ones that an engine may have made ready."""
         maybe_ready = {job.job_id for job in self.jobs.values() if job.may_be_ready}
         return self.ready() | self.due(in_pending=False) | maybe_ready
 
@@ -155,7 +155,7 @@ class Model:
             job.due_at, job.may_be_ready = None, False
 
     def start(self, claim: Claim) -> None:
-        """Follow a claim of a ready or due job."""
+        """Apply a claim of a ready or due job."""
         job = self.jobs[claim.job_id]
         expected = {job.attempt + 1, job.attempt} if job.revoked else {job.attempt + 1}
         assert claim.attempt in expected, f"attempt {claim.attempt}, expected {expected}"
@@ -170,7 +170,7 @@ class Model:
         return {job_id for job_id in self.lost() if self.jobs[job_id].lost_leases + 1 >= MAX_DELIVERIES}
 
     def reclaim_job(self, claim: Claim) -> None:
-        """Follow a reclaim of an expired lease."""
+        """Apply a reclaim of an expired lease."""
         job = self.jobs[claim.job_id]
         assert claim.attempt == job.attempt + 1
         job.lost_leases += 1
@@ -225,7 +225,7 @@ class Model:
         return is_legal(state, to) and expected in (None, state)
 
     def expedite(self, job: ModelJob) -> None:
-        """Follow an operator who made a waiting job due."""
+        """Apply an operator's expedite of a waiting job."""
         job.due_at = min(job.due_at or self.now, self.now)
         job.run_at, job.asleep_until = min(job.run_at, self.now), min(job.asleep_until, self.now)
         job.may_be_ready = not (self.pending and job.state is State.RETRYING)

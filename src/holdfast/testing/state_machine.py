@@ -1,4 +1,4 @@
-"""Random histories: a Hypothesis state machine that drives an engine and its model with the same steps.
+"""Random histories: a Hypothesis state machine drives an engine and its model with the same steps.
 
 Workers claim, settle, renew, crash and return late; operators move jobs, decide, expedite and claim them
 (`operator_rules.py`); replies are lost and operations resent; time passes. Every job is compared after each step. At
@@ -95,7 +95,7 @@ class World(Protocol):
         ...
 
     async def make(self, *, ledger: bool) -> Engine:
-        """Return a new, opened engine with `OPTIONS`; queues named `pending…` keep retries in the pending list."""
+        """Return a new, opened engine with `OPTIONS`. Queues named `pending…` use the pending list."""
         ...
 
     async def advance(self, queue: str, ms: int) -> None:
@@ -234,7 +234,10 @@ class EngineMachine(OperatorRules):
 
     @rule(worker=workers, deregister=st.booleans())
     def crash(self, worker: str, deregister: bool) -> None:
-        """Replace the worker by its next incarnation. Deregistering with claims in flight loses no job either."""
+        """Replace the worker with its next incarnation.
+
+        Deregistering with claims in flight must not lose a job either.
+        """
         if deregister:
             self._run(self.engine.deregister_worker(self._incarnation(worker), [self.queue]))
         self.in_flight[worker].clear()
@@ -266,7 +269,7 @@ class EngineMachine(OperatorRules):
 
     @rule(ghost=st.booleans())
     def snapshot_and_restore(self, ghost: bool) -> None:
-        """In every state all jobs are known, and restoring known jobs changes nothing."""
+        """Check that the engine knows all jobs in every state, and that restoring them changes nothing."""
         job_ids = [*self.model.jobs, *(["ghost"] if ghost else [])]
         snapshot = self._run(self.engine.snapshot(self.queue, job_ids))
         assert snapshot.unknown == (["ghost"] if ghost else [])
@@ -304,7 +307,7 @@ class EngineMachine(OperatorRules):
             self._run(self.engine.close())
 
     def _compare_with_histories(self) -> None:
-        """Every open job can be rebuilt from its events in the feed."""
+        """Check that every open job can be rebuilt from its events in the feed."""
         histories: dict[str, list[Event]] = {job_id: [] for job_id in self.model.jobs}
         for event in self._events():
             # Audit entries are not part of a job's history.
@@ -316,7 +319,7 @@ class EngineMachine(OperatorRules):
                 assert _comparable(rebuilt) == _comparable(view), f"{rebuilt}\n{view}"
 
     def _finish_open_jobs(self) -> None:
-        """Finish all open jobs: none is stuck."""
+        """Finish all open jobs, to check that none is stuck."""
         for _ in range(3):
             self.pass_time(4)
             self.promote()
@@ -387,7 +390,7 @@ class EngineMachine(OperatorRules):
 
 
 def _comparable(view: JobInfo) -> tuple[Any, ...]:
-    """All of an open job except its instants and its lost leases.
+    """All fields of an open job except its instants and its lost leases.
 
     A harness may have moved the instants. Whether lost leases of an attempt that an operator ended count is the
     engine's choice.

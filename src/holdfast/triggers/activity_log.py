@@ -1,6 +1,7 @@
-"""INFO log of a trigger: the first message of an interval step by step, then a summary of counts per interval.
+"""INFO log of a trigger: a summary of counts per interval.
 
-A line per message would cost more than handling the message. DEBUG has a line for each step of each message.
+The first message of an interval is logged step by step. A line per message would cost more than handling the message.
+DEBUG has a line for each step of each message.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Activity:
             item.level = logging.INFO
 
     def end(self) -> None:
-        """A message is finished."""
+        """Record that a message is finished."""
         self._changed.set()
 
     async def run(self) -> None:

@@ -179,7 +179,7 @@ class QueueTriggerConfig(_Model):
     focus: str | None = None
     #: Dead-letter queue. Default: `<queue_name>.dlq`, or the closest name that the broker allows.
     dlq_name: str | None = Field(None, min_length=1, max_length=500)
-    #: Maximum of messages in flight. Default: twice the concurrency, at least ten.
+    #: Maximum number of messages in flight. Default: twice the concurrency, at least ten.
     prefetch: int = Field(0, ge=0, le=100_000, validate_default=True)
     metrics: MetricsConfig = MetricsConfig()
 

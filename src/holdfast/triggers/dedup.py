@@ -5,9 +5,9 @@
                          ▼
                        free
 
-A key is reserved before the run and completed after it. A key that is reserved elsewhere is waited for. If its holder
-has not renewed it for a lease, the holder counts as crashed and the key is reclaimed. Its run may then happen twice:
-delivery is at least once for a runtime without its own dedup.
+A key is reserved before the run and completed after it. A message whose key is reserved elsewhere waits. A holder that
+has not renewed its key for a lease counts as crashed, and the key is reclaimed. The message may then run twice:
+delivery is at least once for a runtime that does not detect duplicates.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from holdfast.triggers.envelope import key_or_hash
 _log: Final = logging.getLogger("holdfast.triggers")
 
 _LEASE_S: Final = 30.0
-#: How often a reservation is renewed within a lease.
+#: Number of renewals per lease.
 _RENEWALS: Final = 3
 #: Limit of observed reservations of other processes.
 _OBSERVED_LIMIT: Final = 100_000
@@ -145,7 +145,8 @@ class LedgerIdempotencyStore(IdempotencyStore):
         self._worker = new_identity("trigger")
         #: Reservations of this process, by token.
         self._active: dict[str, DedupTicket] = {}
-        #: Reservations of other processes, and since when they are unchanged by the local clock; theirs may be wrong.
+        #: Reservations of other processes, and since when each is unchanged, by the local clock: other clocks may
+        #: differ.
         self._observed: dict[tuple[str, str], tuple[tuple[str, int], float]] = {}
         self._renewing: asyncio.Task[None] | None = None
 
@@ -187,14 +188,17 @@ class LedgerIdempotencyStore(IdempotencyStore):
         self._active.pop(ticket.token, None)
 
     async def close(self) -> None:
-        """Stop renewing. Keys still reserved expire after a lease: their runs may still be active in a thread."""
+        """Stop renewing. Keys still reserved are not released.
+
+        Their runs may still be active in a thread. Another process can reclaim the keys after a lease.
+        """
         if self._renewing is not None:
             self._renewing.cancel()
             await asyncio.wait({self._renewing})
         self._active.clear()
 
     async def _reserve(self, ticket: DedupTicket, replaces: str = "") -> EffectKey:
-        # Before the reservation: a concurrent call that finds it must see that it is active here.
+        # Before the reservation: a concurrent call that finds the key reserved must see that it is active here.
         self._active[ticket.token] = ticket
         try:
             return await self._batcher.reserve(self._reservation(ticket, replaces))
@@ -230,7 +234,7 @@ class LedgerIdempotencyStore(IdempotencyStore):
         )
 
     def _is_lost(self, ticket: DedupTicket, current: EffectKey) -> bool:
-        """Whether the holder has not renewed it for a lease."""
+        """Whether the current reservation is lost: its holder has not renewed it for a lease."""
         if current.state is EffectState.DONE or current.token in self._active:
             return False
         if current.worker == self._worker:

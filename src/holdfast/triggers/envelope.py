@@ -148,7 +148,7 @@ REPLAY_OF: Final = "x-replay-of"
 
 _TRACE_HEADER: Final = "x-trace-id"
 _TRACEPARENT: Final = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
-#: Characters of a name shown in an error.
+#: Number of characters of a name that an error shows.
 _SHOWN: Final = 40
 
 

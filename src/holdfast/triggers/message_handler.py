@@ -67,7 +67,7 @@ _log: Final = logging.getLogger("holdfast.triggers")
 #: Delay between two checks of a key that is in use elsewhere, doubled each time.
 _CHECK_FIRST_S: Final = 0.02
 _CHECK_CAP_S: Final = 1.0
-#: Limits of the delay before a retry, and before a message is requeued repeatedly.
+#: Limits of the delay before a retry, and before a redelivered message is requeued again.
 _RETRY_CAP_S: Final = 86_400.0
 _REQUEUE_CAP_S: Final = 60.0
 
@@ -99,7 +99,7 @@ class MessageHandler:
         monotonic: Callable[[], float],
         payload_limit: int,
     ) -> None:
-        """`check` raises `Denied`; None: no guards here. `dedup` None: no dedup here."""
+        """`check` raises `Denied`; None: no guards run. `dedup` None: duplicates are not detected."""
         self._config = config
         self._adapter = adapter
         self._act = act
@@ -224,7 +224,7 @@ class MessageHandler:
         return tenant_id if not tenants or tenant_id in tenants else tenants[0]
 
     async def _run(self, item: InFlightMessage, call: RuntimeCall) -> RuntimeResult:
-        """One attempt, under the message's key if this trigger has a dedup store. Does not repeat a run."""
+        """Make one attempt, under the message's key if dedup is on. Does not repeat a successful run."""
         if self._dedup is not None and call.key and item.ticket is None and item.run is None:
             answer = await self._reserve(self._dedup, item, call)
             if isinstance(answer, AlreadyHandled):
@@ -240,7 +240,7 @@ class MessageHandler:
         return item.run
 
     async def _failed(self, item: InFlightMessage, exc: Exception) -> RetryAfter | None:
-        """Retry after base × multiplier^n, finally dead-letter, whatever the ack policy."""
+        """Retry after base × multiplier^n; dead-letter after the last attempt, regardless of the ack policy."""
         reason, attempts, config = error_reason(exc), item.retries + 1, self._config
         item.add_failure(f"attempt {attempts} at {to_datetime(self._clock.now_ms()).isoformat()}: {reason}")
         if item.retries >= config.max_retries:
@@ -286,10 +286,10 @@ class MessageHandler:
             await self._dedup.complete(ticket, run.run_id, self._window_ms)
         except LedgerUnavailable as exc:
             if self._config.dedup_down is DedupDown.HOLD:
-                # Not acknowledged before the key is recorded: otherwise a duplicate would run.
+                # The message must not be acknowledged before its key is completed: otherwise a duplicate would run.
                 raise
             self._warn_without_dedup(exc)
-            # Otherwise it would be renewed forever, and every duplicate would wait for it.
+            # Otherwise the key would be renewed forever, and every duplicate would wait for it.
             self._dedup.abandon(ticket)
         else:
             self._without_dedup = False
@@ -318,7 +318,7 @@ class MessageHandler:
 
     async def _finish(self, item: InFlightMessage, ending: Disposition) -> Next:
         if ending.how is AckPolicy.REQUEUE and item.raw.deliveries > 1 and item.backoff is None:
-            # It was requeued before and would come back immediately.
+            # The message was requeued before and would be redelivered immediately.
             item.backoff = Backoff()
             base, multiplier = self._config.retry_backoff_base, self._config.retry_backoff_multiplier
             return RetryAfter(retry_delay_s(base, multiplier, item.raw.deliveries - 2, _REQUEUE_CAP_S))

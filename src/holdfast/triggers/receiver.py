@@ -1,4 +1,4 @@
-"""Receive messages from an adapter, keep order per key, and wait out outages.
+"""Receive messages from an adapter, keep order per key, and hold messages during outages.
 
 `message_handler` decides what happens to each message.
 
@@ -9,8 +9,8 @@ for a retry keeps its key but occupies no worker, so a slow key does not delay o
 wait for each other.
 
 `OutageHold` keeps messages while a dependency is down: none is passed to the runtime, none is lost, no retry is used up
-(T5). They wait for the same moment, with a growing delay, and are then tried together. The trigger holds until the last
-of them has succeeded or ended otherwise.
+(T5). After a delay, which grows from round to round, they are retried together. Holding ends when none of them fails
+because of an outage any more.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ T = TypeVar("T", bound=Keyed)
 
 
 class KeyedQueue(Generic[T]):
-    """Queue with order per key: one consumer fills it, any number of workers empty it. One event loop."""
+    """Queue with order per key: one consumer fills it, any number of workers empty it.
+
+    Use it in one event loop.
+    """
 
     def __init__(self, limit: int) -> None:
         """`limit`: number of items in flight at which `wait_for_capacity` blocks."""
@@ -267,7 +270,7 @@ class OutageHold:
             self._on_change()
 
     def release(self, item: InFlightMessage) -> None:
-        """A message succeeded or ended otherwise. Holding ends with the last one."""
+        """Release a message that is finished or retried for another reason. Holding ends with the last one."""
         if item not in self._on_hold:
             return
         self._on_hold.discard(item)

@@ -59,7 +59,8 @@ _CONNECTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
     "sqs": {"declare": False},
     "redis": {"max_length": None},
 }
-#: Brokers where every group reads all messages: acknowledging a foreign one does not take it from its trigger.
+#: Brokers where every group reads all messages: acknowledging a dead letter of another queue does not remove it for
+#: the trigger of that queue.
 _EACH_GROUP_READS_ALL: Final = frozenset({"kafka", "memory"})
 
 
@@ -73,8 +74,8 @@ async def replay_dead_letters(
 ) -> BulkReport:
     """Publish dead letters to the trigger's queue, the oldest first. Raises `BrokerUnavailable`.
 
-    `dry_run` only counts, without messages in flight of a killed command. A message that cannot be published ends the
-    replay; the next call continues there.
+    `dry_run` only counts. The count may leave out messages that are still in flight to a killed replay. A message that
+    cannot be published ends the replay; the next call continues there.
     """
     if limit is not None and limit < 1:
         raise InvalidOption(f"limit must be at least 1, not {limit}")
@@ -101,7 +102,7 @@ async def replay_dead_letters(
 
 
 async def _count(adapter: QueueAdapter, limit: int | None) -> int:
-    """Number of waiting dead letters; 0 if the broker does not report it."""
+    """Number of waiting dead letters, at most `limit`; 0 if the broker does not report it."""
     waiting = await adapter.lag()
     for _ in range(_COUNT_TRIES):
         if waiting is None:

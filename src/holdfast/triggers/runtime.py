@@ -103,10 +103,11 @@ def adapt_runtime(runtime: Runtime) -> tuple[Callable[[RuntimeCall], Awaitable[R
 
 
 class CallableRuntime(Runtime):
-    """Calls `function(event_name, context, focus, tenant_id)`: async on the event loop, otherwise in a thread.
+    """Calls `function(event_name, context, focus, tenant_id)`.
 
-    It returns the run id as a string, as a mapping with `run_id` or `id`, or nothing. The message is acknowledged after
-    it returned. If the process crashes in between, it runs again, so it should be idempotent.
+    An async function runs on the event loop, any other in a thread. It returns the run id as a string, as a mapping
+    with `run_id` or `id`, or nothing. The message is acknowledged after the function has returned. If the process
+    crashes in between, the function runs again, so it should be idempotent.
     """
 
     submits_jobs = False
@@ -139,15 +140,16 @@ _PLACEHOLDER = Envelope(job_id="-", task="-", payload=b"{}")
 
 
 class CallGuard:
-    """Runs the guards as if the call were a job: the event name is its task, the fields of the message its arguments.
+    """Runs the guards as if the call were a job.
 
-    The runner must have no tasks (`GuardRunner(app.guard, {}, …)`): an event is not a task, even with the same name.
+    The event name is the task, the parts of the message (`RuntimeCall.arguments`) are the arguments. The runner must
+    have no tasks (`GuardRunner(app.guard, {}, …)`): an event is not a task, even with the same name.
     """
 
     def __init__(self, guards: GuardRunner, queue_name: str, payload_limit: int) -> None:
         self._guards = guards
         self._queue = queue_name
-        # The limit applies to the message alone; headers and surrounding JSON are added.
+        # `payload_limit` applies to the message alone; the guard input also has headers, and bytes as base64.
         self._limit = 4 * payload_limit
 
     async def check(self, call: RuntimeCall) -> None:

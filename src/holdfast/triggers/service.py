@@ -3,9 +3,9 @@
 `load_callable` resolves `module:function` or `file.py:function`; `build_trigger` makes a `QueueTrigger` of an entry.
 
 If a trigger cannot connect at the start, `TriggerService.run` ends and raises one error with the reasons of all that
-failed. Later, each trigger reconnects to its broker by itself. While they run, their presence and health are written to
-the ledger, and operators' pauses are read from it. While the ledger is unreachable nothing changes. Triggers also run
-without a ledger; only `holdfast trigger status`, `pause` and `resume` need one.
+failed. Later, each trigger reconnects to its broker by itself. Heartbeats with the health of each trigger are written
+to the ledger, and operators' pauses are read from it. While the ledger is unreachable, triggers keep running or stay
+paused. Triggers also run without a ledger; only `holdfast trigger status`, `pause` and `resume` need one.
 """
 
 from __future__ import annotations
@@ -154,7 +154,11 @@ async def check_entries(app: Holdfast, entries: Sequence[TriggerEntry], *, conne
 
 
 def combined_error(failed: dict[str, Exception]) -> Exception:
-    """Combine errors into one: `InvalidOption` if any is a usage error, else `BrokerRefused`, else unavailable."""
+    """Combine errors into one.
+
+    An error that is neither a usage nor a broker error is returned unchanged. Otherwise the result is `InvalidOption`
+    if any is a usage error, else `BrokerRefused` if any is one, else `BrokerUnavailable`.
+    """
     for error in failed.values():
         if not isinstance(error, UsageError | BrokerUnavailable):
             return error
@@ -318,7 +322,7 @@ class TriggerService:
         if self._book is None:
             return
         while True:
-            # Concurrently: each queries its broker, and one that does not answer takes seconds.
+            # Concurrently: each queries its broker, and a broker that does not answer takes seconds.
             heartbeats = await asyncio.gather(*(self._heartbeat(each) for each in self._built))
             try:
                 async with asyncio.timeout(_LEDGER_TIMEOUT_S):
@@ -339,7 +343,7 @@ class TriggerService:
         )
 
     async def _apply_pauses(self, paused: set[str]) -> None:
-        """Apply pauses and resumes that operators requested. What fails is repeated at the next heartbeat."""
+        """Apply pauses and resumes that operators requested. Failed ones are retried at the next heartbeat."""
         for built in self._built:
             name, trigger = built.entry.name, built.trigger
             if (name in paused) == (name in self._paused):

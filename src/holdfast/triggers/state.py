@@ -1,6 +1,6 @@
 """State of a trigger and of its messages: life cycle, health, counters, retry delays (T4, M1).
 
-`InFlightMessage` is one delivery and what is known of it so far. `error_reason` gives a failure as one redacted line
+`InFlightMessage` is one delivery and the state of its handling. `error_reason` gives a failure as one redacted line
 that is safe in headers and rows. The `queue_*` metrics are computed from `TriggerCounters` when they are read.
 """
 
@@ -45,7 +45,7 @@ class RetryAfter(msgspec.Struct, frozen=True):
 
 
 class OnHold(msgspec.Struct, frozen=True):
-    """A dependency is down; the message is not the cause."""
+    """Hold the message: a dependency is down, and the message is not the cause."""
 
     reason: str
 
@@ -55,7 +55,7 @@ Next = RetryAfter | OnHold | Literal["off"]
 
 
 class InFlightMessage:
-    """One delivery and what is known of it."""
+    """One delivery and the state of its handling."""
 
     __slots__ = (
         "backoff",
@@ -94,7 +94,7 @@ class InFlightMessage:
         self.ending: Disposition | None = None
         #: How often its key was in use elsewhere.
         self.key_checks = 0
-        #: Delay between attempts to write its dead letter.
+        #: Delay between attempts to write its dead letter. Also set once its requeue has been delayed.
         self.backoff: Backoff | None = None
 
     @property
@@ -148,7 +148,7 @@ class TriggerState(StrEnum):
 class TriggerHealth(msgspec.Struct, frozen=True):
     """Current health. For JSON use `msgspec.to_builtins`."""
 
-    #: `healthy`, `paused`, `holding`, `unhealthy` (the broker does not answer) or `stopped`.
+    #: `healthy`, `paused`, `holding`, `unhealthy` (not consuming, or the broker does not answer) or `stopped`.
     status: str
     running: bool
     adapter_healthy: bool
@@ -166,14 +166,14 @@ class TriggerCounters:
     acknowledged: int = 0
     #: Finished messages by status.
     consumed: dict[ExecutionStatus, int] = field(default_factory=lambda: dict.fromkeys(ExecutionStatus, 0))
-    #: Duplicates.
+    #: Messages skipped as duplicates.
     dedup_hits: int = 0
     #: Attempts, including failed ones; and attempts after the first one.
     calls: int = 0
     retries: int = 0
     #: From the start of handling a message to its end, in seconds.
     durations: Histogram = field(default_factory=Histogram)
-    #: From writing a message to its receipt, in seconds.
+    #: From publishing a message to its receipt, in seconds.
     delays: Histogram = field(default_factory=Histogram)
     #: Running worker loops.
     active_workers: int = 0

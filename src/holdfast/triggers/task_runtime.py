@@ -9,8 +9,8 @@ The parameter names of the task decide which parts of a message it receives:
   arguments: the message is then the job's payload unchanged.
 
 A payload of bytes is passed as base64 text. A task that is not registered here (in an app without tasks) receives all
-seven. The message's dedup key is the job's idempotency key: the engine detects duplicates in the same step that accepts
-the job.
+seven parts. The message's dedup key is the job's idempotency key: the engine detects duplicates in the same step that
+accepts the job.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 #: Parameter names that a message can fill.
 OFFERED: Final = frozenset({"event_name", "message", "headers", "source", "message_id", "received_at", "focus"})
-#: In place of a task name: use the task named like the event.
+#: Instead of a task name: use the task named like the event.
 BY_EVENT: Final = "*"
 
 _Encode = Callable[[RuntimeCall], bytes]

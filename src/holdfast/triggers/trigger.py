@@ -168,9 +168,9 @@ class QueueTrigger:
         await self._pause_adapter()
 
     async def stop(self, timeout_s: float = _STOP_S) -> None:
-        """Drain: receive nothing more, finish messages being handled, return the rest to the broker. Can be repeated.
+        """Drain: receive nothing more, finish messages being handled, return the rest to the broker.
 
-        Messages that wait for a retry or for the end of an outage are returned immediately.
+        Can be repeated. Messages that wait for a retry or for the end of an outage are returned immediately.
         """
         async with self._stopping:
             if self._state is TriggerState.STOPPED:
@@ -216,7 +216,7 @@ class QueueTrigger:
 
     @property
     def ready(self) -> bool:
-        """Whether it consumes and its runtime is available. A trigger that operators paused is ready."""
+        """Whether it consumes and its runtime is available. A trigger paused by an operator is ready."""
         return self._receiver.feeding and self.state in (TriggerState.RUNNING, TriggerState.PAUSED)
 
     @property

@@ -1,4 +1,4 @@
-"""Harness of the broker contract: what an implementation provides, and helpers for the tests in `brokers.py`."""
+"""Harness of the broker contract: what an implementation provides, and helpers for its tests."""
 
 from __future__ import annotations
 
@@ -66,7 +66,10 @@ class BrokerHarness:
         return False
 
     def impossible(self, topic: str, key: str) -> OutgoingMessage | None:
-        """Return a message that the broker refuses, unlike others of topic and key. None: there is no such message."""
+        """Return a message that the broker refuses while it accepts others of this topic and key.
+
+        None: there is no such message.
+        """
         return None
 
     async def kill_broker(self) -> None:

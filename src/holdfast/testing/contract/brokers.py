@@ -1,4 +1,4 @@
-"""Contract suite for brokers: what every adapter and publisher must do, as `brokers/port.py` specifies it.
+"""Contract suite for brokers: what `brokers/port.py` requires of every adapter and publisher.
 
     from holdfast.testing.contract.brokers import BrokerContract, BrokerHarness
 

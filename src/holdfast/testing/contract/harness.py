@@ -172,7 +172,10 @@ class Rig:
     # Getting a job into a state --------------------------------------------------------------------
 
     async def put_in(self, state: State, **fields: Any) -> tuple[str, Claim | None]:
-        """Create a job in this state; return it with its claim, if it had one. Needs an engine with `ledger=True`."""
+        """Create a job in this state; return its id, and its claim if it had one.
+
+        Needs an engine with `ledger=True`.
+        """
         if state is State.QUEUED:
             return await self.submit_one(**fields), None
         if state is State.WAITING_APPROVAL:

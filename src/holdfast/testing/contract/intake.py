@@ -1,4 +1,4 @@
-"""Engine contract for intake: submission, idempotency (E1), delays, holds, priorities, paused intake (H5)."""
+"""Engine contract for intake: submission, idempotency (E1), delays, holds, priorities, pauses (H5)."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class MoveContract(Contract):
         for _ in range(40):
             job_id = await rig.submit_one()
             came_from, claims = await asyncio.gather(rig.move(job_id, to), other.claim(limit=1))
-            # The operator wins either way: a job that was claimed first is fenced off from its worker.
+            # The move takes effect either way: if the job was claimed first, its worker is fenced.
             assert came_from is (State.RUNNING if claims else State.QUEUED)
             assert await other.succeed(*claims) == [SettleResult.STALE] * len(claims)
         check_history(await rig.events())

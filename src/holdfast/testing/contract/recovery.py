@@ -1,4 +1,4 @@
-"""Engine contract for recovery: jobs and keys that the engine has lost are restored from the ledger (L4, E1).
+"""Engine contract for recovery: lost jobs and keys are restored from the ledger (L4, E1).
 
 No job is lost in these tests: jobs of one queue are restored into another queue, which does not know them.
 """

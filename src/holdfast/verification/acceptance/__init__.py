@@ -1,1 +1,1 @@
-"""Acceptance criteria of the protocol, run on the servers of a deployment: `holdfast verify --deployment`."""
+"""Acceptance criteria of the protocol, run on a deployment's servers: `holdfast verify --deployment`."""

@@ -139,12 +139,12 @@ class _AcceptanceRun:
         except TimeoutError:
             return CriterionStatus.FAILED, f"did not end within {min(left_s, _ONE_S):.0f} s"
         except Exception as exc:  # noqa: BLE001
-            # An error in a criterion is a result, too, and must not stop the others.
+            # An error in a criterion is also a result, and must not stop the others.
             return CriterionStatus.FAILED, f"{type(exc).__name__}: {exc}"
 
 
 async def _to_its_end(removing: Coroutine[None, None, None]) -> None:
-    """Await the removal even if cancelled, however often: otherwise data would stay on the user's servers."""
+    """Await the removal despite cancellations: otherwise data would stay on the user's servers."""
     task = asyncio.create_task(removing)
     while not task.done():
         with suppress(asyncio.CancelledError):

@@ -53,7 +53,7 @@ class PostgresSandbox:
         await self._store.close()
 
     async def missing_permission(self) -> str:
-        """The permission missing to create the schema, with the statement that grants it; empty if none is missing."""
+        """The permission missing to create the schema, with the statement that grants it; or an empty string."""
         (found,) = await self._store.fetch(_MAY_CREATE)
         if found["allowed"]:
             return ""
@@ -77,7 +77,7 @@ class PostgresSandbox:
 
     async def remove(self, schema: str) -> None:
         """Drop the schema with its contents. Does nothing if it does not exist."""
-        # Checked first: a read-only database has no schema of ours, and would refuse the statement.
+        # Checked first: a read-only database cannot have the schema, and would refuse the statement.
         if await self._store.fetch(_THERE, schema):
             await self._store.execute(f'DROP SCHEMA IF EXISTS "{schema}" CASCADE')
 

@@ -1,6 +1,6 @@
 """A run's direct access to Redis: act as another program, and remove everything the run wrote.
 
-Every key of a run contains the run's name. Before it writes anything, the run is registered in a hash of all runs, and
+Every key of a run contains the run's name. A run is registered in a hash of all runs before it writes anything, and
 deregistered when everything is removed, so that the next run finds a killed one. Keys are found with `SCAN`, which does
 not block other clients. Streams do not expire, so they are removed first, by name; keys not found in time expire.
 """

@@ -4,7 +4,7 @@
 
 `python -m holdfast.verification.acceptance.worker_process QUEUE` is the worker process. It reads its settings as one
 line of JSON from stdin, so that passwords do not appear in the process list. It prints `ready`, and `begun JOB_ID` when
-it runs a job. The job waits until stdin brings a line (`continue`); then it returns, the worker drains, and the process
+it runs a job. The job waits for a line on stdin (`continue`); then it returns, the worker drains, and the process
 prints the engine's answers as JSON counts (`refused`, `succeeded`). It ends when its parent ends: stdin closes, and on
 Linux the kernel kills it even if it is stopped.
 """
@@ -96,7 +96,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 async def main(queue: str) -> None:
-    """Work on one queue until stdin brings a line."""
+    """Work on one queue until a line arrives on stdin."""
     _die_with_parent()
     settings = Settings(**json.loads(sys.stdin.readline()))
     resumed = asyncio.Event()
@@ -120,7 +120,7 @@ async def main(queue: str) -> None:
 
 
 def _die_with_parent() -> None:
-    """Have the kernel kill this process with its parent: a stopped process does not notice that stdin closes."""
+    """Have the kernel kill this process with its parent: a stopped process cannot read the end of stdin."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -27,7 +27,7 @@ from holdfast.verification.chaos.workload import WorkItem, external_effects, pro
 KEPT: Final = 200
 _REPLAY_PREFIX: Final = "dlq:"
 _RECLAIMED: Final = "task.reclaimed"
-#: Writes that a master had not replicated when a fault started are younger than this; receipts come no later.
+#: Margin around a fault: writes not yet replicated when it starts are younger, and receipts are not later.
 _NEAR_S: Final = 5.0
 
 
@@ -56,7 +56,7 @@ class Findings(msgspec.Struct, kw_only=True):
     #: Jobs that were accepted, not `durable`, and lost with such writes.
     forgotten: int = 0
     forgotten_jobs: list[str] = []
-    #: The fault they are attributed to → how many.
+    #: Fault that they are attributed to → number of jobs.
     forgotten_by: dict[str, int] = {}
     #: Accepted jobs that are not in the ledger, or have no end there.
     lost: int = 0
@@ -68,7 +68,7 @@ class Findings(msgspec.Struct, kw_only=True):
         return not self.defect_count
 
     def add(self, defect: str) -> None:
-        """Count a defect, and list it if there is space."""
+        """Count a defect, and list it unless `KEPT` are listed."""
         self.defect_count += 1
         if len(self.defects) < KEPT:
             self.defects.append(defect)
@@ -125,7 +125,7 @@ def check_recoveries(results: Sequence[FaultResult], within_s: float) -> list[st
 
 
 def check_forgotten(findings: Findings, journal: SubmissionJournal, results: Sequence[FaultResult]) -> None:
-    """Redis may lose only jobs that it accepted around a fault of Redis (`results`)."""
+    """Check that Redis lost only jobs that it accepted around one of its faults (`results`)."""
     near = [(each.began_at - _NEAR_S, each.ended_at + _NEAR_S) for each in results]
     for job_id in list(findings.forgotten_jobs):
         at = journal.accepted_at[job_id]
@@ -163,7 +163,7 @@ def work_item_of(journal: SubmissionJournal, number: int, folder: Path) -> WorkI
 
 
 def _check_answers(findings: Findings, journal: SubmissionJournal, count: int) -> None:
-    """Every submission has a clear answer in the end."""
+    """Check that every submission was finally accepted or refused."""
     unknown = [number for number in range(count) if number not in journal.accepted and number not in journal.refused]
     if unknown:
         findings.add(f"{len(unknown)} jobs were neither accepted nor refused, the first is number {unknown[0]}")
@@ -209,7 +209,7 @@ def _check_one(findings: Findings, journal: SubmissionJournal, item: WorkItem, j
 async def _check_others(
     findings: Findings, journal: SubmissionJournal, snapshot: Snapshot, rows: dict[str, _Row]
 ) -> None:
-    """No job that was never submitted, and no key with several jobs."""
+    """Check that every job was submitted or replayed, no key has several jobs, and no replay is lost."""
     dead_letters = {row.dlq_id async for row in snapshot.rows(select(dlq_items.c.dlq_id))}
     keys: Counter[tuple[str, str, str]] = Counter()
     for row in rows.values():
@@ -236,7 +236,7 @@ async def _check_others(
 
 
 async def _check_ends(findings: Findings, snapshot: Snapshot, rows: dict[str, _Row]) -> None:
-    """Each job has one final event."""
+    """Check that each job in a final state has one final event, and each other job none."""
     event = job_events.c
     ends = select(event.job_id, func.count().label("ends")).where(event.to_state.in_([*FINAL])).group_by(event.job_id)
     counted = {row.job_id: row.ends async for row in snapshot.rows(ends)}
@@ -249,7 +249,7 @@ async def _check_ends(findings: Findings, snapshot: Snapshot, rows: dict[str, _R
 async def _check_effects(
     findings: Findings, journal: SubmissionJournal, snapshot: Snapshot, rows: dict[str, _Row], folder: Path
 ) -> None:
-    """Each effect happened at most once, and exactly once if its job succeeded."""
+    """Check that each effect happened at most once, and exactly once if its job succeeded."""
     done = Counter(external_effects(folder))
     findings.effects = done.total()
     findings.effects_in_doubt = len(journal.resolved)
@@ -280,7 +280,7 @@ async def _count(findings: Findings, snapshot: Snapshot) -> None:
 
 
 def _explain(findings: Findings) -> None:
-    """Forks, restored jobs and anomalies are defects, unless the engine may have lost writes."""
+    """Count forks, restored jobs and anomalies as defects, unless the engine may have lost writes."""
     if findings.forgetful:
         return
     for reason, count in findings.anomalies.items():

@@ -1,8 +1,8 @@
-"""A real deployment on this machine: workers, upkeep, web server, Redis with AOF and PostgreSQL, each a process.
+"""A real deployment on this machine, with a process for each part.
 
-Every program reaches each store through its own `Proxy`, so that one can be cut off while the others continue.
-(Sentinel and Cluster give clients the real addresses: there Redis has no proxies.) A part that ends without a fault is
-started again, and recorded in `notes`.
+The parts are workers, upkeep, web servers, Redis with AOF and PostgreSQL. Every program reaches each store through its
+own `Proxy`, so that one can be cut off while the others continue. (Sentinel and Cluster give clients the real
+addresses: there Redis has no proxies.) A part that ends without a fault is started again, and recorded in `notes`.
 
 After `close`, an interrupted start or a kill of this process, only the logs in its folder are left.
 """
@@ -83,8 +83,11 @@ class Deployment:
         min_replicas: int = 0,
         settings: Mapping[str, str] | None = None,
     ) -> None:
-        """`settings` are `HOLDFAST_…` variables on top of `SETTINGS`. A Redis master with fewer than `min_replicas`
-        replicas accepts no writes. Raises `UsageError` for a missing server."""
+        """`settings` are `HOLDFAST_…` variables that override `SETTINGS`.
+
+        A Redis master with fewer than `min_replicas` replicas accepts no writes. Raises `UsageError` if a server binary
+        is missing.
+        """
         self.folder = folder
         self.seed = seed
         self.settings = {**SETTINGS, **(settings or {})}
@@ -95,7 +98,7 @@ class Deployment:
         self._min_replicas = min_replicas
         self.topology: Topology | None = None
         self.parts: dict[str, Part] = {}
-        #: By store: all proxies to it.
+        #: All proxies to each store.
         self.ways: dict[str, list[Proxy]] = {"redis": [], "postgres": []}
         self.environment: dict[str, str] = {}
         self.direct: dict[str, str] = {}
@@ -196,7 +199,6 @@ class Deployment:
             options["dir"] = str(disk.folder)
         if self._min_replicas:
             options |= {"min-replicas-to-write": str(self._min_replicas), "min-replicas-max-lag": _MAX_LAG_S}
-        # Replicas have copies of their masters' data, so that a second more or less does not matter there.
         made = make_topology(self._topology_name, folder, binary=self._redis_binary, aof=True, options=options)
         for name, server in made.servers.items():
             self._add(Part(name, server, _STORE if disk is not None else _PROCESS, disk))
@@ -233,7 +235,7 @@ class Deployment:
         self._stack.push_async_callback(self._end, part)
 
     async def _own_ways(self, proxies: list[Proxy] | None) -> dict[str, str]:
-        """The stores' URLs through new proxies, which are added to `proxies`."""
+        """Return the stores' URLs through new proxies, which are added to `proxies`."""
         assert self.topology is not None
         found = {"HOLDFAST_URL": self.topology.url}
         if isinstance(self.topology, SingleRedis):
@@ -262,7 +264,7 @@ class Deployment:
             await store.close()
 
     async def _issue_token(self) -> str:
-        """A token of an admin of all tenants, for the load generator."""
+        """Issue a token of an admin of all tenants, for the load generator."""
         maker = Principal(name="local:chaos", role=Role.ADMIN, tenants=frozenset({ALL_TENANTS}), verified=False)
         values = {key.removeprefix("HOLDFAST_").lower(): value for key, value in self.direct.items()}
         async with Holdfast(settings=Settings.load(**values)) as app:
@@ -296,9 +298,10 @@ class Deployment:
             self._notes.append(f"{part.name} ended unexpectedly with {_exit(code)}")
 
     async def restart_part(self, part: Part) -> None:
-        """Start or resume a part until it answers. Records failed starts and retries them until a timeout, then raises.
+        """Start or resume a part and wait until it answers.
 
-        A program that finds a store failing may exit: that start is repeated, but not recorded.
+        Failed starts are recorded and retried; after a timeout the error is raised. A program may exit because a store
+        is failing: that start is repeated, but not recorded.
         """
         deadline = monotonic() + _RESTARTED_WITHIN_S
         while True:

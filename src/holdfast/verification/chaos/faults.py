@@ -28,9 +28,9 @@ _LAST: Final = 0.97
 #: Share of faults that start together with the one before.
 _OVERLAPPING: Final = 0.25
 
-#: Where masters can fail over: one fault in this many does that, by kill and planned alternately.
+#: Where masters can fail over, one fault in N is a fail-over. Kills and planned fail-overs alternate.
 _FAIL_OVER_ONE_OF: Final = 8
-#: Weights once every fault has happened: more for the more important or worse ones, 1 for the rest.
+#: Weights once every fault has happened: higher for more important or worse faults. Default: 1.
 _WEIGHTS: Final[Mapping[tuple[FaultKind, str], int]] = {
     (FaultKind.KILL, "worker"): 5,
     (FaultKind.STOP, "worker"): 5,
@@ -89,7 +89,7 @@ def _pairs(parts: Mapping[str, frozenset[FaultKind]]) -> list[tuple[FaultKind, s
 def _with_fail_overs(
     random: Random, chosen: list[tuple[FaultKind, str]], ways: list[tuple[FaultKind, str]]
 ) -> list[tuple[FaultKind, str]]:
-    """Add a fail-over to every stretch of the plan, alternating between `ways`."""
+    """Add a fail-over to every `_FAIL_OVER_ONE_OF - 1` other faults, alternating between `ways`."""
     if not ways:
         return chosen
     others = _FAIL_OVER_ONE_OF - 1
@@ -102,7 +102,7 @@ def _with_fail_overs(
 
 
 def _positions(random: Random, faults: int) -> list[float]:
-    """Evenly spread moments with some jitter; some faults share the moment of the one before."""
+    """Start of each fault: evenly spread with some jitter. Some faults start with the one before."""
     together = [number > 0 and random.random() < _OVERLAPPING for number in range(faults)]
     moments = together.count(False)
     step = (_LAST - _FIRST) / max(1, moments)
@@ -129,7 +129,7 @@ _TRAFFIC_S: Final = 10.0
 _POLL_S: Final = 0.05
 _SLOWEST_S: Final = (0.05, 0.5)
 
-#: By group of parts: requests whose replies are dropped, on each proxy. They write, or may write.
+#: Requests whose replies are dropped on each proxy, by group of parts. They write, or may write.
 _DOOMED: Final[Mapping[str, tuple[bytes, ...]]] = {
     "redis": (b"EVALSHA", b"EVALSHA", b"EVALSHA"),
     "postgres": (b"COMMIT", b"INSERT", b"COMMIT"),
@@ -234,7 +234,10 @@ async def _lose_reply(deployment: Deployment, part: Part, fault: Fault) -> str:
 
 
 async def _fill(deployment: Deployment, part: Part, fault: Fault) -> str:
-    """Keep the disk full until it had an effect. A server that went down is started when there is space again."""
+    """Keep the disk full until a write has failed.
+
+    A server that went down is started when there is space again.
+    """
     disk = part.disk
     assert disk is not None
     # With appendfsync always Redis exits when it cannot write; with everysec it refuses writes.
@@ -250,7 +253,7 @@ async def _fill(deployment: Deployment, part: Part, fault: Fault) -> str:
         await do(disk.free)
     await _until(lambda: do(lambda: _has_recovered(part)), _TIMEOUT_S)
     if refuses:
-        # As an operator must: Redis 7.0 can leave a hole in its file, and would not start from it.
+        # Operators must do the same: Redis 7.0 can leave a hole in its file and then does not start from it.
         await _rewrite_aof(part)
         await do(lambda: _set(part, STRICT["appendfsync"]))
     return "" if affected else "nothing was written to it meanwhile"
@@ -295,7 +298,10 @@ def _set(part: Part, appendfsync: str) -> None:
 
 
 async def _rewrite_aof(part: Part) -> None:
-    """Rewrite the append-only file from memory. A rewrite already in progress may have begun too early."""
+    """Rewrite the append-only file from memory.
+
+    Waits for a rewrite that is already in progress, which may have begun too early, and starts another.
+    """
     await _until(lambda: do(lambda: _accepts(part, "BGREWRITEAOF")), _TIMEOUT_S)
     await _until(lambda: do(lambda: "aof_rewrite_in_progress:0" in _persistence(part)), _TIMEOUT_S)
 
@@ -319,7 +325,10 @@ def _write_errors(part: Part) -> int:
 
 
 def _is_affected(part: Part, errors_before: int) -> bool:
-    """Whether it could not write: it reports so, or went down. `errors_before`: its write errors before the fault."""
+    """Whether a write failed: it reports an error, or went down.
+
+    `errors_before` is the number of its write errors before the fault.
+    """
     if part.process.ended is not None or _write_errors(part) > errors_before:
         return True
     return part.group == "redis" and "aof_last_write_status:err" in _persistence(part)

@@ -44,7 +44,7 @@ class Leftovers:
         self._queues = names.queues.encode()
 
     async def find(self) -> list[str]:
-        """Everything that should not be there, as one sentence each."""
+        """Find everything that should not be there; one sentence each."""
         found: list[str] = []
         for port in self._ports():
             client = Redis(port=port, decode_responses=False)
@@ -93,8 +93,8 @@ class Leftovers:
         for stream in (stream for lane in range(_LANES) for stream in keys.lane(lane)):
             async for finding in self._of_stream(client, stream, {RETRY_CONSUMER.encode(), *workers}):
                 yield finding
-        # The feed is read to its end. It is trimmed to the tail, and the entry at the position, before it exceeds
-        # the tail by a tenth.
+        # A feed that is read to its end is trimmed to its tail, plus the entry at the position, before it exceeds the
+        # tail by a tenth.
         allowed = self._feed_tail + max(1, self._feed_tail // 10)
         if (size := await client.xlen(keys.feed)) > allowed:
             yield f"{_text(keys.feed)} has {size} entries; at most {allowed} are allowed"

@@ -3,7 +3,7 @@
 `LoadGenerator` continues through every fault. A submission without a clear answer is in doubt; it is submitted again
 under the same key, alternating between library and HTTP, until it is accepted or refused.
 
-`SubmissionJournal` is a file with everything known for certain: accepted, in doubt, refused, and what operators did.
+`SubmissionJournal` is a file that records submissions as accepted, in doubt or refused, and what operators did.
 Each entry is written in one call before the generator continues. It is the only record not made by holdfast; checks
 compare the ledger with it.
 """
@@ -115,7 +115,7 @@ _BULK: Final = 40
 #: Interval at which the generator checks its clock.
 _TICK_S: Final = 0.05
 _HTTP_TIMEOUT_S: Final = 15.0
-#: Maximum of submissions in flight. While a store is down they wait, and no new ones are begun.
+#: Maximum number of submissions in flight. While a store is down they wait, and no new ones are begun.
 _IN_FLIGHT: Final = 500
 #: Status codes after which the same request is repeated.
 _RETRYABLE: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -202,7 +202,7 @@ class LoadGenerator:
         while self._begun < self._count:
             await asyncio.sleep(_TICK_S)
             now = time.monotonic()
-            # Time in which nothing could be sent is not made up for: a burst after each fault would be another test.
+            # Lost time is not made up for: a burst after each fault would be a different test.
             credit = min(credit + (now - last) * rate, max(1.0, rate))
             last = now
             count = min(int(allowed() * self._count) - self._begun, _IN_FLIGHT - len(self._in_flight), int(credit))
@@ -213,7 +213,10 @@ class LoadGenerator:
             await asyncio.wait(self._in_flight)
 
     async def probe(self, number: int) -> str:
-        """Submit a plain job until it is accepted, bypassing the limit of submissions in flight. Returns its id."""
+        """Submit a plain job until it is accepted. Returns its id.
+
+        Not subject to the limit of submissions in flight.
+        """
         return await self._until_known(probe(self._seed, number), [self._submit])
 
     async def close(self) -> None:
@@ -260,7 +263,7 @@ class LoadGenerator:
         return each.number not in self._journal.accepted
 
     async def _until_known(self, each: WorkItem, ways: Sequence[Callable[[WorkItem], Awaitable[str]]]) -> str:
-        """Submit, alternating between `ways`, until accepted or refused. Returns the job id, or an empty string."""
+        """Submit, alternating between `ways`, until accepted or refused. Returns the job id; empty if refused."""
         backoff, tries = Backoff(), 0
         while True:
             way = ways[tries % len(ways)]

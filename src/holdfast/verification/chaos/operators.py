@@ -69,7 +69,7 @@ class SimulatedOperators:
         self._votes = asyncio.Semaphore(_MAX_VOTES)
         #: Action → how often.
         self.counts: Counter[str] = Counter()
-        #: Requests that the service refused, except those that came too late. Each is a defect: they are admins.
+        #: Requests that the service refused, except those that came too late. Each is a defect: operators are admins.
         self.refused: list[str] = []
 
     def accepted(self, each: WorkItem, job_id: str) -> None:
@@ -182,9 +182,10 @@ class SimulatedOperators:
 
 
 async def resolve_effects(app: Holdfast, journal: SubmissionJournal, folder: Path) -> int:
-    """Resolve every effect in doubt by the effects file and resume its job. Returns the number of resumed jobs.
+    """Resolve every effect in doubt according to the effects file and resume its job.
 
-    Call it only when no worker without a lease can still act: all processes run, and had time to notice lost leases.
+    Returns the number of resumed jobs. Call it only when no worker without a lease can still act: all processes run and
+    have had time to notice lost leases.
     """
     operations, resolved = Operations.for_app(app), 0
     happened = frozenset(external_effects(folder))

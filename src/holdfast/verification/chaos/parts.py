@@ -158,8 +158,8 @@ class FaultResult(msgspec.Struct, frozen=True):
     #: Wall clock times of its start and end; it ends when the servers it affected have rejoined.
     began_at: float = 0.0
     ended_at: float = 0.0
-    #: From the end of it, and of the faults that started with it, until a job submitted then had ended; -1 after the
-    #: timeout.
+    #: Recovery time: from the end of this fault, and of those that started with it, until a job submitted then had
+    #: ended. -1 after the timeout.
     recovered_s: float = -1.0
     #: Why it was not injected; empty if it was.
     skipped: str = ""
@@ -281,7 +281,7 @@ class DiskPostgres(PostgresServer):
         super().start()
 
     def write_errors(self) -> int:
-        """How often it had no space to write, by its log."""
+        """Number of writes that failed for lack of space, according to its log."""
         return self._log_file.read_bytes().count(b"No space left on device")
 
     def remove(self) -> None:
@@ -304,9 +304,9 @@ class Part:
         self.process = process
         self.kinds = kinds
         self.disk = disk
-        #: Its connections to the others.
+        #: Its connections to other parts.
         self.proxies: list[Proxy] = []
-        #: Held while a fault is injected: one fault at a time, and its exit is not taken for an unexpected one.
+        #: Held while a fault is injected: one fault at a time, and an exit during it is expected.
         self.fault_lock = asyncio.Lock()
         #: End of the last fault, by the monotonic clock.
         self.hurt_until = 0.0
@@ -328,7 +328,7 @@ class Part:
         return code
 
     def end(self) -> None:
-        """End it, in whatever state it is."""
+        """End it, even if it is paused or has already ended."""
         if self.process.ended is not None:
             self.process.reset()
         self.process.stop()
@@ -353,7 +353,10 @@ def _summarise(line: str) -> str:
 
 
 async def to_its_end(work: Awaitable[T]) -> T:
-    """Await `work` to its end and return its result, also if the caller is cancelled; then raise the cancellation."""
+    """Await `work` to its end and return its result.
+
+    If the caller is cancelled meanwhile, raise the cancellation after that.
+    """
     task = asyncio.ensure_future(work)
     interrupted: asyncio.CancelledError | None = None
     while not task.done():

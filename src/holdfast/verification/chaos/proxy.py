@@ -114,7 +114,7 @@ class Proxy:
         try:
             await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            # Before anything that waits: a cut may come while this connection is closing.
+            # Before the first await: a cut may cancel this task while the connection closes.
             server_writer.transport.abort()
             for pump in pumps:
                 pump.cancel()
@@ -165,7 +165,8 @@ class _ProxiedConnection:
     async def _lose(self) -> None:
         """Drop replies until the server sends nothing more.
 
-        The first one may answer an earlier request: cutting now could stop the server before it does the doomed one.
+        The first reply may answer an earlier request. Cutting the connection at once could keep the server from
+        handling the request whose reply is to be dropped.
         """
         self._proxy.lost += 1
         with suppress(TimeoutError):

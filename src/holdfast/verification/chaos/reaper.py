@@ -1,8 +1,8 @@
-"""Clean up after a chaos run that was killed: end its processes, unmount its disks, delete its data. Logs are kept.
+"""Clean up after a chaos run that was killed: end its processes, unmount its disks, delete its data.
 
-The reaper is a separate process that waits for the end of its stdin, which the system closes however the run ends. If
-the reaper is killed, too, the next run finds its record and cleans up: `reap_stale`. It imports nothing of holdfast, so
-that it starts fast and does not depend on the code under test.
+Logs are kept. The reaper is a separate process that waits for the end of its stdin, which the system closes however the
+run ends. If the reaper is killed as well, the next run finds its record and cleans up: `reap_stale`. It imports nothing
+from holdfast, so that it starts fast and does not depend on the code under test.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class RunRecord(TypedDict):
 
 
 class Reaper:
-    """Guards the run of this process in `folder` until `release`."""
+    """Cleans up after the run of this process in `folder`, unless `release` is called."""
 
     def __init__(self, folder: Path, data: Sequence[Path]) -> None:
-        """`folder`: of all logs; `data`: folders to delete, including disks mounted there."""
+        """`folder` has all logs; `data` are folders to delete, including disks mounted there."""
         run = RunRecord(owner=_mark(os.getpid()), folder=str(folder.resolve()), data=list(map(str, data)))
         number, name = tempfile.mkstemp(prefix=_PREFIX)
         with os.fdopen(number, "w") as file:
@@ -60,7 +60,7 @@ class Reaper:
         return self._process.pid
 
     def release(self) -> None:
-        """End the reaper after the run has cleaned up itself. May be repeated."""
+        """End the reaper, after the run itself has cleaned up. May be repeated."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError, ValueError):
             self._process.stdin.write(_DONE)
@@ -70,7 +70,7 @@ class Reaper:
 
 
 def reap_stale(folder: Path | None = None) -> list[str]:
-    """Clean up after killed runs whose reapers were killed, too. Returns their log folders."""
+    """Clean up after killed runs whose reapers were killed as well. Returns their log folders."""
     found = []
     for record in Path(folder or tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         run = _read(record)
@@ -81,7 +81,7 @@ def reap_stale(folder: Path | None = None) -> list[str]:
 
 
 def processes_of(folder: str) -> list[int]:
-    """Processes whose stdout and stderr both go to files in this folder: programs and servers of the run there.
+    """Processes of the run in this folder: those whose stdout and stderr both go to files there.
 
     Read from /proc instead of recorded, so that processes started just now, or by one of these, are included.
     """

@@ -1,6 +1,7 @@
 """The servers of a Redis topology: data nodes and sentinels, and how to send them commands.
 
-Both keep their ports for life, below the ephemeral range, so that a killed server finds its port free when it restarts.
+Both keep their ports across restarts. Ports are below the ephemeral range, so that the port of a killed server is still
+free when it restarts.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ class Sentinel(Node):
         return int(address[1]) if address else 0
 
     def state(self) -> dict[str, str]:
-        """Its state of the master; empty if it does not answer."""
+        """The master's state as this sentinel reports it; empty if it does not answer."""
         try:
             words = self.call("SENTINEL", "MASTER", SERVICE)
         except (OSError, hiredis.ReplyError):

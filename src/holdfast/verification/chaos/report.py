@@ -20,7 +20,7 @@ class ChaosReport(msgspec.Struct, kw_only=True):
     workers: int
     jobs: int
     rate: float
-    #: Repeats the run.
+    #: Command that repeats the run.
     command: str
     struck: list[FaultResult] = []
     findings: Findings = msgspec.field(default_factory=Findings)
@@ -29,9 +29,9 @@ class ChaosReport(msgspec.Struct, kw_only=True):
     #: Faults that cannot be injected on this machine → why.
     unsupported: dict[str, str] = {}
     load_s: float = 0.0
-    #: From the repair of all faults until the last job had ended.
+    #: Seconds from the repair of all faults until the last job had ended.
     ended_s: float = 0.0
-    #: From then until upkeep had emptied Redis.
+    #: Seconds from then until upkeep had emptied Redis.
     tidy_s: float = 0.0
     total_s: float = 0.0
 
@@ -74,10 +74,10 @@ def summary(report: ChaosReport) -> list[tuple[str, str]]:
 
 
 def blame(accepted_at: Sequence[float], results: Sequence[FaultResult]) -> dict[str, int]:
-    """Attribute dropped jobs, by the times they were accepted, to faults of Redis: before or during which fault.
+    """Attribute dropped jobs to faults of Redis, by the times at which the jobs were accepted.
 
-    Before: the master had not replicated them when it failed. During: a server that did not remain master accepted
-    them.
+    Before a fault: the master had not replicated them when it failed. During a fault: a server that did not remain
+    master accepted them.
     """
     found: Counter[str] = Counter()
     for at in sorted(accepted_at):
@@ -94,7 +94,7 @@ FAULT_COLUMNS = ("fault", "part", "times", "median s", "longest s")
 
 
 def faults_table(results: Sequence[FaultResult]) -> list[tuple[str, ...]]:
-    """By kind and group of parts: how often, and the seconds until recovery."""
+    """Rows by kind and group of parts: number of faults, median and longest recovery in seconds."""
     groups: dict[tuple[str, str], list[float]] = {}
     for each in results:
         if not each.skipped:

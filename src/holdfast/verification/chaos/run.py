@@ -1,4 +1,4 @@
-"""One chaos run: start a deployment, apply load and faults, heal it, wait for all jobs to end, check the result."""
+"""One chaos run: deployment, load and faults, healing, the end of all jobs, checks."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ RECOVERY_TIMEOUT_S: Final = 30.0
 TIMEOUT_S: Final = 60.0
 #: Reply timeout of the final checks: reading the whole history takes longer than any query during the run may.
 _CHECK_TIMEOUT_S: Final = 300
-#: How long upkeep may take to empty Redis: it ends a job that a fail-over left half ended only after two checks have
-#: found it. The report has the time that it took.
+#: How long upkeep may take to empty Redis: it ends a job that a fail-over left partly ended only after two checks have
+#: found it. The report has the actual time.
 _TIDY_TIMEOUT_S: Final = 2 * ORPHAN_CHECK_S + 30.0
 #: How long a worker may take to notice a lost lease after the last fault is healed.
 _NOTICE_S: Final = 4.0

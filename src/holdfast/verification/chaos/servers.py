@@ -1,6 +1,6 @@
 """Find, start, pause, kill and restart redis-server and postgres processes.
 
-A server is started on a free port and keeps its port and folder for life, so that it can be killed and started again
+A server is started on a free port and keeps its port and folder, so that it can be killed and started again
 under the same address. `find_redis` and `find_postgres` raise `UsageError` with the remedy if there is no binary.
 """
 

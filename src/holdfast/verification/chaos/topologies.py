@@ -153,7 +153,7 @@ class SingleRedis(Topology):
 class SentinelRedis(Topology):
     """A master with a replica, and three sentinels with a quorum of two.
 
-    Sentinels ping once a second. With a timeout much shorter than 1.5 s they take a newly discovered master for down,
+    Sentinels ping once a second. With a timeout much shorter than 1.5 s they consider a newly discovered master down
     and fail over back and forth.
     """
 
@@ -205,7 +205,7 @@ class SentinelRedis(Topology):
         return found[0] if found and self.node(found[0]).is_master else None
 
     def _request_fail_over(self) -> bool:
-        """A sentinel refuses this if it knows no healthy replica, or during another fail-over."""
+        """Request a planned fail-over. False: refused, for lack of a healthy replica or during another one."""
         with suppress(OSError, hiredis.ReplyError):
             self._sentinels[0].call("SENTINEL", "FAILOVER", SERVICE)
             return True
@@ -215,7 +215,7 @@ class SentinelRedis(Topology):
         masters = self.masters()
         settled = all(sentinel.state().get("flags") == "master" for sentinel in self._sentinels)
         if masters and settled and self.node(masters[0]).is_master:
-            # A sentinel would demote a returned master, too, but only after 10 s.
+            # A sentinel would also demote a returned master, but only after 10 s.
             self._follow(masters[0])
         return self._is_complete()
 
@@ -255,7 +255,7 @@ class ClusterRedis(Topology):
                 cluster_enabled="yes",
                 cluster_config_file="nodes.conf",
                 cluster_node_timeout=str(node_timeout_ms),
-                # An outdated replica may be promoted, too: it is better than none.
+                # An outdated replica may be promoted: it is better than no master.
                 cluster_replica_validity_factor="0",
                 # Replicas stay with the masters assigned to them.
                 cluster_migration_barrier="100",

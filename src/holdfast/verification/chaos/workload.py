@@ -106,7 +106,7 @@ def effects_file(folder: str | Path) -> Path:
 
 
 def external_effects(folder: str | Path) -> list[str]:
-    """Keys of the effects that happened, one for each time."""
+    """Keys of the effects that happened. An effect that happened twice has its key twice."""
     path = effects_file(folder)
     return path.read_text().split() if path.exists() else []
 
