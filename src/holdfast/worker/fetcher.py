@@ -147,7 +147,7 @@ class Fetcher:
                     await asyncio.sleep(0)
 
     async def _wait_for_capacity(self) -> int:
-        """Wait for capacity; returns how many to claim. At a high rate, waits until a batch is worth the call."""
+        """Wait for capacity; returns how many to claim. At a high rate, waits for a worthwhile batch."""
         runner = self._runner
         while True:
             ahead = self._rate.prefetch(runner.finished)
