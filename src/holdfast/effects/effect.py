@@ -195,7 +195,7 @@ class Effect:
     async def failed(self, ticket: EffectTicket, error: BaseException) -> None:
         """Record that the function raised: in doubt, or certainly not done.
 
-        If the ledger is unreachable, the reservation stays; once its lease is lost, the effect is in doubt as well.
+        If the ledger is unreachable, the reservation stays, which means in doubt as well once the attempt has ended.
         """
         # A doubt about an earlier call remains, even if this call certainly did nothing.
         certain = isinstance(error, self._options.not_done) and not ticket.doubt
