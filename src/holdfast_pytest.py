@@ -1,4 +1,4 @@
-"""The pytest plugin of holdfast (entry point `pytest11`): an app in memory, its clock, a worker that runs what is due.
+"""The pytest plugin of holdfast (entry point `pytest11`): an app in memory, its clock and its worker.
 
     @pytest.fixture
     def holdfast_base_app():            # in conftest.py
@@ -44,14 +44,14 @@ def holdfast_base_app() -> Holdfast:
 
 @pytest.fixture
 def holdfast_app(holdfast_base_app: Holdfast, holdfast_clock: ManualClock) -> Iterator[Holdfast]:
-    """Your app for one test: in memory, on `holdfast_clock`, without the stores that it is configured for."""
+    """Your app for one test: in memory, on `holdfast_clock`, without its configured stores."""
     with holdfast_base_app.configure(url="sqlite://", clock=holdfast_clock) as app:
         yield app
 
 
 @pytest.fixture
 def holdfast_worker(holdfast_app: Holdfast, holdfast_clock: ManualClock) -> InMemoryWorker:
-    """Runs what is due: `await holdfast_worker.drain()`, or `drain_sync()`."""
+    """A worker that runs due jobs: `await holdfast_worker.drain()`, or `drain_sync()`."""
     from holdfast.testing import InMemoryWorker
 
     return InMemoryWorker(holdfast_app, holdfast_clock)

@@ -1,4 +1,4 @@
-"""Names of a package that are loaded when they are first used, so that importing the package loads little."""
+"""Names of a package that are loaded on first use, so that importing the package loads little."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Clean-up in a forked child process, which inherits locks, event loops and connections of its parent.
+"""Clean-up in a forked child process, which inherits locks, event loops and connections.
 
-Objects that own such things have an `after_fork`, which is called in the child before any other code runs there. It
-replaces locks, which a thread of the parent may have held, and drops what belongs to the parent without closing it.
+Objects that own these have an `after_fork`, which is called in the child before any other code runs there. It
+replaces locks, which a thread of the parent may have held, and drops the parent's connections without closing them.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _separate(loop: _SelectorLoop) -> None:
     """Give an inherited event loop its own epoll instance and wake-up pipe.
 
     It shares both with the parent. A child closes its loop when it ends, which would remove the pipe from the parent's
-    epoll instance: results from other threads, as all are on SQLite, would no longer wake the parent.
+    epoll instance: results from other threads (on SQLite, all results) would no longer wake the parent.
     """
     _parents.append((loop._selector, loop._ssock, loop._csock))
     loop._selector = selectors.DefaultSelector()

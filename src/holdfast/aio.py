@@ -7,8 +7,8 @@
 - `serve_tcp`: a TCP server for the duration of a block; nothing of it remains afterwards.
 - `BlockingPortal`: an event loop in a thread for callers without one (Django views, scripts, threads). One per app,
   started with the first blocking call; a process forked after that gets a new one.
-- `DaemonThreads`: threads for functions that are not `async`. They are not an executor's, because the standard one
-  joins its threads at interpreter exit, and one function that never returns would keep a drained worker alive.
+- `DaemonThreads`: threads for functions that are not `async`. The standard executor joins its threads at interpreter
+  exit, so that one function that never returns would keep a drained worker alive.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ def is_own_cancellation(exc: BaseException) -> bool:
 
 
 def raise_if_cancelled() -> None:
-    """Raise `CancelledError` if the current task is being cancelled and a library has swallowed the cancellation."""
+    """Raise `CancelledError` if the current task is being cancelled.
+
+    For loops around libraries that may have swallowed the cancellation.
+    """
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError
@@ -42,7 +45,7 @@ _log: Final = logging.getLogger("holdfast.aio")
 
 
 class LoopThread:
-    """`start`, then `stop`, both from one other event loop. A daemon thread: it does not keep the process alive."""
+    """A daemon thread with an event loop: `start`, then `stop`, both from one other event loop."""
 
     def __init__(
         self,
@@ -70,7 +73,7 @@ class LoopThread:
             try:
                 self._loop.call_soon_threadsafe(self._cancel)
             except RuntimeError:
-                # It has ended by itself just now.
+                # The thread has just ended by itself.
                 _log.debug("%s: loop already closed", self._thread.name)
         await asyncio.to_thread(self._thread.join)
 
@@ -107,7 +110,10 @@ class Socket(Protocol):
 
 
 async def stop_accepting(sockets: Iterable[Socket]) -> None:
-    """Accept no further connections, and wait until the accepted ones are served. Call it before closing a server."""
+    """Accept no further connections, and wait until the tasks of accepted ones have begun.
+
+    Call it before closing a server.
+    """
     for sock in sockets:
         asyncio.get_running_loop().remove_reader(sock.fileno())
     for _ in range(_ACCEPT_PASSES):

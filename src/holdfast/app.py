@@ -36,7 +36,10 @@ ExceptionTypes = type[BaseException] | tuple[type[BaseException], ...]
 
 
 class TaskDecorator(Protocol):
-    """The decorator that `@app.task(…)` returns. A first parameter of type `Context` is not an argument of the job."""
+    """The decorator that `@app.task(…)` returns.
+
+    A first parameter of type `Context` is not an argument of the job.
+    """
 
     @overload
     def __call__(self, function: Callable[Concatenate[Context, P], Coroutine[Any, Any, R]], /) -> Task[P, R]: ...
@@ -111,9 +114,10 @@ class Holdfast:
         return self._backend.outbox_writer
 
     async def open(self) -> None:
-        """Connect to the stores. Optional before a submission; raises immediately if the engine is unreachable.
+        """Connect to the stores; raises immediately if the engine is unreachable.
 
-        An unreachable ledger is logged. Raises `SchemaMismatch` if the ledger's tables are those of another release.
+        Optional before a submission. An unreachable ledger is logged. Raises `SchemaMismatch` if the ledger's tables
+        are those of another release.
         """
         await self._backend.open()
 
@@ -131,7 +135,7 @@ class Holdfast:
     def configure(self, *, clock: Clock | None = None, **overrides: Any) -> Reconfigured[Self]:
         """Change settings or the clock while the app is not open; None unsets a setting.
 
-        Used as a block (`with` or `async with`), the change ends with it. A URL in memory isolates the app: stores,
+        As a block (`with` or `async with`), it is undone at the end. A URL in memory isolates the app: stores,
         brokers and webhooks named before, in code or outside it, are dropped unless named in the same call.
         """
         return Reconfigured(self, self._backend.configure(overrides, clock))
@@ -213,7 +217,7 @@ class Holdfast:
         return Job(self._backend, job_id, queue, duplicate=False)
 
     async def submit_raw(self, task: str, payload: bytes, **options: Unpack[SubmitOptions]) -> Job[Any]:
-        """Submit by task name, with the payload as it is sent on the wire.
+        """Submit a job by task name, with an encoded payload.
 
         Name and payload are checked against the app's tasks. An app without tasks checks only that the payload is
         JSON.

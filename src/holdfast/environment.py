@@ -1,6 +1,6 @@
-"""Warnings about `HOLDFAST_*` variables that nothing reads, most likely misspelt settings.
+"""Warnings about `HOLDFAST_*` variables that are not read, most likely misspelt settings.
 
-Never an error, and never with the value, which may be a secret.
+A warning never contains the value, which may be a secret.
 """
 
 from __future__ import annotations

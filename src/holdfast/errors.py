@@ -195,7 +195,7 @@ class Denied(HoldfastError):
 
 
 class GuardFailed(HoldfastError):
-    """A guard raised, did not answer in time, or returned an invalid answer; nothing was accepted and nothing runs."""
+    """A guard raised, timed out, or returned an invalid value; nothing was accepted and nothing runs."""
 
     code = "GUARD_FAILED"
 
@@ -229,7 +229,7 @@ class NotFound(HoldfastError):
 
 
 class Conflict(HoldfastError):
-    """Already decided, replayed or discarded, or changed by another caller meanwhile; nothing was changed."""
+    """Already decided, replayed or discarded, or changed by another caller; nothing was changed."""
 
     code = "CONFLICT"
 
@@ -296,7 +296,7 @@ class SchemaMismatch(HoldfastError):
 
 
 class RunEnded(HoldfastError):
-    """This run has timed out, was cancelled or has lost its lease; it may begin no further effect or step."""
+    """This run was ended from outside; it may begin no further effect or step."""
 
     code = "RUN_ENDED"
 
@@ -335,7 +335,10 @@ class StepMismatch(HoldfastError):
 
 
 class NotDurableYet(HoldfastError):
-    """The engine accepted a durable submission; the ledger has not confirmed it in time. The job continues."""
+    """The engine accepted a durable submission, but the ledger has not confirmed it in time.
+
+    The job continues.
+    """
 
     code = "NOT_DURABLE_YET"
 
@@ -349,7 +352,7 @@ class NotDurableYet(HoldfastError):
 
 
 class JobFailed(HoldfastError):
-    """The job ended in `failed`, or is parked in a state without a result."""
+    """The awaited job ended without a result."""
 
     code = "JOB_FAILED"
 
@@ -403,16 +406,16 @@ class FeedFull(IntakeRefused):
 
 
 class FeedDetached(IntakeRefused):
-    """The queue has a ledger, but its feed has no reader in this epoch (new store, wipe, restart or fail-over).
+    """The queue has a ledger, but its feed has no reader in this epoch.
 
-    The submitter attaches one.
+    The store is new, was wiped or restarted, or a replica took over. The submitter attaches a reader.
     """
 
     code = "FEED_DETACHED"
 
 
 class Unavailable(HoldfastError):
-    """A dependency is down. Raised by a task, the job backs off without using up retries."""
+    """A dependency is down. If a task raises it, the job backs off without using up retries."""
 
     code = "UNAVAILABLE"
 
@@ -436,9 +439,10 @@ class LedgerUnavailable(Unavailable):
 
 
 class LedgerRefused(LedgerUnavailable):
-    """The ledger's server answers and refuses: wrong user or password, no such database. Correct the settings.
+    """The ledger's server answers and refuses: wrong user or password, no such database.
 
-    Running programs treat it as an outage, since credentials may be rotating; programs that are starting exit.
+    Correct the settings. Running programs treat it as an outage, since credentials may be rotating; programs that are
+    starting exit.
     """
 
     code = "LEDGER_REFUSED"

@@ -1,4 +1,4 @@
-"""The package's extras: the modules each one installs, and the error for a module that is missing.
+"""The extras of holdfast: their modules, and the error for a module that is not installed.
 
 The base install runs on SQLite. Every other store, the HTTP service and every broker needs an extra, and its packages
 are imported only where they are used, after a call of `require`, which reports a missing package with the command that
@@ -33,14 +33,14 @@ _DRIVERS: Final = {"redis": "hiredis", "rediss": "hiredis", "postgresql": "async
 
 
 def require(what: str, *modules: str) -> None:
-    """Raise `MissingExtra` unless all of these modules, listed in `EXTRAS`, are installed. Imports none of them."""
+    """Raise `MissingExtra` unless all of these modules of `EXTRAS` are installed. Imports none of them."""
     error = missing(what, *modules)
     if error is not None:
         raise error
 
 
 def missing(what: str, *modules: str) -> MissingExtra | None:
-    """Return the error of `require`, for modules that raise it among their imports; None if nothing is missing."""
+    """Return the error of `require`, or None; for modules that raise it among their imports."""
     absent = tuple(module for module in modules if not _installed(module))
     extras = sorted({_EXTRA_OF[module] for module in absent})
     return MissingExtra(what, absent, tuple(extras)) if absent else None

@@ -1,6 +1,6 @@
-"""Build the engine, ledger and outbox that the settings name; the only module that knows the adapters.
+"""Build the engine, ledger and outbox that the settings name, unopened.
 
-They are returned unopened.
+The only module that knows the adapters.
 """
 
 from __future__ import annotations
@@ -50,9 +50,10 @@ def sqlite_path(url: str) -> str:
 
 
 def build_ledger(settings: Settings, engine: EnginePart, clock: Clock | None = None) -> Ledger | None:
-    """The ledger of this engine, unopened: `settings.ledger`, else the engine's SQLite file; None on Redis.
+    """The ledger of this engine, unopened.
 
-    On PostgreSQL the server's time is used, not `clock`.
+    That is `settings.ledger`, otherwise the engine's SQLite file; None on Redis without `settings.ledger`. On
+    PostgreSQL the server's time is used, not `clock`.
     """
     # Imported here: a program that uses one store does not need the other's driver.
     clock = clock or SystemClock()

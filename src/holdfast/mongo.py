@@ -79,7 +79,7 @@ async def upsert_once(
     fresh = _without_names(document, names)
     with outages():
         await _ensure_index(collection)
-        # First the usual case of a retry, which writes nothing.
+        # A retry usually finds the document, and writes nothing.
         stored = await collection.find_one(names)
         if stored is None:
             try:
@@ -95,7 +95,7 @@ async def upsert_once(
 
 
 class ResultSink:
-    """Store results of jobs in a collection: one document per job, however often it is written."""
+    """Stores results of jobs in a collection: one document per job, even if it is written repeatedly."""
 
     def __init__(self, collection: AsyncCollection[Any]) -> None:
         self._collection = collection

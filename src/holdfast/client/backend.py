@@ -1,4 +1,4 @@
-"""`Backend`: what an app has besides its public members. Get it with `execution.backend.backend_of(app)`.
+"""`Backend`: the internal side of an app, which `execution.backend.backend_of(app)` returns.
 
 It holds the settings, the registered tasks, the connections of each event loop and the portal for blocking calls. It
 makes envelopes and submits them, or writes them to the outbox in the user's transaction. Adapters are built by
@@ -96,9 +96,10 @@ class Backend(Configurable):
         await self.connections.close()
 
     def require_ledger(self) -> None:
-        """Raise `LedgerRefused` if the ledger refused the user, the password or the database when it was opened.
+        """Raise `LedgerRefused` if the ledger refused the connection when it was opened.
 
-        For programs that should not start then. An unreachable ledger raises nothing.
+        For programs that should not start with a wrong user, password or database. An unreachable ledger raises
+        nothing.
         """
         if (refusal := self.connections.ledger_refusal()) is not None:
             raise refusal
@@ -137,9 +138,9 @@ class Backend(Configurable):
     # In the user's transaction -----------------------------------------------------------------------
 
     async def enqueue_in_transaction(self, connection: Any, envelopes: Sequence[Envelope]) -> list[Receipt]:
-        """Write jobs to the outbox in the transaction open on this connection; a relay submits them after the commit.
+        """Write jobs to the outbox in the transaction open on this connection.
 
-        Inline mode runs them immediately.
+        A relay submits them after the commit. Inline mode runs them immediately.
         """
         if self.inline_submitter is not None:
             return await self.inline_submitter.submit_many(envelopes)
@@ -151,7 +152,10 @@ class Backend(Configurable):
         return [Receipt(envelope.job_id) for envelope in prepared]
 
     def enqueue_in_transaction_sync(self, connection: Any, envelopes: Sequence[Envelope]) -> list[Receipt]:
-        """`enqueue_in_transaction` on a blocking connection, which stays in this thread. Guards run in the portal."""
+        """`enqueue_in_transaction` on a blocking connection.
+
+        The connection stays in this thread; guards run in the portal.
+        """
         submitter = self.inline_submitter
         if submitter is not None:
             return self.portal.call("submit_sync", lambda: submitter.submit_many(envelopes), "await task.submit(…)")
@@ -161,9 +165,10 @@ class Backend(Configurable):
         return [Receipt(envelope.job_id) for envelope in prepared]
 
     async def transactional_event(self, tenant_id: str, job_id: str) -> OutboxEvent | None:
-        """The outbox event of such a job; None unless the transaction is committed and visible to the relay.
+        """The outbox event of a job that was submitted in a transaction.
 
-        Also None in inline mode. Raises `NoLedger` if the app has no outbox.
+        None unless the transaction is committed and visible to the relay, and None in inline mode. Raises `NoLedger` if
+        the app has no outbox.
         """
         if self.inline_submitter is not None:
             return None

@@ -22,7 +22,7 @@ from holdfast.settings import OUTSIDE, Settings, is_in_memory
 class Setup(NamedTuple):
     """An app's settings, clock and connections."""
 
-    #: Settings given in code. Without the environment, which is read again with every change.
+    #: Settings given in code, without those of the environment, which is read again at every change.
     given: Mapping[str, Any]
     settings: Settings
     clock: Clock
@@ -51,7 +51,7 @@ class Configurable(ABC):
     def configure(self, overrides: Mapping[str, Any], clock: Clock | None = None) -> Callable[[bool], None]:
         """Change settings or the clock; return the function that restores the former ones.
 
-        Its argument: no other exception is being raised that an error of the restore would hide. Raises
+        Its argument is False if another exception is being raised, which an error of the restore would hide. Raises
         `InvalidOption` while the app is open.
         """
         if self.connections.in_use:
@@ -87,7 +87,10 @@ class Configurable(ABC):
         self._use(Setup(given, settings, clock or former.clock, self._make_connections(settings)))
 
     def _undo(self, former: Setup, *, sound: bool) -> None:
-        """Restore the former settings. `sound`: no other exception is being raised that an error here would hide."""
+        """Restore the former settings.
+
+        `sound`: no other exception is being raised, which an error here would hide.
+        """
         connections = self.connections
         try:
             self.portal.close(connections.close)
@@ -107,7 +110,7 @@ class Configurable(ABC):
 
 
 class Closable(Protocol):
-    """An app, as far as a block of `configure` uses it."""
+    """The part of an app that a block of `configure` uses."""
 
     async def close(self) -> None: ...
 
@@ -116,10 +119,10 @@ A = TypeVar("A", bound=Closable)
 
 
 class Reconfigured(Generic[A]):
-    """What `app.configure(…)` returns: the change has been made. As a block, it is undone at the block's end.
+    """A change made by `app.configure(…)`. Used as a block, it is undone at the block's end.
 
-    `async with` closes the app first. So does `with`, as far as that is possible without an event loop: stores in
-    memory, and the connections of `submit_sync`.
+    `async with` closes the app first. `with` closes what can be closed without an event loop: stores in memory, and the
+    connections of `submit_sync`.
     """
 
     def __init__(self, app: A, undo: Callable[[bool], None]) -> None:
@@ -145,14 +148,17 @@ class Reconfigured(Generic[A]):
 
 
 def _check_extras(settings: Settings) -> None:
-    """Raise `MissingExtra` for a store whose driver is not installed, and for tracing without its packages."""
+    """Raise `MissingExtra` for a store without its driver, and for tracing without its packages."""
     require_drivers(settings.url, settings.ledger, settings.outbox_url)
     if settings.tracing:
         require("tracing", "opentelemetry.trace")
 
 
 def _changed(given: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings given in code after a change. A move into memory drops the stores named for another engine."""
+    """The settings given in code, after a change.
+
+    A move into memory drops the stores named for another engine.
+    """
     url = overrides.get("url")
     moved = isinstance(url, str) and is_in_memory(url)
     return {name: value for name, value in given.items() if not (moved and name in OUTSIDE)} | dict(overrides)

@@ -118,8 +118,8 @@ class LoopConnection:
     async def _open_ledger(self, timeout_s: float) -> None:
         """Open the ledger without letting an outage block submission (requirement L3).
 
-        After the timeout, a background task continues to open it. Raises the error of a ledger that answers but is
-        unusable; if that is found out later, it is logged.
+        After the timeout, a background task continues to open it. Raises errors that are not an outage, for example
+        `SchemaMismatch`; after the timeout, they are logged.
         """
         if self.ledger is None:
             return
@@ -165,7 +165,10 @@ def _discard(connections: Sequence[LoopConnection]) -> None:
 
 
 async def _open_with_retry(ledger: Ledger, first: asyncio.Future[Exception | None]) -> None:
-    """Open the ledger, retrying until it answers. The first attempt's outcome is set on `first`, unless it is done."""
+    """Open the ledger, retrying until it answers.
+
+    The outcome of the first attempt is set on `first`, unless `first` is done.
+    """
     backoff = Backoff()
     while True:
         error: Exception | None = None
@@ -184,7 +187,7 @@ async def _open_with_retry(ledger: Ledger, first: asyncio.Future[Exception | Non
 
 
 class LoopConnections:
-    """Finds or creates the connection of the running loop. Can be used from any thread."""
+    """The connections of an app, one per event loop. Can be used from any thread."""
 
     def __init__(
         self,
@@ -216,7 +219,10 @@ class LoopConnections:
         on_fork(self)
 
     def after_fork(self) -> None:
-        """Reset in a child process: connections and lock belong to the parent. The first use opens the stores again."""
+        """Reset in a child process: connections and lock belong to the parent.
+
+        The first use opens the stores again.
+        """
         self._lock = threading.Lock()
         leave_to_parent((self._connections, self._first))
         self._connections = {}
@@ -355,7 +361,10 @@ class LedgerClient:
 
 
 async def _wait(projection: ProjectionReadPort, queue: str, end: EngineSnapshot, deadline: float) -> None:
-    """Wait until the ledger has the feed's last entry, by nonce: positions of two feeds cannot be compared."""
+    """Wait until the ledger has the feed's last entry.
+
+    The nonce is checked too, since positions of two feeds cannot be compared.
+    """
     if not end.position:
         return
     last = FeedEntry(end.position, end.nonce, [])

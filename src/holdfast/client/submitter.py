@@ -103,9 +103,10 @@ class BatchingSubmitter(Submitter):
         await self._ledger_probe.close()
 
     async def submit(self, envelope: Envelope) -> Receipt:
-        """Submit one job; when this returns, it is accepted. It is sent even if the caller is cancelled meanwhile.
+        """Submit one job; when this returns, it is accepted, and a durable job is in the ledger as well.
 
-        A durable job is then in the ledger as well. `NotDurableYet`: it is accepted, but not in the ledger yet.
+        Raises `NotDurableYet` if a durable job is accepted, but not in the ledger yet. The job is sent even if the
+        caller is cancelled meanwhile.
         """
         if envelope.durable:
             self._check_durable()
@@ -221,7 +222,10 @@ class BatchingSubmitter(Submitter):
             raise
 
     async def _submit_with_restore(self, envelopes: Sequence[Envelope]) -> list[Receipt]:
-        """Submit; if the engine has lost a queue's data, restore its keys and repeat. Accepted jobs are recognised."""
+        """Submit; if the engine has lost a queue's data, restore its keys and repeat.
+
+        Jobs that were already accepted are recognised as duplicates.
+        """
         restores = _MAX_RESTORES + len({envelope.queue for envelope in envelopes})
         while True:
             try:
@@ -282,7 +286,7 @@ class BatchingSubmitter(Submitter):
                 future.set_exception(self._not_durable(key, began))
 
     async def _find_recorded(self, keys: Sequence[JobKey]) -> set[JobKey]:
-        """The jobs that the ledger has within the timeout. An outage of the ledger is not an error."""
+        """Wait for the ledger; returns the jobs that it has within the timeout. An outage is not an error."""
         projection = self._projection()
         if projection is None:
             return set(keys)

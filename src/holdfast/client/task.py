@@ -62,15 +62,16 @@ class BoundTask(Generic[P, R]):
         return Job(self._backend, receipt.job_id, options.queue, receipt.duplicate, spec.arguments.decode_result)
 
     def bind(self, *args: P.args, **kwargs: P.kwargs) -> BoundCall[R]:
-        """A call with these options, to be submitted with others by `submit_many`."""
+        """Return a call with these options, to be submitted with others by `submit_many`."""
         return BoundCall(self.spec, args, kwargs, self._given)
 
     async def submit_many(self, calls: Iterable[tuple[Any, ...] | BoundCall[R]]) -> list[Job[R]]:
-        """Submit many calls; returns their handles in order. `duplicate` is set where the idempotency key was known.
+        """Submit many calls; returns their handles in order.
 
-        A call is a tuple of positional arguments, or `task.options(…).bind(…)` with its own options, which override
-        those of this submission. All calls are checked before the first job is sent. They are sent in batches of 500:
-        if the engine fails in between, some are accepted and some are not.
+        `duplicate` is set where the idempotency key was known. A call is a tuple of positional arguments, or
+        `task.options(…).bind(…)` with its own options, which override those of this submission. All calls are checked
+        before the first job is sent. They are sent in batches of 500: if the engine fails in between, some are accepted
+        and some are not.
         """
         if self._options.idempotency_key:
             raise InvalidOption("one idempotency_key cannot serve many jobs; give each its own with options(…).bind(…)")
@@ -169,7 +170,7 @@ class Task(BoundTask[P, R]):
         return self.function(*args, **kwargs)
 
     def options(self, **given: Unpack[SubmitOptions]) -> BoundTask[P, R]:
-        """The same task with options for its submissions.
+        """Return the task with options for its submissions.
 
         `idempotency_key`: a second submission with it (same tenant and queue) returns the first job.
         `delay` or `run_at` (aware): earliest start. `retry` replaces the task's policy for this job.

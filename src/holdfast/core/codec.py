@@ -1,7 +1,8 @@
-"""JSON encoding and decoding of arguments and results, checked against a function's annotations. Never pickle.
+"""JSON encoding and decoding of arguments and results, checked against a function's annotations.
 
-On the wire a payload is a JSON object of keyword arguments; an array of positional arguments is accepted too.
-Plain types, dataclasses, msgspec structs, TypedDicts, enums and pydantic models are supported, nested or not.
+Pickle is never used. On the wire a payload is a JSON object of keyword arguments; an array of positional arguments is
+accepted too. Plain types, dataclasses, msgspec structs, TypedDicts, enums and pydantic models are supported, nested or
+not.
 """
 
 from __future__ import annotations
@@ -71,7 +72,10 @@ def decode_json(encoded: bytes, what: str) -> Any:
 
 
 def canonical_json(value: Any) -> bytes:
-    """JSON that is the same for equal values: keys sorted, values that are not JSON replaced by their type's name."""
+    """JSON that is the same for equal values.
+
+    Keys are sorted; values that are not JSON are replaced by the name of their type.
+    """
     try:
         return _sorting_encoder.encode(value)
     except (TypeError, ValueError, RecursionError, OverflowError):
@@ -85,7 +89,10 @@ def canonical_json(value: Any) -> bytes:
 
 
 def result_decoder(function: Any) -> msgspec.json.Decoder[Any]:
-    """A decoder for a function's results: typed by its return annotation, plain values if that is not decodable."""
+    """A decoder for a function's results, typed by its return annotation.
+
+    It decodes to plain values if the annotation is not usable.
+    """
     try:
         return msgspec.json.Decoder(
             typing.get_type_hints(function, include_extras=True).get("return", Any), dec_hook=_decode_other

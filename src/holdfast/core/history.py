@@ -1,11 +1,12 @@
-"""Checks events against the state table, in time linear in their number.
+"""Check events against the state table, in time linear in their number.
 
 Independent of engines and ledgers: it compares the events of a feed or a ledger with `core.states`. Checks per job: the
 history starts with a creation; each move starts in the state the last one ended in, is legal and has the right event
 name; attempts rise by one at each claim (an attempt that was released before it started may be numbered again); retry
-counts never fall; nothing follows the final event. Two moves are not in the table and are allowed under their own event
-name only: a restored job (`task.restored`), and a fork, where the engine continued from an earlier point than the
-ledger's (`ledger.forked`, possibly in the same state). Neither leads out of a final state or into one.
+counts rise by at most one, and fall only when a suspended job is resumed; nothing follows the final event. Three moves
+are not in the table and are allowed under their own event name only: a reclaim (`task.reclaimed`), a restored job
+(`task.restored`), and a fork, where the engine continued from an earlier point than the ledger's (`ledger.forked`,
+possibly in the same state). None of them leads out of a final state or into one.
 
 `JobHistory` checks one job event by event, in constant memory; `read_history` checks many jobs at once.
 """
@@ -20,9 +21,9 @@ from typing import Final
 from holdfast.core.job import Event
 from holdfast.core.states import EVENT_CHOICES, FINAL, FORKED_EVENT, RESTORED_EVENT, State, event_for, is_legal
 
-#: One engine bug shows up in every job, so a few faults are enough.
+#: A bug in an engine affects every job, so a few faults are enough.
 SHOWN_FAULTS: Final = 10
-#: A job can wait out an outage for days, so only the latest moves are kept.
+#: A job may be retried for days during an outage, so only the latest moves are kept.
 KEPT_MOVES: Final = 30
 
 

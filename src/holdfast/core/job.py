@@ -1,9 +1,8 @@
 """Data structures of a job, shared by all engines, the ledger and workers.
 
-`Envelope` is what a caller submits, `Receipt` the engine's answer, `Claim` what a worker gets, `JobInfo` what a reader
-gets, `Event` what the feed passes to the ledger. `JobKey` identifies one job in the ledger. `Meta` is the part that
-grows during a job's lifetime: counters, the job's policy, history (requirement Y6). Instants are whole milliseconds of
-the engine's clock.
+A caller submits an `Envelope` and gets a `Receipt`, a worker gets a `Claim`, a reader a `JobInfo`, and the feed passes
+an `Event` to the ledger. `JobKey` identifies one job in the ledger. `Meta` is the part that grows during a job's
+lifetime: counters, the job's policy, history (requirement Y6). Instants are whole milliseconds of the engine's clock.
 """
 
 from __future__ import annotations
@@ -90,9 +89,9 @@ class ApprovalRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     #: Empty: a guard's request, whether the job may run at all; otherwise the name that the task gave its request.
     name: str = ""
     reason: str = ""
-    #: Names of the guard's rules that require approval.
+    #: Names of the guards and rules that require approval.
     policies: tuple[str, ...] = ()
-    #: How many different approvers are needed.
+    #: Number of different approvers needed.
     quorum: Annotated[int, msgspec.Meta(ge=1, le=100)] = 1
     #: A request still pending at this time cancels the job; 0: no deadline.
     deadline_at_ms: InstantMs = 0
@@ -123,7 +122,7 @@ class ReplayOrigin(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Meta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a job carries besides its arguments; empty for a new job with default policy."""
+    """The fields of a job besides its arguments; empty for a new job with default policy."""
 
     retry_count: Count = 0
     #: Negative for a retry in the pending list: its earlier deliveries were not lost leases.
@@ -156,7 +155,7 @@ class Meta(msgspec.Struct, frozen=True, omit_defaults=True):
 
 EMPTY_META: Final = Meta()
 
-#: Stores may hold what the version before has written: its keys of `Meta` and of events' data, and today's.
+#: Renamed keys of `Meta` (old → current) and of event data (current → old): stores may still hold the old ones.
 _OLD_META_KEYS: Final = {"ask": "approval_request", "cleared": "approved_hash", "consents": "approvals"}
 _OLD_DATA_KEYS: Final = {"approval_request": "ask", "approval": "consent"}
 _OLD_META: Final = re.compile(rb'"(?:ask|cleared|consents)"')
@@ -164,7 +163,7 @@ _META: Final = msgspec.json.Decoder(Meta)
 
 
 def decode_meta(text: bytes | str | None) -> Meta:
-    """`Meta` from stored JSON; the default one if there is none. Raises `msgspec.MsgspecError`."""
+    """Decode `Meta` from stored JSON; `EMPTY_META` if there is none. Raises `msgspec.MsgspecError`."""
     if not text:
         return EMPTY_META
     encoded = text.encode() if isinstance(text, str) else text
@@ -174,7 +173,7 @@ def decode_meta(text: bytes | str | None) -> Meta:
 
 
 def convert_meta(fields: Any) -> Meta:
-    """`Meta` from decoded JSON. Raises `msgspec.ValidationError`."""
+    """Convert decoded JSON to `Meta`. Raises `msgspec.ValidationError`."""
     if isinstance(fields, dict):
         fields = {_OLD_META_KEYS.get(key, key): value for key, value in fields.items()}
     return msgspec.convert(fields, Meta)
@@ -202,7 +201,7 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     delay_ms: int = 0
     #: … or no earlier than this instant; 0 is "now".
     run_at_ms: int = 0
-    #: A guard requires approval first.
+    #: It must be approved first, as a guard or the submitter requires.
     hold: bool = False
     #: The caller waits until the ledger has it: the feed entry is marked as urgent.
     durable: bool = False
@@ -303,7 +302,10 @@ def new_job_ids(count: int) -> list[str]:
 
 
 def append_attempt(history: tuple[Attempt, ...], attempt: Attempt) -> tuple[Attempt, ...]:
-    """Return the history plus one attempt, bounded, so that a job that waits out an outage for days stays small."""
+    """Return the history plus one attempt, bounded.
+
+    A job that is retried for days during an outage stays small.
+    """
     grown = (*history, attempt)
     if len(grown) > HISTORY_FIRST + HISTORY_LATEST:
         grown = grown[:HISTORY_FIRST] + grown[-HISTORY_LATEST:]
@@ -315,7 +317,10 @@ MAX_BATCH: Final = 500
 
 
 class JobKey(msgspec.Struct, frozen=True):
-    """Identifies one job in the ledger: ids are unique within a queue only, since other programs may choose them."""
+    """Identity of one job in the ledger.
+
+    Ids are unique within a queue only, since other programs may choose them.
+    """
 
     tenant_id: str
     queue: str

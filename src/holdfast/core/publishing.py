@@ -19,12 +19,13 @@ from holdfast.core.codec import to_json
 from holdfast.core.job import Event
 from holdfast.core.states import HEARTBEAT_EVENT, State
 
-#: Number of lanes over which `lane_of` spreads keys. A relay leases whole lanes, so no two publish one key at a time.
+#: Number of lanes over which `lane_of` spreads keys. A relay leases whole lanes, so no two relays publish events of one
+#: key at the same time.
 LANES: Final = 64
 
 
 def lane_of(destination: str, topic: str, key: str | None, event_id: str) -> int:
-    """The lane of a key; without a key any lane will do.
+    """The lane of a key; an event without a key gets a lane by its id.
 
     A program in another language may use another function, as long as all events of a key get the same lane.
     """

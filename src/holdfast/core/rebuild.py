@@ -1,4 +1,4 @@
-"""Rebuilds a job from its events. Pure.
+"""Rebuild a job from its events. Pure.
 
 `rebuild_job` returns the job as the engine would have it; the reconciler restores lost jobs from this. It reads what
 events state (states, attempt numbers, retry counts, due times) and derives the rest as the engines do

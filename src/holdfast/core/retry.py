@@ -115,7 +115,10 @@ _MAX_BACKOFF_EXPONENT: Final = 16
 
 
 class Backoff:
-    """Waits that double from 50 ms to 2 s, each spread by ± 50 %, so that workers do not retry at the same moment."""
+    """Waits that double, by default from 50 ms to 2 s.
+
+    Each is spread by ± 50 %, so that workers do not retry at the same moment.
+    """
 
     def __init__(self, random: Random | None = None, *, base_s: float = _BASE_S, cap_s: float = _CAP_S) -> None:
         self._random = random or Random()

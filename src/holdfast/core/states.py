@@ -101,7 +101,7 @@ EVENT_CHOICES: Final[Mapping[tuple[State | None, State], tuple[str, ...]]] = Map
     }
 )
 
-#: An operator made a waiting job due at once; not a move.
+#: An operator made a waiting job due now; not a move.
 EXPEDITED_EVENT: Final = "task.expedited"
 
 #: Prefix of the audit log's events: what operators did by API or command line. They are not part of a job's history.
@@ -148,7 +148,10 @@ def event_for(from_state: State | None, to_state: State) -> str:
 
 
 def resolve_event(from_state: State | None, to_state: State, event: str) -> str:
-    """`event`, or the move's default event if that is empty. Raises `InvalidOption` if the move cannot have it."""
+    """Return `event`, or the move's default event if `event` is empty.
+
+    Raises `InvalidOption` if the move cannot have it.
+    """
     default = event_for(from_state, to_state)
     if not event or event == default:
         return default

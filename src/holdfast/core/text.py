@@ -19,7 +19,7 @@ KEY_LIMIT: Final = 1_000
 
 
 def check_name(name: object, what: str) -> str:
-    """Check a name of a queue, a task or a tenant. It becomes part of keys, so it must be short and plain."""
+    """Check the name of a queue, a task or a tenant: short and printable, since it is part of keys."""
     if not isinstance(name, str) or not name:
         raise InvalidOption(f"{what} must be a non-empty name, got {name!r}")
     # Braces would move a queue's keys to another slot of a Redis Cluster.
@@ -68,7 +68,7 @@ _VARYING: Final = re.compile(r"'[^']*'|\"[^\"]*\"|\b0x[0-9a-f]+\b|\b[0-9a-f]{8,}
 
 
 def error_fingerprint(task: str, failure: Failure) -> str:
-    """A hash of task, code, exception type and the message without its varying parts; 16 hexadecimal digits."""
+    """Hash of task, code, exception type and message without its varying parts, in 16 hex digits."""
     kind = _VARYING.sub("*", failure.message.partition("\n")[0])[:500]
     text = f"{task}\x00{failure.code}\x00{failure.type}\x00{kind}"
     return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]

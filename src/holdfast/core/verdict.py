@@ -156,7 +156,10 @@ TARGETS: Final[dict[type, State]] = {
 
 
 class Settlement(msgspec.Struct, frozen=True, gc=False):
-    """A verdict on a claim, ready for the engine. `finished_at_ms` is the worker's estimate of the engine's now."""
+    """A verdict on a claim, ready for the engine.
+
+    `finished_at_ms` is the worker's estimate of the engine's time.
+    """
 
     claim: Claim
     verdict: Verdict
@@ -263,7 +266,7 @@ def advance(claim: Claim, verdict: Verdict, finished_at_ms: int) -> Meta:
 
 
 def waits_for(state: State, meta: Meta, approval_id: str) -> bool:
-    """Whether a job in this state waits for that approval; always true for ''."""
+    """Whether a job in this state waits for that approval; always true if the id is empty."""
     if not approval_id:
         return True
     request = meta.approval_request
@@ -283,7 +286,7 @@ def with_approval(meta: Meta, approval: Approval | None) -> Meta:
 
 
 def with_retries_reset(meta: Meta) -> Meta:
-    """The `Meta` of a suspended job that an operator resumes: counters are reset, history stays (requirement D6)."""
+    """The `Meta` of a suspended job that is resumed: counters reset, history kept (requirement D6)."""
     return msgspec.structs.replace(meta, retry_count=0, lost_leases=0, unavailable_count=0, unavailable_since_ms=0)
 
 

@@ -1,4 +1,4 @@
-"""Checks of webhook URLs and addresses, and the format of webhook secrets. Pure: no name is resolved here.
+"""Checks of webhook URLs and addresses, and the format of webhook secrets. Pure: resolves no names.
 
 The submitter of a job chooses its webhook's URL, and the request is made from inside the operator's network. So every
 address that is not on the public internet is refused, unless the operator allows it (`webhook_allow`).
@@ -139,7 +139,10 @@ def check_address(host: str, address: Address, exceptions: AllowList) -> None:
 
 
 def is_public(address: Address) -> bool:
-    """Whether an address is on the public internet: a single host, routed, and not a tunnel into another network."""
+    """Whether an address is on the public internet.
+
+    It must be a single host, routed, and not a tunnel into another network.
+    """
     address = _unwrap(address)
     if isinstance(address, IPv6Address):
         if address not in _IPV6_GLOBAL or address.scope_id is not None:

@@ -1,9 +1,9 @@
-"""What a task calls: `ctx.effect`, `ctx.step`, `ctx.sleep` (requirement E4) and `ctx.blocking`.
+"""The calls of a task: `ctx.effect`, `ctx.step`, `ctx.sleep` (requirement E4) and `ctx.blocking`.
 
-A step is a checkpoint inside a job; a sleep outlives the process. A step is identified by its position in the order in
-which the task's own code takes its steps. On a retry, a recorded step returns its result and does not run again. If
-the code has changed so that another step is at a recorded position, the recorded results cannot be matched to steps,
-and the job is suspended.
+A step is a checkpoint inside a job; a sleep continues when the process ends. A step is identified by its position in
+the order in which the task's own code takes its steps. On a retry, a recorded step returns its result and does not run
+again. If the code has changed so that another step is at a recorded position, the recorded results cannot be matched to
+steps, and the job is suspended.
 
 `BlockingContext` (`ctx.blocking`) offers the same to plain functions, which run in a thread.
 """
@@ -43,7 +43,10 @@ _SHORT_MS: Final = 1_000
 
 
 class SleepInterrupt(BaseException):
-    """Ends the attempt until the job is due again. Not an `Exception`, so that a task's handlers do not catch it."""
+    """Ends the attempt until the job is due again.
+
+    Not an `Exception`, so that a task's handlers do not catch it.
+    """
 
     def __init__(self, delay_ms: int) -> None:
         super().__init__(f"asleep for {timedelta(milliseconds=delay_ms)}")
@@ -157,7 +160,10 @@ _POLL_S: Final = 1.0
 
 
 class EffectCall:
-    """`await ctx.effect(key, function, *args)`, or with options `await ctx.effect.options(…)(key, function, *args)`."""
+    """`await ctx.effect(key, function, *args)`.
+
+    With options: `await ctx.effect.options(…)(key, function, *args)`.
+    """
 
     __slots__ = ("_begin", "_options", "_scope")
 
@@ -183,7 +189,7 @@ class EffectCall:
     def options(
         self, *, in_doubt: InDoubt = "suspend", not_done: ExceptionTypes = (), ttl: Duration | None = None
     ) -> EffectCall:
-        """The same call with a policy.
+        """Return the same call with a policy.
 
         `in_doubt`: what to do if it is unknown whether the effect happened: `"suspend"` the job for an operator,
         `"run_again"` (then at least once), or an async function of the key that returns `Done(value)` or `NotDone()`.
@@ -226,7 +232,7 @@ class BlockingEffectCall:
     def options(
         self, *, in_doubt: InDoubt = "suspend", not_done: ExceptionTypes = (), ttl: Duration | None = None
     ) -> BlockingEffectCall:
-        """The same call with a policy, as in `ctx.effect.options`. A check is `async` here as well."""
+        """Return the same call with a policy, as `ctx.effect.options`. A check is `async` here as well."""
         return BlockingEffectCall(self._scope, make_options(in_doubt, not_done, ttl))
 
 
@@ -262,7 +268,7 @@ class BlockingContext:
         return self._request_approval(name, details, reason=reason, quorum=quorum, deadline=deadline)
 
     def step(self, name: str, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """A checkpoint; the function runs in this thread."""
+        """As `ctx.step`: a checkpoint; the function runs in this thread."""
         require_outside("ctx.blocking.step")
         tools = self._scope.tools
         position, step = run_on_loop(tools, lambda: self._steps.find(name))

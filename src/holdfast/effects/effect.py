@@ -5,9 +5,10 @@
                           ▼
                        in doubt ──► suspended, run again, or a check decides
 
-Nothing is done without a reservation in the ledger. While its holder has its lease, other callers wait for it. If the
-holder is lost, or its call ended with an error, the effect is in doubt: it may have happened. The outcome is recorded
-by the reservation's token, not by the job's lease, so that a holder that finishes late resolves the doubt.
+Nothing is done without a reservation in the ledger. While the holder of a reservation has the lease on its job, other
+callers wait. If the holder is lost, or its call ended with an error, the effect is in doubt: it may have happened. The
+outcome is recorded by the reservation's token, not by the job's lease, so that a holder that finishes late resolves the
+doubt.
 """
 
 from __future__ import annotations
@@ -61,11 +62,11 @@ _POLL_CAP_S: Final = 1.0
 
 @dataclass(slots=True)
 class EffectTicket:
-    """Our reservation: act, then conclude. If `value` is set, the effect was done before: do not act."""
+    """A reservation of this call: act, then conclude. If `value` is set, the effect is already done."""
 
     outcome: EffectOutcome
     value: bytes | None = None
-    #: Why the key was in doubt when it was reserved again; empty if it was not. That doubt remains.
+    #: Why the key was in doubt when it was reserved again; empty if it was not. A failed call does not resolve it.
     doubt: str = ""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -122,7 +123,7 @@ class Effect:
             raise
 
     def _late(self, ticket: EffectTicket, value: Any) -> None:
-        """Record the result of a thread that ended after its run: that resolves the doubt."""
+        """Record the result of a thread that ended after its run, which resolves the doubt."""
         self._tools.spawn(_quietly(self.succeeded(ticket, value)))
 
     async def _last_write(self, writing: Awaitable[Any]) -> None:
@@ -138,7 +139,10 @@ class Effect:
     # The three parts, also used by threads, which act themselves ------------------------------------------
 
     async def reserve(self) -> EffectTicket:
-        """Reserve the key, or get its result. Raises if it is in doubt, or in progress elsewhere for too long."""
+        """Reserve the key, or get its result.
+
+        Raises if the effect is in doubt, or in progress elsewhere for too long.
+        """
         self._scope.check(self._what)
         store = await self._tools.store()
         backoff: Backoff | None = None
@@ -191,7 +195,7 @@ class Effect:
     async def failed(self, ticket: EffectTicket, error: BaseException) -> None:
         """Record that the function raised: in doubt, or certainly not done.
 
-        If the ledger is unreachable, the lost lease shows the doubt as well.
+        If the ledger is unreachable, the reservation stays, which means in doubt as well once the attempt has ended.
         """
         # A doubt about an earlier call remains, even if this call certainly did nothing.
         certain = isinstance(error, self._options.not_done) and not ticket.doubt
@@ -225,7 +229,7 @@ class Effect:
         return f"the effect {self._key!r}"
 
     def _mark_in_doubt(self, reason: str) -> None:
-        """Note that an operator would have to decide if the run ended now."""
+        """Record that an operator would have to decide if the run ended now."""
         if self._options.in_doubt == "suspend":
             self._scope.in_doubt[self._key] = reason
 
@@ -280,7 +284,7 @@ class Effect:
     # Held by another caller ------------------------------------------------------------------------------
 
     async def _is_in_progress(self, recorded: EffectKey) -> bool:
-        """Whether its holder is alive: an effect of this process, or an attempt that still has its lease."""
+        """Whether its holder still runs: an effect of this process, or an attempt that has its lease."""
         if recorded.token in self._tools.active:
             return True
         claim = self._claim
@@ -303,7 +307,10 @@ class Effect:
             return
 
     async def _resolve(self, store: EffectBatcher, recorded: EffectKey) -> EffectTicket | str:
-        """Resolve an effect in doubt: a ticket with its result, or the token to replace; empty to check again."""
+        """Resolve an effect in doubt.
+
+        Returns a ticket with its result, or the token of the reservation to replace; empty: check again.
+        """
         if recorded.token in self._tools.unused:
             return recorded.token
         policy = self._options.in_doubt

@@ -24,18 +24,24 @@ from holdfast.core.retry import Duration, duration_ms
 from holdfast.core.text import clean
 from holdfast.errors import InvalidOption, UsageError
 
-#: What the code that runs now is part of: "step", "effect", "transaction".
+#: What the running code is part of: "step", "effect" or "transaction"; None: the task itself.
 _inside: ContextVar[str | None] = ContextVar("holdfast_inside", default=None)
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """The name that a key is bound to: qualified, without the module (which differs when a file is run as a script)."""
+    """The name that a key is bound to: qualified, without the module.
+
+    The module differs when a file is run as a script.
+    """
     plain = _plain(function)
     return str(getattr(plain, "__qualname__", None) or type(plain).__qualname__)
 
 
 def arguments_fingerprint(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Hash of the arguments as sorted JSON. One that is not JSON (a client, a session) counts by its type."""
+    """Hash of the arguments as sorted JSON.
+
+    An argument that is not JSON (a client, a session) is represented by its type.
+    """
     bound: list[Any] = [*args]
     named: dict[str, Any] = dict(kwargs)
     while isinstance(function, functools.partial):
@@ -46,7 +52,7 @@ def arguments_fingerprint(function: Callable[..., Any], args: Sequence[Any], kwa
 
 
 def decode_result(function: Callable[..., Any], value: bytes) -> Any:
-    """Decode a recorded result to the function's return annotation, or to plain values if that does not fit."""
+    """Decode a recorded result by the function's return annotation; plain values if it does not fit."""
     try:
         return _decoder(_plain(function)).decode(value)
     except (msgspec.DecodeError, ValueError, TypeError):
@@ -71,7 +77,7 @@ async def call_function(
 
 
 async def _in_thread(work: Callable[[], Any], late: Callable[[Any], None] | None) -> Any:
-    """Run `work` in a daemon thread, so that a function that never returns cannot keep a drained worker alive."""
+    """Run `work` in a daemon thread: if it never returns, it does not keep the process alive."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
     context = contextvars.copy_context()
@@ -106,7 +112,7 @@ async def _in_thread(work: Callable[[], Any], late: Callable[[Any], None] | None
     try:
         return await future
     except asyncio.CancelledError:
-        # Cancelled just as it ended: the future has a result that is not fetched otherwise.
+        # Cancelled just as it ended: the future has a result that would otherwise be lost.
         if late is not None and not future.cancelled() and future.done() and future.exception() is None:
             late(future.result())
         raise
@@ -125,7 +131,10 @@ def inside_step(what: str) -> Iterator[None]:
 
 
 def require_outside(what: str) -> None:
-    """Raise inside a step: steps are numbered in the order of the task's code, so nesting would shift the numbers."""
+    """Raise `UsageError` inside a step, an effect or a transaction.
+
+    Steps are numbered in the order of the task's code, so nesting would shift the numbers.
+    """
     if (outer := _inside.get()) is not None:
         raise UsageError(f"{what} was called inside the function of a ctx.{outer}; call it from the task itself")
 
@@ -152,7 +161,7 @@ def _decoder(function: Any) -> msgspec.json.Decoder[Any]:
 
 T = TypeVar("T")
 
-#: In bytes of UTF-8, so that a key fits an index.
+#: In bytes of UTF-8: a key has to fit into an index.
 _KEY_LIMIT: Final = 1_000
 _REASON_LIMIT: Final = 500
 
@@ -166,7 +175,7 @@ class Done(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class NotDone:
-    """A check's answer: the effect has not happened and will not happen any more; run it again."""
+    """A check's answer: the effect has not happened and will not; run it again."""
 
 
 Check = Callable[[str], Awaitable[Done[Any] | NotDone]]

@@ -1,4 +1,7 @@
-"""The table of effect keys in the user's own database, for `ctx.transaction`. Importing it does not load SQLAlchemy."""
+"""The table of effect keys in the user's own database, for `ctx.transaction`.
+
+Importing this module does not load SQLAlchemy.
+"""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class EffectBatcher:
         self._record = Batcher(effects.record_steps)
 
     async def reserve(self, reservation: Reservation) -> EffectKey:
-        """Reserve a key; returns its row, which is ours if it has our token."""
+        """Reserve a key; returns its row. If it has another token, another caller has the key."""
         return await self._reserve.put(reservation)
 
     async def conclude(self, outcome: EffectOutcome) -> bool:
@@ -100,7 +100,7 @@ class Batcher(Generic[A, B]):
             raise
         except Exception as exc:  # noqa: BLE001 - every caller gets it
             if len(batch) > 1 and not isinstance(exc, LedgerUnavailable):
-                # One of them is the cause, and nothing was written: send each on its own.
+                # One of them is the cause, and nothing was written: send each separately.
                 for one in batch:
                     await self._send([one])
                 return
@@ -227,6 +227,6 @@ class RunScope:
         self.in_doubt: dict[str, str] = {}
 
     def check(self, what: str) -> None:
-        """Raise `RunEnded` if the run has ended: another run may be in progress, and would repeat it."""
+        """Raise `RunEnded` if the run has ended: another run may be in progress."""
         if self.ended:
             raise RunEnded(self.claim.job_id, what)

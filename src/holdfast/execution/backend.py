@@ -1,6 +1,7 @@
-"""`backend_of`: the internal side of an app, for the packages of holdfast that need more than its public members.
+"""`backend_of`: access to the internal side of an app.
 
-`client/backend.py` implements it. Each caller states the part it uses as a protocol, for example `WorkerBackend`.
+For packages of holdfast that need more than its public members. `client/backend.py` implements it. Each caller states
+the part it uses as a protocol, for example `WorkerBackend`.
 """
 
 from __future__ import annotations

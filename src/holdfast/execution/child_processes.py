@@ -1,14 +1,15 @@
 """Child processes for tasks with `process=True`: the worker's pool and the child's main loop.
 
-The processes of `holdfast worker --processes N` are those of `holdfast.cli.supervisor`.
+The processes of `holdfast worker --processes N` are not meant: `holdfast.cli.supervisor` starts those.
 
 Parent: `ProcessPool` reuses children, and kills a child when its job is ended from outside. A child is a new
 interpreter, never a fork, at the other end of a socket pair. The pool kills only children that it started itself,
 through the handle that the operating system gave for them.
 
 Child: `main` reads jobs from the socket, runs them one by one and writes outcomes. A separate thread reads, so that the
-child exits at once when its worker is gone, even during a run: a child never outlives the process that has the lease.
-Signals from a terminal or a process group are left to the parent.
+child exits immediately when its worker has ended, even during a run: a child never outlives the process that has the
+lease.
+The child ignores SIGINT and SIGTERM; the parent handles them.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class RunCommand(msgspec.Struct, frozen=True):
 
     location: TaskLocation
     claim: Claim
-    #: Whether the worker's app is in memory, for a test: the apps of this process must be as well.
+    #: Whether the worker's app is in memory, for a test: the apps of the child must be as well.
     in_memory: bool = False
 
 
@@ -79,7 +80,7 @@ class RunReply(msgspec.Struct, frozen=True):
 
 
 def main(descriptor: int) -> None:
-    """Serve until the parent closes its end."""
+    """Run jobs until the parent closes its end of the socket."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     # The worker has already warned about the same environment.
@@ -108,7 +109,7 @@ def _read(connection: socket.socket, commands: SimpleQueue[bytes]) -> None:
             while header := stream.read(HEADER.size):
                 commands.put(stream.read(HEADER.unpack(header)[0]))
     finally:
-        # Also after an error: a worker that was killed before it read our reply resets the connection.
+        # Also after an error: a worker that was killed before it read the reply resets the connection.
         os._exit(0)
 
 
@@ -214,7 +215,7 @@ class ProcessPool:
 
 
 class ChildProcess:
-    """One child process and our end of its socket."""
+    """One child process and the parent's end of its socket."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -254,12 +255,15 @@ class ChildProcess:
         self.started = True
 
     async def receive(self) -> bytes:
-        """Its next message: empty at the start of a job, then the outcome. `EOFError` or `OSError` if it has ended."""
+        """Receive its next message: empty at the start of a job, then the outcome.
+
+        Raises `EOFError` or `OSError` if the child has ended.
+        """
         header = await self._reader.readexactly(HEADER.size)
         return await self._reader.readexactly(HEADER.unpack(header)[0])
 
     def kill(self) -> None:
-        """Kill it. Can be repeated, also after it has ended."""
+        """Kill the child. Can be repeated, also after it has ended."""
         self._writer.close()
         self._process.kill()
 

@@ -85,7 +85,7 @@ class Context:
         self.cancelled = False
 
     def _end(self) -> None:
-        """End the run, whatever its function still does; it can begin no further effect or step."""
+        """End the run: its function may still run, but can begin no further effect or step."""
         self.cancelled = True
         if self._own_scope is not None:
             self._own_scope.ended = True
@@ -118,7 +118,7 @@ class Context:
 
     @property
     def retry_count(self) -> int:
-        """How many retries the job has used up."""
+        """Number of retries that the job has used up."""
         return self._claim.meta.retry_count
 
     @property
@@ -148,10 +148,10 @@ class Context:
 
     @property
     def effect(self) -> EffectCall:
-        """`await ctx.effect(key, function, *args)`: run the function once per key of the tenant; returns its result.
+        """`await ctx.effect(key, function, *args)`: run the function once per key of the tenant.
 
-        A later call returns the recorded result. If it is unknown whether the effect happened (a crash, an exception,
-        a timeout), the job is suspended; `ctx.effect.options(in_doubt=…)` changes that.
+        Returns its result. A later call returns the recorded result. If it is unknown whether the effect happened (a
+        crash, an exception, a timeout), the job is suspended; `ctx.effect.options(in_doubt=…)` changes that.
         """
         return EffectCall(self._scope("effect"), begin=self.begun.add)
 
@@ -164,10 +164,11 @@ class Context:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> Coroutine[Any, Any, R]:
-        """Commit key, writes of `function(connection, *args)` and its result in one transaction of your own database.
+        """Run `function(connection, *args)` once per key, in one transaction of your own database.
 
-        `database` is SQLAlchemy's `AsyncEngine`, `async_sessionmaker`, `AsyncSession` or `AsyncConnection`, or a pool
-        or connection of asyncpg; the function gets a connection (or session) with the transaction open.
+        The transaction commits the key, the function's writes and its result. `database` is SQLAlchemy's `AsyncEngine`,
+        `async_sessionmaker`, `AsyncSession` or `AsyncConnection`, or a pool or connection of asyncpg; the function gets
+        a connection (or session) with the transaction open.
         """
         if not _on_loop():
             raise UsageError("ctx.transaction needs an event loop; make the task an `async def`")
@@ -199,25 +200,26 @@ class Context:
         self, name: str, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
     ) -> Coroutine[Any, Any, R]: ...
     def step(self, name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """A checkpoint: on a retry the recorded result is returned, and the function does not run again."""
+        """Run the function as a checkpoint: a retry returns the recorded result without running it again."""
         return self.begun.add(f"ctx.step({name!r})", self._own_steps().step(name, function, args, kwargs))
 
     def sleep(self, duration: Duration) -> Coroutine[Any, Any, None]:
-        """Sleep for seconds or a `timedelta`. The job is released meanwhile, and its function starts again when due.
+        """Sleep for seconds or a `timedelta`.
 
-        Earlier sleeps and steps are not repeated. The attempt ends with an exception that is not an `Exception`:
-        `finally` blocks run, `except Exception` does not catch it.
+        The job is released meanwhile, and its function starts again when due. Earlier sleeps and steps are not
+        repeated. The attempt ends with an exception that is not an `Exception`: `finally` blocks run, `except
+        Exception` does not catch it.
         """
         return self.begun.add("ctx.sleep", self._own_steps().sleep(duration))
 
     def approval(
         self, name: str, details: Any = None, *, reason: str = "", quorum: int = 1, deadline: Duration | None = None
     ) -> Coroutine[Any, Any, Approval]:
-        """The approval of the request `name`; approvers see the `details` (JSON).
+        """Return the approval of the request `name`; approvers see the `details` (JSON).
 
         The job is released until `quorum` different principals have approved, and then its function starts again;
         earlier steps are not repeated. A rejection, or no decision within `deadline`, cancels the job. The approval is
-        for these details: other details are another request, so take them from a step. As with `sleep`, the attempt
+        for these details: other details are another request, so compute them in a step. As with `sleep`, the attempt
         ends with an exception that is not an `Exception`.
         """
         requesting = self._approval(name, details, reason=reason, quorum=quorum, deadline=deadline)

@@ -116,8 +116,8 @@ def not_awaited(calls: Sequence[str], is_async: bool) -> Raised:
 def unknown_task(task: str, known: tuple[str, ...]) -> Raised:
     """This worker serves the queue but does not have the task.
 
-    A dead letter, not a retry: the job cannot run here, an operator sees what is missing, and the dead letter can be
-    replayed once a worker has the task. Deploy workers before the code that submits a new task.
+    The job is dead-lettered, not retried: an operator sees what is missing, and can replay the dead letter once a
+    worker has the task. Deploy workers before the code that submits a new task.
     """
     return Raised(FailureKind.INVALID, Failure(UnknownTask.code, str(UnknownTask(task, known)), UnknownTask.__name__))
 
@@ -144,7 +144,10 @@ def approval_impossible(exc: NoLedger) -> Raised:
 
 
 def timed_out(timeout_s: float, cancelled: BaseException | None = None) -> Raised:
-    """The run exceeded its timeout; retryable. `cancelled`: the exception of its code, which shows where it was."""
+    """The run exceeded its timeout; retryable.
+
+    `cancelled`: the exception that ended its code, which shows where it was.
+    """
     message = f"the task ran longer than its timeout of {timeout_s:g} s"
     error = TimeoutError(message)
     error.__cause__ = cancelled
@@ -174,7 +177,7 @@ def _payload_code(exc: Exception) -> str:
 
 
 def _approval_interrupt(exc: BaseException) -> ApprovalInterrupt | None:
-    """The first approval request of an exception or group; in a group all others must be requests or sleeps."""
+    """The first approval request of an exception or group; a group may have only requests and sleeps."""
     if isinstance(exc, BaseExceptionGroup):
         requests = [_approval_interrupt(inner) for inner in exc.exceptions]
         waiting = [request or _sleep_interrupt(inner) for request, inner in zip(requests, exc.exceptions, strict=True)]
@@ -183,7 +186,7 @@ def _approval_interrupt(exc: BaseException) -> ApprovalInterrupt | None:
 
 
 def _sleep_interrupt(exc: BaseException) -> SleepInterrupt | None:
-    """The shortest sleep of an exception or group; in a group all must be sleeps."""
+    """The shortest sleep of an exception or group; a group may have only sleeps."""
     if isinstance(exc, BaseExceptionGroup):
         sleepers = [_sleep_interrupt(inner) for inner in exc.exceptions]
         return (
@@ -215,7 +218,7 @@ def _kind(exc: BaseException, policy: TaskPolicy) -> FailureKind:
 
 
 def _kind_of_group(group: BaseExceptionGroup[BaseException], policy: TaskPolicy) -> FailureKind:
-    """Kind of a group: in doubt goes first, then fatal; unavailable only if all are."""
+    """Kind of a group: in doubt has precedence, then fatal; unavailable only if all are."""
     kinds = {_kind(exc, policy) for exc in group.exceptions}
     for decisive in (FailureKind.IN_DOUBT, FailureKind.FATAL):
         if decisive in kinds:
@@ -249,7 +252,10 @@ def _clean(text: str) -> str:
 
 
 async def invoke(spec: TaskSpec, claim: Claim, context: Context | None) -> Outcome:
-    """Run an `async def`. Everything it raises, including `SystemExit` and cancellation, becomes an outcome."""
+    """Run an `async def`.
+
+    Everything it raises, including `SystemExit` and cancellation, becomes an outcome.
+    """
     try:
         arguments = spec.bind(claim, context)
     except Exception as exc:  # noqa: BLE001 - decoding calls the user's validators
@@ -277,7 +283,7 @@ def invoke_sync(spec: TaskSpec, claim: Claim, context: Context | None) -> Outcom
 
 
 def _end(context: Context | None) -> list[str]:
-    """Calls that the function has begun and not awaited."""
+    """Close the context's coroutines; returns the calls that were not awaited or not done."""
     return [] if context is None else context.begun.end()
 
 

@@ -101,7 +101,7 @@ def _mode(name: str, function: Callable[..., Any], policy: TaskPolicy) -> Execut
     return ExecutionMode.LOOP if inspect.iscoroutinefunction(function) else ExecutionMode.THREAD
 
 
-#: The name that `multiprocessing` gives a main module in a child, so that `if __name__ == "__main__":` is false.
+#: The name that `multiprocessing` gives to a main module in a child, so that `if __name__ == "__main__":` is false.
 _MAIN_ALIAS: Final = "__mp_main__"
 
 
@@ -131,7 +131,7 @@ def locate(spec: TaskSpec) -> TaskLocation:
 
 
 def load_task(location: TaskLocation, *, in_memory: bool = False) -> TaskSpec:
-    """In the child: the task at this location. With `in_memory`, the module's apps are moved into memory."""
+    """Load the task at this location, in the child. `in_memory` moves the module's apps into memory."""
     module = importlib.import_module(location.module) if location.module else _load_file(location.file)
     spec = find_task(module, location.task)
     if spec is None:

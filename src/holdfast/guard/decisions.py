@@ -1,4 +1,4 @@
-"""What a guard receives and may decide (requirement A1), and a task's own approval requests (A3).
+"""The request and the decisions of a guard (requirement A1), and approval requests of tasks (A3).
 
 An approval is bound to a hash of everything that the approvers were shown, so that nothing else can run on it
 (`payload_hash`, `request_hash`).
@@ -50,12 +50,15 @@ class GuardRequest:
 
 @dataclass(frozen=True, slots=True)
 class Allow:
-    """The job may run. Returning None means the same: without objections a job is allowed."""
+    """The job may run. A guard that returns None allows it as well."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequireApproval:
-    """The job may run after `quorum` different approvers agreed; it is cancelled if they do not within `deadline`."""
+    """The job may run after `quorum` different approvers have approved it.
+
+    If they have not within `deadline`, the job is cancelled.
+    """
 
     reason: str
     quorum: int = 1
@@ -167,12 +170,15 @@ def _hash(*parts: bytes) -> str:
 
 
 _NAME_LIMIT: Final = 200
-#: Details travel with the job, and approvers read them.
+#: Details are stored with the job, and approvers read them.
 _DETAILS_LIMIT: Final = 64 * 1024
 
 
 class ApprovalInterrupt(BaseException):
-    """Ends the attempt until the request is decided. Not an `Exception`, so that a task's handlers do not catch it."""
+    """Ends the attempt until the request is decided.
+
+    Not an `Exception`, so that a task's handlers do not catch it.
+    """
 
     def __init__(self, request: ApprovalRequest) -> None:
         super().__init__(f"waiting for approval {request.name!r}")

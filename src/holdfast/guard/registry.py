@@ -33,7 +33,7 @@ class _RegisteredGuard:
 
     policy: str
     guard: Callable[[GuardRequest], Any]
-    #: Does not block: called on the event loop.
+    #: Whether it does not block, and is called on the event loop.
     immediate: bool = False
 
 

@@ -46,7 +46,7 @@ class GuardRunner:
         *,
         can_request_approval: bool | None = None,
     ) -> None:
-        """Approval requests need a ledger; `can_request_approval` overrides this, for tests that inspect held jobs."""
+        """Approval requests need a ledger; `can_request_approval` overrides that, for tests of held jobs."""
         self._guards = guards
         self._specs = specs
         self._clock = clock
@@ -61,7 +61,10 @@ class GuardRunner:
         return bool(self._guards) or envelope.hold
 
     async def review(self, envelope: Envelope, source: Source = "submit") -> Envelope:
-        """Return the envelope to submit. Raises `Denied`, `GuardFailed`, or `NoLedger` if approval is required."""
+        """Review an envelope; returns the one to submit.
+
+        Raises `Denied`, `GuardFailed`, or `NoLedger` if approval is required.
+        """
         ruling = await self._judge(envelope, source) if self._guards else None
         if isinstance(ruling, Denial):
             await self._deny(envelope, ruling)
@@ -72,7 +75,7 @@ class GuardRunner:
         if self._guards:
             meta = msgspec.structs.replace(envelope.meta, approved_hash=_hash(envelope))
             envelope = msgspec.structs.replace(envelope, meta=meta)
-        # Without a ledger, an operator resumes what a submitter holds.
+        # Without a ledger there is no approval request: an operator resumes a job that its submitter holds.
         return self._hold(envelope, None) if envelope.hold and self.can_request_approval else envelope
 
     async def review_all(self, envelopes: Iterable[Envelope]) -> Iterable[Envelope]:

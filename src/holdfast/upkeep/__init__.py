@@ -1,1 +1,4 @@
-"""Background duties: promote, reclaim, project, reconcile, prune. Any number of processes may run them at once."""
+"""Background duties: promote, reclaim, project, reconcile, prune.
+
+Any number of processes may run them at once.
+"""

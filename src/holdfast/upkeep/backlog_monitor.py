@@ -1,8 +1,9 @@
-"""Alerts for backlogs over their threshold (requirement H5): raised once, and cleared once well below it.
+"""Alerts for backlogs over their threshold (requirement H5).
 
-An alert is an `alert.backlog` entry in the audit log (sent from there to webhook subscribers), a warning in the log,
-and a metric. Any number of processes may watch: the ledger lets one of them raise an alert, and one clear it. Without a
-ledger each process raises its own, in its log and its metrics.
+An alert is raised once, and cleared once when the backlog is well below the threshold. It is an `alert.backlog` entry
+in the audit log (sent from there to webhook subscribers), a warning in the log, and a metric. Any number of processes
+may watch: the ledger lets one of them raise an alert, and one clear it. Without a ledger each process raises its own,
+in its log and its metrics.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ CLEARED: Final = "alert.backlog_cleared"
 
 
 class BacklogMonitor:
-    """Watch the backlogs of some queues until cancelled."""
+    """Watches the backlogs of some queues until cancelled."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""Confirm recorded dead letters to the engine, which keeps their jobs in `dlq_pending` until then (rule 18).
+"""Confirm recorded dead letters to the engine (rule 18), which keeps their jobs in `dlq_pending`.
 
     commit of the dead letter, unacknowledged → dlq_recorded → failed → acknowledged
 
-Every step can be repeated: after a crash, what is unacknowledged is confirmed again.
+Every step can be repeated: after a crash, unacknowledged dead letters are confirmed again.
 
 A job may also wait in the engine for a confirmation that will never come: the ledger was replaced, restored from a
 backup or switched off, or a stale replica of the engine took over after the dead letter was acknowledged or the job had
@@ -33,7 +33,7 @@ _CONFIRM_BATCH: Final = 50
 _PAGE: Final = 500
 #: Pause before a dead letter that could not be confirmed is tried again.
 _RETRY_S: Final = 4.0
-#: Waiting jobs of the engine read at a time.
+#: Jobs waiting in the engine for a confirmation, read at a time.
 _ORPHAN_BATCH: Final = 200
 
 _ACTOR: Final = "ledger"
@@ -57,7 +57,7 @@ class DeadLetterConfirmer:
         self._waited: dict[str, tuple[set[str], EngineSnapshot]] = {}
 
     async def confirm_all(self, queue: str) -> int:
-        """Confirm all unacknowledged dead letters; returns how many are left, their jobs being in another state."""
+        """Confirm all unacknowledged dead letters; returns how many could not be confirmed."""
         left, last = 0, None
         now = time.monotonic()
         self._retry_at = {dead_letter: at for dead_letter, at in self._retry_at.items() if at > now}
@@ -72,7 +72,7 @@ class DeadLetterConfirmer:
         return left
 
     async def _confirm_batch(self, dead_letters: Sequence[RecordedDeadLetter]) -> int:
-        """Confirm some; returns how many are left. One that cannot be confirmed does not block the others."""
+        """Confirm some; returns how many could not be confirmed. Those do not block the others."""
         results = await asyncio.gather(*map(self._confirm, dead_letters), return_exceptions=True)
         done = [dead_letter for dead_letter, result in zip(dead_letters, results, strict=True) if result is True]
         if done:
@@ -129,10 +129,11 @@ class DeadLetterConfirmer:
     # Orphans in the engine -----------------------------------------------------------------------------
 
     async def find_orphans(self, queue: str, at: FeedPosition) -> list[Event]:
-        """Events that the ledger, which is at `at`, has missed: those of jobs that wait for their confirmation.
+        """Find events that the ledger, which is at `at`, has missed: of jobs that wait for a confirmation.
 
-        A job that waited at the last check and still does, after the ledger has passed the feed's end of that time, has
-        no further event in the feed. Jobs whose dead letter the ledger has, or that ended there, are finished here.
+        If a job waited at the last check and still waits, and the ledger has passed the position where the feed ended
+        then, the feed has no further event of it. If the ledger has its dead letter or its end, the job is finished
+        here.
         """
         views = await self._engine.find(queue, _WAITING, _ORPHAN_BATCH)
         before = self._waited.pop(queue, None)

@@ -8,8 +8,8 @@ Any number of processes may run each of these at once, and alongside the process
   recognises a job that it has.
 - `WebhookDispatcher` finds in the ledger what subscribers are to be notified of, and submits a delivery for each
   (requirement H7). A delivery is a job: it waits, is retried, and is dead-lettered if the receiver does not accept it.
-  Its idempotency key is the delivery's id. The ledger's row is marked only after the ledger has the delivery as well,
-  so an engine that is wiped loses none, and a dispatcher that crashes in between submits a duplicate.
+  Its idempotency key is the delivery's id. The ledger's row is marked only after the ledger has the delivery as well: a
+  wiped engine loses none, and what a dispatcher submits again after a crash is recognised as a duplicate.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ ENOUGH_EVENTS: Final = 3_000
 #: … and this is the limit of one transaction when there is a backlog.
 MOST_EVENTS: Final = 10_000
 MOST_BYTES: Final = 16 * 1024 * 1024
-#: A batch that the ledger does not write in time is halved, down to this share of the above.
+#: A batch that the ledger does not write in time is halved, down to this share of the limits above.
 SMALLEST_SHARE: Final = 1 / 256
 #: Entries read at a time: one has up to about 500 events, most have far fewer.
 _FIRST_READ: Final = 20
@@ -85,7 +85,7 @@ class FeedCursor:
         self.trimmed_at = 0.0
         self.trimmed_to = ""
         self.leased_until = 0.0
-        #: Read, and to be written in this pass.
+        #: Entries read, to be written in this pass.
         self.pending: PendingBatch | None = None
         self.ahead: asyncio.Task[PendingBatch] | None = None
         #: Average size of the entries read last.

@@ -1,4 +1,4 @@
-"""The background tasks that keep a ledger in step with its engine, and its retention (requirement L5).
+"""Background tasks that keep a ledger in step with its engine, and its retention (requirement L5).
 
 `LedgerTasks` starts and stops them for workers and `holdfast upkeep`: projector, reconciler, pruner, and the loops of
 `upkeep.dispatch`. Any number of processes may run them: one projects a feed at a time, the others are on standby.
@@ -41,7 +41,10 @@ _projector_log: Final = logging.getLogger("holdfast.projector")
 
 
 class ProjectorThread:
-    """`start`, then `stop`, both from one event loop. `engine` and `ledger` are unopened clones for its own use."""
+    """The projector's thread: `start`, then `stop`, both from one event loop.
+
+    It opens and closes `engine` and `ledger`, which are clones for its use only.
+    """
 
     def __init__(
         self,
@@ -119,7 +122,7 @@ _DAY_MS: Final = 86_400_000
 
 
 class LedgerPruner:
-    """Prune the ledger until cancelled."""
+    """Prunes the ledger until cancelled."""
 
     def __init__(
         self,
@@ -158,7 +161,10 @@ class LedgerPruner:
 
 
 class LedgerTasks:
-    """`start`, then `stop`, on one event loop. The caller owns engine and ledger; the projector has its own."""
+    """All tasks of one ledger: `start`, then `stop`, on one event loop.
+
+    The caller owns engine and ledger; the projector uses clones.
+    """
 
     def __init__(
         self,

@@ -21,7 +21,10 @@ _log: Final = logging.getLogger("holdfast.upkeep")
 
 
 async def run_forever(name: str, run_once: Callable[[], Awaitable[float]], wake: asyncio.Event | None = None) -> None:
-    """Call `run_once` until cancelled; it returns the seconds to the next call, a pause that `wake` ends early."""
+    """Call `run_once` until cancelled.
+
+    It returns the seconds to pause before the next call; `wake` ends the pause early.
+    """
     backoff = Backoff()
     while True:
         try:
@@ -84,6 +87,6 @@ class LogThrottle:
             self._log.log(level, message, *arguments, exc_info=cause)
 
     def reset(self) -> bool:
-        """Note that it works again; returns whether a failure had been logged."""
+        """Record a success; returns whether a failure had been logged."""
         logged, self._logged_at = self._logged_at is not None, None
         return logged

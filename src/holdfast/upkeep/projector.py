@@ -1,7 +1,7 @@
 """Write the feed into the ledger, exactly once (rules 14–18).
 
-One projector works on a feed at a time, by a lease in the ledger that only saves work: rows and position are written in
-one transaction, fenced by the old position, so that two projectors on one feed are harmless. After a crash:
+A lease in the ledger lets one projector work on a feed at a time. It only saves work: rows and position are written in
+one transaction, fenced by the old position, so two projectors on one feed are harmless. After a crash:
 
     read ─────► commit ─────► trim
          1             2           3
@@ -62,7 +62,10 @@ _REDELIVER_MS: Final = 24 * 3_600_000
 
 
 class Projector:
-    """Projects the feeds of some queues, or of all that the engine has. Owns its engine and ledger, which are open."""
+    """Projects the feeds of some queues, or of all that the engine has.
+
+    The caller opens the engine, and closes engine and ledger after `run`.
+    """
 
     def __init__(
         self,
@@ -76,7 +79,7 @@ class Projector:
         linger_s: float = LINGER_S,
         round_s: float = _ROUND_S,
     ) -> None:
-        """`on_fork` is called with the queue of a feed that has forked: jobs may be lost, the reconciler checks."""
+        """`on_fork` is called with the queue of a feed that has forked, where jobs may be lost."""
         assert ledger.projection is not None
         self.name = name or new_identity()
         self._engine = engine
@@ -110,7 +113,7 @@ class Projector:
         return self.counts.feed_lag_ms
 
     async def run(self) -> None:
-        """Project until cancelled; then release the feeds, so that another projector can continue immediately."""
+        """Project until cancelled; then release the feeds, so that another projector continues immediately."""
         backoff, throttle = Backoff(), LogThrottle(_log)
         #: Last position of each feed.
         positions: dict[str, str] = {}
@@ -189,7 +192,7 @@ class Projector:
         return names
 
     async def _acquire_free(self, names: Iterable[str]) -> None:
-        """Acquire feeds that are not ours and due for a check, with one query for all of them."""
+        """Acquire free feeds that are due for a check; one query finds those that others have."""
         now = time.monotonic()
         if now >= self._others_at:
             self._others.clear()
@@ -234,7 +237,7 @@ class Projector:
             self._extend_lease(cursor)
 
     async def _wait(self, wait_ms: int) -> list[FeedCursor]:
-        """Feeds that have new entries and are not being read ahead."""
+        """Wait for new entries; returns the feeds that have some and are not being read ahead."""
         positions = {
             queue: cursor.pending.batch[-1].position if cursor.pending else cursor.at.position
             for queue, cursor in self._cursors.items()
@@ -253,7 +256,10 @@ class Projector:
         return [self._cursors[queue] for queue in ready if queue in self._cursors]
 
     async def _attempt(self, cursor: FeedCursor, step: Callable[[FeedCursor], Awaitable[None]]) -> None:
-        """Run one step for one queue; a failure affects that queue only, unless engine or ledger are unreachable."""
+        """Run one step for one queue.
+
+        A failure affects that queue only, unless engine or ledger are unreachable.
+        """
         if self._cursors.get(cursor.queue) is not cursor:
             return
         try:
@@ -385,7 +391,7 @@ class Projector:
             # Not a fork: while this process was stopped, another projector continued and trimmed the entry.
             raise PositionMoved(cursor.queue)
         cursor.drop_ahead()
-        # Before the position moves: the idempotency keys of a feed that has been read count as restored.
+        # Before the position moves: once a feed is read, its idempotency keys count as restored.
         await reopen_intake(self._engine, self._ledger, cursor.queue, insist=True)
         cursor.detached = True
         self.counts.forks += 1
@@ -395,16 +401,16 @@ class Projector:
             cursor.queue,
             cursor.at.position,
         )
-        # Jobs may wait again for decisions already delivered. Before the position moves, which ends the fork.
+        # Jobs may wait again for decisions already delivered. Also before the position moves, which ends the fork.
         await self._ledger.operators.mark_undelivered(cursor.queue, _REDELIVER_MS)
         cursor.orphan_check_at = 0.0
         if self._on_fork is not None:
             self._on_fork(cursor.queue)
 
     async def _find_position(self, cursor: FeedCursor) -> None:
-        """Read from the feed's start, past the entries that the ledger has, until the position is in this feed.
+        """Read the feed from its start, and find the first entry that the ledger does not have.
 
-        The entries that it has are a prefix of the feed: two forks never converge.
+        The entries that the ledger has are a prefix of the feed: two forks never converge.
         """
         last = FeedEntry("", "", [])
         while entries := await cursor.read(self._engine, last.position, last.nonce):
@@ -463,7 +469,7 @@ class Projector:
             cursor.confirm_at = time.monotonic() + _CONFIRM_RETRY_S
 
     async def _resolve_orphans(self, cursor: FeedCursor) -> None:
-        """Write the missing events of orphans: engine or ledger was replaced, or restored from an older state."""
+        """Write the missing events of orphans, after engine or ledger was replaced or restored."""
         cursor.defer_orphan_check(soon=False)
         if not cursor.at.position:
             return

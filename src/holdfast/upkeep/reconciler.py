@@ -306,7 +306,10 @@ class Reconciler:
         report.skip(FEED_MOVED, len(left))
 
     async def _read_rest(self, queue: str, position: FeedPosition) -> tuple[EngineSnapshot, set[str]] | None:
-        """The feed's end, and the jobs with events after the ledger's position; None if that is not in this feed."""
+        """The feed's end, and the jobs with events after the ledger's position.
+
+        None if the position is not in this feed, or too far behind its end.
+        """
         touched = set[str]()
         start, nonce = position.position, position.nonce
         for _ in range(_PAGES):
@@ -326,7 +329,7 @@ class Reconciler:
     async def _restore_batch(
         self, queue: str, end: EngineSnapshot, left: dict[JobKey, JobInfo], report: ReconcileReport
     ) -> dict[JobKey, JobInfo]:
-        """Restore jobs; returns those that were not restored although the engine does not know them."""
+        """Restore jobs; returns those that the engine still does not know."""
         if not left:
             return left
         answers = await self._engine.restore(queue, end, list(left.values()))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _log: Final = logging.getLogger("holdfast.outbox")
 
-#: Added to the longest time of a publication when the relay drains.
+#: Added to the longest duration of a publication when the relay drains.
 _GRACE_S: Final = 2.0
 
 
@@ -44,7 +44,7 @@ class RelayBackend(Protocol):
 
 
 class RelayService:
-    """`run` until `stop`. The app owns engine, ledger and outbox."""
+    """The relay of one process, from `run` to `stop`. The app owns engine, ledger and outbox."""
 
     def __init__(self, app: BackendOwner[RelayBackend], outbox: OutboxOpener) -> None:
         """Raises `InvalidOption` for invalid targets."""
@@ -70,7 +70,10 @@ class RelayService:
             self._relay.stop()
 
     async def run(self) -> None:
-        """Relay until stopped; waits for an unreachable database. Raises `SchemaMismatch` if the tables are missing."""
+        """Relay until stopped; waits for an unreachable database.
+
+        Raises `SchemaMismatch` if the tables are missing.
+        """
         try:
             store = await self._open()
             if store is not None and not self._stopped.is_set():

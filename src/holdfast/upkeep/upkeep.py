@@ -29,7 +29,10 @@ _LISTEN_MS: Final = 5_000
 
 
 class Upkeep:
-    """Upkeep of some queues, or of all if none are named, until `stop`. The caller owns engine and ledger."""
+    """Upkeep of some queues, or of all if none are named, until `stop`.
+
+    The caller owns engine and ledger.
+    """
 
     def __init__(self, engine: Engine, queues: Sequence[str], settings: Settings, ledger: Ledger | None = None) -> None:
         self._engine = engine

@@ -1,7 +1,7 @@
 """Log record of an attempt that did not succeed, with the exception and the job's fields.
 
-A retry is a warning, a job that failed for good an error. The message is redacted and bounded; the exception itself is
-passed as `exc_info`, as it was raised, for handlers like Sentry's. holdfast's own formatters redact its traceback.
+A retry is a warning, a job that failed for good an error. The message is redacted and bounded. The exception is
+passed unchanged as `exc_info`, for handlers like Sentry's; holdfast's formatters redact its traceback.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _log: Final = logging.getLogger("holdfast.worker")
 
 
 class ChildTaskError(Exception):
-    """A task failed in a child process. Its cause shows the traceback of the child."""
+    """Failure of a task in a child process. Its `__cause__` has the child's traceback."""
 
 
 class ChildTraceback(Exception):

@@ -1,7 +1,8 @@
-"""Supply the runner with jobs: claim while there is capacity, reclaim expired leases, recover from failures.
+"""Supply the runner with jobs.
 
-One loop does all three in sequence, so that no lease can reach the runner twice: after a lost reply,
-`engine.recover_claims` returns the leases that the engine has for this worker, while no other claim is in flight.
+One loop claims while there is capacity, reclaims expired leases and recovers from failures, in sequence, so that no
+lease reaches the runner twice: `engine.recover_claims` returns the leases that the engine has for this worker after a
+lost reply, and no other claim is in flight meanwhile.
 
 The capacity is `concurrency` plus a prefetch: the jobs that will finish within 10 ms and during one claim, at the
 current rate. That is zero for slow tasks and a few hundred for no-ops, and needs no tuning.
@@ -64,7 +65,7 @@ class Fetcher:
         self._runner = runner
         self._in_flight = in_flight
         self._settings = settings
-        #: Total of jobs it may run; None: no limit.
+        #: Limit of jobs to run in total; None: no limit.
         self._quota = quota
         self._random = random or Random()
         self._backoff = Backoff(self._random)
@@ -122,7 +123,7 @@ class Fetcher:
             self._runner.accept(claims)
 
     def stop_prefetching(self) -> None:
-        """Prefetch nothing for now, because prefetched jobs do not start."""
+        """Prefetch nothing until jobs finish again; for prefetched jobs that do not start."""
         self._rate.reset()
 
     async def _run_once(self) -> None:
@@ -146,7 +147,7 @@ class Fetcher:
                     await asyncio.sleep(0)
 
     async def _wait_for_capacity(self) -> int:
-        """Wait for capacity; returns how many to claim. At a high rate, waits for a batch worth the call."""
+        """Wait for capacity; returns how many to claim. At a high rate, waits for a worthwhile batch."""
         runner = self._runner
         while True:
             ahead = self._rate.prefetch(runner.finished)
@@ -172,7 +173,7 @@ class Fetcher:
         return min(self._runner.concurrency - self._runner.load, self._left(), MAX_BATCH)
 
     def _left(self) -> int:
-        # Not by jobs claimed: jobs that were released, or lost before they started, do not count.
+        # Counts runs, not claims: jobs that were released, or lost before they started, do not use up the quota.
         return MAX_BATCH if self._quota is None else self._quota - self._runner.finished - self._runner.load
 
     def _accept(self, claims: list[Claim]) -> None:
@@ -187,7 +188,7 @@ class Fetcher:
         return round(min(_WAIT_S, left_s) * 1000)
 
     def _reclaim_pause(self) -> float:
-        """At most the interval, which bounds the wait of an expired lease; with jitter, to spread the workers."""
+        """Seconds to the next reclaim: at most the interval, with jitter to spread the workers."""
         interval_s = max(_MIN_RECLAIM_S, self._settings.reclaim_interval_s)
         return interval_s * self._random.uniform(0.6, 1.0)
 
@@ -219,7 +220,7 @@ class Throughput:
         self._at = time.monotonic()
 
     def prefetch(self, done: int) -> int:
-        """How many jobs will finish before more can arrive; `done` is the total so far."""
+        """Number of jobs that will finish before more can arrive; `done` is the total so far."""
         now = time.monotonic()
         span_s = now - self._at
         if span_s > 0.001:

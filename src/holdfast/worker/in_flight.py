@@ -1,7 +1,7 @@
 """`Run`, one attempt in a worker from claim to settle result, and `Drain`, the shutdown of a worker.
 
 A drain releases jobs that have not started, lets the rest finish, settles everything and deregisters the worker. It
-ends whatever the engine does meanwhile: a verdict that cannot be delivered is abandoned, and its lease expires.
+ends even if the engine does not answer: a verdict that cannot be delivered is abandoned, and its lease expires.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Run:
         #: Whether the user's code has been called.
         self.begun = False
         self.stopped: StopReason | None = None
-        #: Whether it has its verdict, or will get none.
+        #: Whether it has a verdict, or will not get one.
         self.judged = False
         #: Whether the user's code has ended and the slot is free.
         self.ended = False
@@ -86,7 +86,7 @@ InFlight = set[Run]
 _log: Final = logging.getLogger("holdfast.worker")
 
 _POLL_S: Final = 0.01
-#: How long a worker that is to stop now waits for an unreachable store.
+#: How long a stopping worker waits for an unreachable store.
 _LAST_CALL_S: Final = 5.0
 #: Added to the grace time of cancelled runs.
 _MARGIN_S: Final = 1.0
@@ -102,7 +102,7 @@ class Drain:
         self._cancel_grace_s = cancel_grace_s
 
     async def finish(self, runner: Runner, fetcher: Fetcher, settler: Settler) -> None:
-        """Return when every lease in flight is settled, or cannot be."""
+        """Settle every lease in flight; verdicts that cannot be delivered are abandoned."""
         runner.stop_starting()
         await self._recover_claims(fetcher)
         await self._wait_judged(self._settings.drain_grace_s, self._stop_now)
@@ -112,7 +112,7 @@ class Drain:
             _log.error("%d verdicts were not settled; their jobs will run again", settler.abandon())
 
     async def deregister(self, engine: JobPort, worker: str, queues: Sequence[str]) -> None:
-        """Deregister this worker from the engine."""
+        """Deregister this worker from the engine; a failure is only logged."""
         try:
             async with asyncio.timeout(_LAST_CALL_S):
                 await engine.deregister_worker(worker, queues)

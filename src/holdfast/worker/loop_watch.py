@@ -130,7 +130,7 @@ class _Block:
 
 
 def _claim_of(task: Task) -> Claim | None:
-    """The job that this task, or the task that started it, is part of."""
+    """The claim of the job that this task, or the task that started it, is part of."""
     claims = (context.get(current_claim) for context in _contexts_of(task))
     return next((claim for claim in claims if claim is not None), None)
 

@@ -25,7 +25,7 @@ from holdfast.worker.loop_watch import LoopWatch
 
 _log: Final = logging.getLogger("holdfast.worker")
 
-#: A missed notice causes at most this delay: the next beat detects the same.
+#: Longest wait for notices; a cancellation whose notice was missed is detected at the next beat.
 _LISTEN_S: Final = 5.0
 #: While a part of the store is unreachable, its leases are retried after this.
 _RETRY_S: Final = 0.5
@@ -35,11 +35,11 @@ class LeaseListener(Protocol):
     """Callbacks of the renewer, called on the worker's event loop."""
 
     def on_leases_lost(self, leases: Sequence[Lease]) -> None:
-        """These leases were lost."""
+        """Called with leases that were lost."""
         ...
 
     def on_cancelled(self, leases: Sequence[Lease]) -> None:
-        """An operator moved the jobs of these leases."""
+        """Called with leases whose jobs an operator moved."""
         ...
 
     def on_control_changed(self, queue: str, control: QueueControl) -> None:
@@ -47,7 +47,7 @@ class LeaseListener(Protocol):
         ...
 
     def on_due(self, queue: str, at_ms: int) -> None:
-        """A delayed job is due at this time."""
+        """Called with the due time of a delayed job."""
         ...
 
 
@@ -67,7 +67,7 @@ class Renewer:
         self._watch = LoopWatch(in_flight)
         self._opened = False
         self._beat_at = 0.0
-        #: When each run was first found running, or left its last heartbeat.
+        #: When each run was first found running, or its last heartbeat was recorded.
         self._alive_since: dict[Lease, float] = {}
         #: Queues whose controls have not been read yet.
         self._unread: set[str] = set()
@@ -152,7 +152,10 @@ class Renewer:
                 assert_never(notice)
 
     async def _check(self, queue: str, job_id: str) -> None:
-        """Renew the leases of the job. The notice is only a hint: it may be late, and the job claimed here again."""
+        """Renew the leases of the job, to find those that are lost.
+
+        The notice may be late, and the job already claimed here again.
+        """
         leases = [run.claim.lease for run in self._in_flight.copy()]
         lost = await self._renew(lease for lease in leases if lease.job_id == job_id and lease.queue == queue)
         if lost:

@@ -86,9 +86,9 @@ class Runner:
         self._specs = specs
         self._settler = settler
         self._in_flight = in_flight
-        #: For effects and steps; without it tasks have none.
+        #: For effects and steps; None: tasks have neither.
         self._tools = tools
-        #: Reviews claims that are not approved yet; without it there are no guards.
+        #: Reviews claims that are not approved yet; None: there are no guards.
         self._guards = guards
         self._tracer = tracer
         self._cancel_grace_s = cancel_grace_s
@@ -212,7 +212,7 @@ class Runner:
         try:
             outcome = await invoke(run.spec, run.claim, run.context)
         except GeneratorExit:
-            # Abandoned, and judged already. (GeneratorExit raised by the user's code itself arrives as an outcome.)
+            # Abandoned and already judged. A GeneratorExit that the user's code raises arrives as an outcome instead.
             self._free(run)
             raise
         self._finish(run, outcome)
@@ -285,7 +285,10 @@ class Runner:
     # Ending runs from outside -----------------------------------------------------------------------------
 
     def stop(self, run: Run, reason: StopReason) -> None:
-        """End a run. A lost run gets no verdict; others get theirs when their code has ended, threads immediately."""
+        """End a run from outside.
+
+        A lost run gets no verdict. A run in a thread gets its verdict immediately, others when their code has ended.
+        """
         if run.ended or (run.stopped is not None and reason is not StopReason.LOST):
             return
         run.stopped = reason
@@ -295,7 +298,7 @@ class Runner:
             self._lose(run)
         if run.task is not None:
             if run.begun:
-                # Cancelling a task before its first step would skip the code here as well.
+                # A task cancelled before its first step would never free its slot; `stopped` ends such a run.
                 run.task.cancel()
                 self._loop.call_later(self._cancel_grace_s, self._abandon, run)
         elif run.begun and not run.judged:

@@ -1,8 +1,8 @@
 """Send verdicts to the engine in batches, and count how long runs took.
 
-A verdict is sent at the next iteration of the loop while few calls are in progress, else with the next call after one
-returns: alone at low load, in hundreds at high load, and never delayed to fill a batch. Nothing is dropped while the
-engine is unreachable: settlements are fenced and repeatable, so they are sent until answered. Verdicts for an
+A verdict is sent at the next iteration of the loop while fewer than two calls are in progress, otherwise when one of
+them returns: alone at low load, in hundreds at high load, and never delayed to fill a batch. Nothing is dropped while
+the engine is unreachable: settlements are fenced and repeatable, so they are sent until answered. Verdicts for an
 unreachable part of the store are kept apart and do not delay others. A verdict that the engine refuses repeatedly is
 separated from its batch, and its lease expires.
 
@@ -47,7 +47,7 @@ _log: Final = logging.getLogger("holdfast.worker")
 
 #: Concurrent calls. Two keep the store busy while the next batch forms.
 _MAX_CALLS: Final = 2
-#: A batch that was refused this often in a row is split.
+#: A batch is split after this many refusals in a row.
 _MAX_REFUSALS: Final = 3
 
 
@@ -92,7 +92,10 @@ class Settler:
         return True
 
     def abandon(self) -> int:
-        """Stop sending; returns how many verdicts were not answered. Their leases expire and the jobs run again."""
+        """Stop sending; returns how many verdicts were not answered.
+
+        Their leases expire, and the jobs run again.
+        """
         for call in self._calls:
             call.cancel()
         if self._late_call is not None:
@@ -124,7 +127,7 @@ class Settler:
             return
         except Exception:  # noqa: BLE001 - one bad verdict must not stop the others
             if len(runs) > 1:
-                # One of them is the cause: settle each on its own.
+                # One of them is the cause: settle each separately.
                 for run in runs:
                     await self._send([run])
                 return
@@ -155,7 +158,7 @@ class Settler:
             self._late_call.add_done_callback(self._sent_late)
 
     async def _send_late(self) -> None:
-        """Send deferred verdicts until all are answered. Refused ones are sent with the others."""
+        """Send deferred verdicts until all are answered. A refused batch goes back to `_send`."""
         backoff = Backoff()
         while self._deferred:
             await asyncio.sleep(backoff.next_s())

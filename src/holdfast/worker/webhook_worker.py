@@ -1,6 +1,7 @@
-"""Send webhooks: a small worker on the queue of deliveries, in every process with upkeep, if webhooks are enabled.
+"""Send webhooks: a small worker on the queue of deliveries.
 
-Deliveries are jobs, so leases, retries, dead letters and draining are the worker's own; only the task is built in.
+It runs in every process with upkeep, if webhooks are enabled. Deliveries are jobs with a built-in task: leases,
+retries, dead letters and draining are those of any worker.
 """
 
 from __future__ import annotations
@@ -33,12 +34,15 @@ CONCURRENCY: Final = 20
 
 _MULTIPLIER: Final = 4.0
 _CAP_S: Final = 3_600.0
-#: Added to the attempt's own timeout, for work outside it.
+#: Added to the timeout of the HTTP request, for the work around it.
 _SLACK_S: Final = 5.0
 
 
 class WebhookWorker:
-    """`start`, then `stop`, on one event loop. The caller owns the engine, which is open."""
+    """Worker for webhook deliveries: `start`, then `stop`, on one event loop.
+
+    The caller opens and closes the engine.
+    """
 
     def __init__(
         self, engine: Engine, settings: Settings, *, name: str = "webhooks", resolve: Resolve | None = None
@@ -91,7 +95,7 @@ async def run_webhook_worker(engine: Engine, ledger: Ledger | None, settings: Se
 
 
 class _WebhookApp:
-    """Stands in for an app, since a worker takes one."""
+    """Minimal app for the constructor of `Worker`."""
 
     def __init__(self, backend: _WebhookBackend) -> None:
         self._backend = backend
@@ -125,10 +129,10 @@ class _WebhookBackend:
         return self._specs
 
     def guard_runner(self, ledger: Ledger | None) -> None:
-        """None: deliveries are not guarded."""
+        """Return None: deliveries are not guarded."""
 
     async def open(self) -> None:
-        """Does nothing: the owner has opened the engine."""
+        """Do nothing: the caller has opened the engine."""
 
     async def _deliver(
         self, url: str, webhook_id: str, event: str, body: str, signature: str = "", seal: str = ""

@@ -76,9 +76,9 @@ class WorkerExit(StrEnum):
     """Why a worker ended."""
 
     DRAINED = "drained"
-    #: It has run its limit of jobs.
+    #: It has run `max_jobs` jobs.
     MAX_JOBS = "max_jobs"
-    #: Its process uses more memory than its limit.
+    #: Its process uses more memory than `max_rss`.
     MAX_RSS = "max_rss"
 
 
@@ -148,16 +148,19 @@ class Worker(LeaseListener):
         self._fetcher: Fetcher | None = None
         self._promoter: Promoter | None = None
 
-    # For its owner ---------------------------------------------------------------------------------
+    # Public interface ------------------------------------------------------------------------------
 
     @property
     def ready(self) -> bool:
-        """Whether the fetch loop ticked recently and the engine answered; False before the start and while draining."""
+        """Whether the fetch loop ticked recently and the engine answered.
+
+        False before the start and while draining.
+        """
         return self._fetcher is not None and not self._draining.is_set() and self._fetcher.ready
 
     @property
     def status(self) -> str:
-        """`starting`, `ok`, `down` (it does not claim) or `draining`."""
+        """`starting`, `ok`, `down` (engine unreachable, or fetch loop stuck) or `draining`."""
         if self._draining.is_set():
             return DRAINING
         if self._fetcher is None:
@@ -186,7 +189,7 @@ class Worker(LeaseListener):
 
     @property
     def concurrency(self) -> int:
-        """How many jobs it runs at a time: what an operator set, otherwise its own number."""
+        """Limit of concurrent jobs: the lowest that an operator set for a queue, else the worker's own."""
         ordered = [control.concurrency for control in self._controls.values() if control.concurrency is not None]
         return max(1, min(ordered)) if ordered else self._concurrency
 
@@ -202,7 +205,10 @@ class Worker(LeaseListener):
         self._draining.set()
 
     async def run(self) -> WorkerExit:
-        """Work until drained; returns why it ended. If cancelled, it first drains without waiting for running jobs."""
+        """Work until drained; returns why the worker ended.
+
+        If cancelled, it first drains without waiting for running jobs.
+        """
         self._check_locations()
         self.incarnation = new_identity(self._name)
         try:
@@ -277,14 +283,14 @@ class Worker(LeaseListener):
 
         async def end() -> None:
             ending = Drain(self._in_flight, self._backend.settings, self._stop_now, self._cancel_grace_s)
-            # In reverse order, each of them whatever the others raise: a renewer that is not stopped would keep the
-            # leases of these jobs for as long as the process runs.
+            # In reverse order, and each even if another raises: a renewer that is not stopped would keep the leases of
+            # these jobs for as long as the process runs.
             async with AsyncExitStack() as last:
                 last.push_async_callback(ending.deregister, engine, self.incarnation, self._queues)
                 last.push_async_callback(runner.close)
                 last.push_async_callback(renewer.stop)
                 if ledger_tasks is not None:
-                    # Late: what this worker settles while it drains may still reach the ledger.
+                    # Late, so that verdicts settled during the drain can still reach the ledger.
                     last.push_async_callback(ledger_tasks.stop)
                 if webhooks is not None:
                     webhooks.drain()
@@ -361,7 +367,7 @@ class Worker(LeaseListener):
             return []
         queues = QueueSelection(engine, self._queues)
         self._promoter = Promoter(engine, queues)
-        # All queues, not only ours: one that no worker serves may grow as well.
+        # All queues, not only this worker's: a queue without a worker may grow as well.
         monitor = BacklogMonitor(engine, QueueSelection(engine, ()), self._backend.settings, self._backend.ledger)
         loops = (self._promoter.run(), EnginePruner(engine, queues).run(), monitor.run())
         return [asyncio.create_task(loop) for loop in loops]
@@ -371,13 +377,13 @@ class Worker(LeaseListener):
         if ledger is None or not self._upkeep:
             return None
         settings = self._backend.settings
-        # All queues, not only ours: there may be no other process for them.
+        # All queues, not only this worker's: there may be no other process for the rest.
         return LedgerTasks(engine, ledger, settings, name=self.incarnation, project=settings.projector)
 
     def _start_webhook_worker(self, engine: Engine) -> WebhookWorker | None:
         if self._backend.ledger is None or not self._upkeep or not self._backend.settings.webhooks_enabled:
             return None
-        # Imported here: it is a worker itself.
+        # Imported here: that module imports this one.
         from holdfast.worker.webhook_worker import WebhookWorker
 
         webhooks = WebhookWorker(engine, self._backend.settings)
@@ -415,7 +421,7 @@ class Worker(LeaseListener):
     def on_leases_lost(self, leases: Sequence[Lease]) -> None:
         """End the runs of lost leases, without a verdict."""
         runs = self._runs(leases)
-        # Counted only here: the engine cannot distinguish a lost lease from one that was just settled.
+        # Counted here: the engine cannot distinguish a lost lease from one that was just settled.
         self.counters.leases_lost += len(runs)
         for run in runs:
             _log.warning(
