@@ -67,7 +67,7 @@ class QueueAdapter(Protocol):
         ...
 
     async def send_to_dlq(self, message: RawMessage, reason: str, history: Sequence[str] = ()) -> None:
-        """Write the message to the dead-letter queue with reason and history; acknowledge it once that is confirmed.
+        """Write the message to the dead-letter queue and acknowledge it once that is confirmed.
 
         Body and headers stay unchanged; `x-dead-reason`, `x-dead-history` (a JSON list), `x-dead-source` and
         `x-dead-message-id` are added. If the dead letter cannot be written, it raises and the message stays in flight.
@@ -75,7 +75,10 @@ class QueueAdapter(Protocol):
         ...
 
     def owns(self, message: RawMessage) -> bool:
-        """Whether an `ack` would still count. If not, abandon the message: it is delivered again, maybe elsewhere."""
+        """Whether an `ack` would still count.
+
+        If not, abandon the message: it is delivered again, to this consumer or to another.
+        """
         ...
 
     async def pause(self) -> None:
@@ -168,7 +171,10 @@ def _encode_history(history: Sequence[str], limit: int | None) -> str:
 
 
 def timestamp_from_ms(milliseconds: int) -> datetime:
-    """Convert Unix milliseconds. Returns now if out of range: some writers use other units in the same field."""
+    """Convert Unix milliseconds. Returns the current time if they are out of range.
+
+    Some writers use another unit in the same field.
+    """
     try:
         return datetime.fromtimestamp(milliseconds / 1000, UTC)
     except (ValueError, OverflowError, OSError):

@@ -1,4 +1,4 @@
-"""RabbitMQ adapter and publisher on aio-pika: quorum queues, publisher confirms, prefetch by `basic.qos`.
+"""RabbitMQ adapter and publisher: quorum queues, publisher confirms, prefetch by `basic.qos`.
 
 Consumers of a queue share its messages, so the queue itself is the consumer group; the group name appears in consumer
 tags. Order per key holds within one consumer, and across consumers with `single_active_consumer`.
@@ -236,7 +236,7 @@ class RabbitAdapter(QueueAdapter):
         self._origin = {message: origin for message, origin in self._origin.items() if origin[0] is not lost}
 
     async def _align(self) -> None:
-        """Start or cancel the consumer as wanted. The channel stays open."""
+        """Start or cancel the consumer, as `consume`, `pause` and `resume` require. The channel stays open."""
         async with self._changing:
             link = self._link
             if link is None or link.lost.is_set():
@@ -378,7 +378,9 @@ class RabbitPublisher(Publisher):
 
 
 def _waves(messages: Sequence[OutgoingMessage]) -> list[list[list[int]]]:
-    """Indices of messages to publish concurrently: lanes of one topic and key each, or of one message without key.
+    """Group messages, by index, into waves of lanes that can be published concurrently.
+
+    A lane has the messages of one topic and key, or one message without a key.
 
     Returned messages are identified only by id: of two with the same id, the second goes to the next wave.
     """

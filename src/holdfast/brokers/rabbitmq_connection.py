@@ -25,8 +25,8 @@ _CLOSE_S: Final = 3.0
 #: Frames that a channel buffers; a message is three frames. The client's default of ten would limit a consumer to
 #: three messages at a time.
 _FRAMES: Final = 300
-#: Acknowledgements are written once they cover 1/N of the messages in flight, or after `_LINGER_S`: the broker sends as
-#: many messages at a time as were acknowledged at a time.
+#: Acknowledgements are written once they cover 1/N of the messages in flight, or after `_LINGER_S`: with
+#: small batches of acknowledgements the broker would also send small batches of messages.
 _ACK_FRACTION: Final = 4
 _LINGER_S: Final = 0.005
 #: Reply codes of refusals: access refused, not found, resource locked, precondition failed, not allowed.

@@ -1,4 +1,4 @@
-"""Message conversion for RabbitMQ, and checks that refuse a message before the broker would close the channel."""
+"""Message conversion for RabbitMQ, and checks for messages that the protocol cannot carry."""
 
 from __future__ import annotations
 
@@ -76,7 +76,10 @@ async def publish(channel: Channel, message: OutgoingMessage, settings: RabbitCo
 
 
 def _check(message: OutgoingMessage, headers: Mapping[str, str], body_bytes: int, settings: RabbitConfig) -> None:
-    """Refuse what the protocol cannot carry: it would close the connection with all messages in flight on it."""
+    """Raise `BrokerRefused` for a message that the protocol cannot carry.
+
+    Publishing it would close the channel or the connection, with all messages in flight on it.
+    """
     too_long = [
         what
         for what, text in (

@@ -1,4 +1,4 @@
-"""Redis Streams consumer: a queue is a stream, a group is a consumer group that starts at the first entry.
+"""Redis Streams consumer: a queue is a stream, a group starts at the first entry.
 
 The pending list is the lease, as in holdfast's own engine: a consumer renews its messages in flight, and those of a
 crashed consumer are reclaimed after the visibility timeout. Every script that ends a delivery checks first that the
@@ -89,7 +89,7 @@ class RedisAdapter(QueueAdapter):
         }
         self._in_flight: dict[RawMessage, _PendingEntry] = {}
         self._ready: deque[RawMessage] = deque()
-        #: Acknowledged, not yet confirmed by the server.
+        #: Acknowledgements to send, each with the future that `ack` awaits.
         self._done: list[tuple[_PendingEntry, asyncio.Future[None]]] = []
         #: Ids of messages whose acknowledgement Redis has not confirmed.
         self._acknowledging: set[str] = set()
@@ -136,12 +136,12 @@ class RedisAdapter(QueueAdapter):
                 else:
                     await self._wakeup.wait()
         finally:
-            # Known to `close` until it has ended: messages it reads after `release_all` would belong to no consumer.
+            # Keep it in `_tasks` until it has ended: `close` waits for it before `release_all` returns its messages.
             await _cancel_all(fetching)
             self._tasks.remove(fetching)
 
     async def ack(self, message: RawMessage) -> None:
-        """Returns once Redis has confirmed it, or once the message is no longer in flight here."""
+        """Acknowledge the message. Returns once Redis has confirmed it, or its lease has expired."""
         entry = self._release(message)
         if entry is None:
             return
@@ -185,7 +185,7 @@ class RedisAdapter(QueueAdapter):
             return False
         if monotonic() < entry.until:
             return True
-        # Permanently: it is delivered again, here or elsewhere.
+        # Drop it, so that the answer stays False: the message is delivered again, here or elsewhere.
         self._release(message)
         return False
 
@@ -275,7 +275,7 @@ class RedisAdapter(QueueAdapter):
 
     async def _reclaim(self, limit: int) -> list[tuple[RawMessage, int]]:
         """Reclaim messages of crashed consumers, returned ones, and own ones whose reply was lost."""
-        # Redis may not have applied an acknowledgement yet: the message is finished all the same.
+        # Include messages whose acknowledgement Redis has not confirmed: they are done.
         in_flight = {message.message_id for message in self._in_flight} | self._acknowledging
         expired: list[Any] = []
         start = "-"
@@ -313,7 +313,7 @@ class RedisAdapter(QueueAdapter):
         self._wakeup.set()
 
     async def _recover(self, exc: Exception, backoff: Backoff) -> None:
-        """After a failure: wait, then make sure that the group exists."""
+        """Wait after a failure; if Redis answered with an error, make sure that the group exists."""
         if not backoff.failures:
             _log.warning("cannot read stream %r, retrying: %s", self._stream, translate(exc))
         await asyncio.sleep(backoff.next_s())
@@ -402,6 +402,6 @@ async def _cancel_all(*tasks: asyncio.Task[None]) -> None:
     while left:
         for task in left:
             task.cancel()
-        # Repeatedly: a cancellation during a timeout inside the client may get lost.
+        # Cancel repeatedly: a timeout inside the client may swallow a cancellation.
         _, left = await asyncio.wait(left, timeout=_CANCEL_AGAIN_S)
     await asyncio.gather(*tasks, return_exceptions=True)

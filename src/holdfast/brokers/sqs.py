@@ -1,11 +1,11 @@
-"""SQS consumer on aiobotocore: long polls, batches of ten, visibility extended while a message is in flight.
+"""SQS consumer: long polls, batches of ten, visibility extended while a message is in flight.
 
 Consumers of a queue share its messages, so the queue itself is the consumer group. FIFO queues keep order per key (the
 key is the message group); standard queues do not.
 
-A message is in flight until its visibility timeout ends by the local clock. If it is not extended in time it is lost,
-together with all messages of its key in flight, which must not be handled before it. Deletions are batched; if one does
-not arrive, the message is delivered again.
+A message is in flight until its visibility timeout ends by the local clock. If it is not extended in time, it is
+lost; on a FIFO queue all messages of its key in flight are lost with it, so that none is handled before it. Deletions
+are batched; if one does not arrive, the message is delivered again.
 """
 
 from __future__ import annotations
@@ -137,7 +137,10 @@ class SqsAdapter(QueueAdapter):
         self._settle(message, None)
 
     async def nack(self, message: RawMessage, requeue: bool = False) -> None:
-        """Without `requeue`, left to the queue's redrive policy, which counts receives; deleted if there is none."""
+        """Refuse the message. Without `requeue`, leave it to the redrive policy; if there is none, delete it.
+
+        The redrive policy counts receives.
+        """
         if requeue:
             self._settle(message, 0)
         elif self._has_redrive:
@@ -287,7 +290,10 @@ class SqsAdapter(QueueAdapter):
         return item
 
     def _lose(self, lost: _ReceivedMessage) -> None:
-        """Drop an expired message. Later ones of its FIFO group are released too, so that they do not overtake it."""
+        """Drop an expired message.
+
+        Others of its FIFO group are returned to the queue, so that they do not overtake it.
+        """
         key = lost.message.key
         lost_group = (
             [item for item in self._in_flight.values() if item.message.key == key] if self._is_fifo and key else [lost]
@@ -349,7 +355,7 @@ class SqsAdapter(QueueAdapter):
     # Holding ---------------------------------------------------------------------------------------
 
     async def _prolong(self) -> None:
-        """Extend the visibility of messages in flight each third of the timeout."""
+        """Extend the visibility of messages in flight every third of the timeout."""
         third = self._settings.visibility_timeout_s / 3
         while True:
             await asyncio.sleep(third / 4)

@@ -1,4 +1,4 @@
-"""SQS publisher."""
+"""SQS publisher: batches of ten, in order per topic and key."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _WRITERS: Final = 4
 
 
 class SqsPublisher(Publisher):
-    """Publishes in batches of ten, a few at a time. The topic is the name of the queue.
+    """Publishes in batches of ten, up to `_WRITERS` at a time. The topic is the name of the queue.
 
-    One message per topic and key is in flight at a time, because SQS accepts or refuses each message of a batch.
+    One message per topic and key is in flight at a time: SQS may refuse one message of a batch and accept the next.
     """
 
     def __init__(self, connection: SqsConfig) -> None:
@@ -75,7 +75,7 @@ class SqsPublisher(Publisher):
     def _next(
         lanes: dict[tuple[str, ...], deque[int]], answers: list[BrokerUnavailable | None]
     ) -> dict[tuple[str, ...], deque[int]]:
-        """Remaining messages after the heads of all lanes. A lane whose head failed is dropped and fails too."""
+        """Return the lanes without their heads. The rest of a lane whose head failed fails too."""
         left = {}
         for name, lane in lanes.items():
             failed = answers[lane.popleft()]

@@ -1,1 +1,1 @@
-"""The command line: parses arguments, calls the engine or the app, prints the result. It contains no policy."""
+"""The command line: parses arguments, calls the engine or the app, prints the result. No policy."""

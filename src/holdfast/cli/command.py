@@ -152,7 +152,10 @@ def command(
 
 
 def _check_text(arguments: dict[str, Any]) -> None:
-    """Raise `InvalidOption` for bytes that are not UTF-8: Python decodes them to surrogates, which no store accepts."""
+    """Raise `InvalidOption` for bytes that are not UTF-8.
+
+    Python decodes them to surrogates, which no store accepts.
+    """
     for name, value in arguments.items():
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str) and not text.isascii() and text != text.encode("utf-8", "ignore").decode():

@@ -62,7 +62,10 @@ def confirm(prompt: str, *, yes: bool) -> None:
 
 
 async def with_progress(what: str, matched: int, do: Callable[[BulkProgress], Awaitable[BulkReport]]) -> BulkReport:
-    """Run `do` with a progress bar. After Ctrl-C the rest is unchanged, and the same command continues with it."""
+    """Run `do` with a progress bar.
+
+    Ctrl-C leaves the rest unchanged; the same command continues with it.
+    """
     done = 0
     with _bar(what, matched) as advance:
 
@@ -81,7 +84,10 @@ async def with_progress(what: str, matched: int, do: Callable[[BulkProgress], Aw
 async def confirm_count(
     do: Callable[..., Awaitable[BulkReport]], prompt: str, thing: str, what: str, *, dry_run: bool, yes: bool
 ) -> BulkReport:
-    """Count with a dry run, prompt with that number, then run. Returns the dry run's report if nothing matches."""
+    """Count with a dry run, prompt with that number, then run.
+
+    Returns the dry run's report if nothing matches.
+    """
     report = await do(dry_run=True)
     if dry_run or not report.matched:
         return report

@@ -40,7 +40,10 @@ class JobHistoryView:
 
 
 def event_rows(events: Sequence[EventRow]) -> list[tuple[str, str, str, str]]:
-    """Format events for a table: time, time since submission, event, detail. Consecutive heartbeats are one row."""
+    """Format events for a table: time, time since submission, event, detail.
+
+    Consecutive heartbeats are one row.
+    """
     rows: list[tuple[str, str, str, str]] = []
     beats: list[EventRow] = []
     for event in events:

@@ -1,7 +1,7 @@
 """Rows and details of jobs, and a job's timeline from the engine's data.
 
 The timeline lists the creation, each attempt, what the job waits for, and its end. Attempts without a record (the
-worker died before it could report) are inferred from gaps in the attempt numbers.
+worker crashed before it reported) are inferred from gaps in the attempt numbers.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 _PAGE: Final = 200
-#: Reading to the end of a long feed takes time; the screen must not freeze for longer.
+#: Limit for reading a long feed, so that the screen does not freeze for longer.
 _READ_TIMEOUT_S: Final = 2.0
 
 
@@ -86,9 +86,9 @@ class FeedFollower:
         return events
 
 
-#: States that a job leaves without an operator; a queue without such jobs counts as empty, parked jobs or not.
+#: States that a job leaves without an operator. A queue counts as empty if it has no job in one of them.
 _MOVING: Final = (State.QUEUED, State.RUNNING, State.RETRYING, State.DLQ_PENDING, State.DLQ_RECORDED)
-#: The pause between two counts of the ledger, in multiples of the time that one takes.
+#: Pause between two counts of the ledger, as a multiple of the time that a count takes.
 _COUNT_SHARE: Final = 9
 #: Column → event type that is counted for it.
 _RATES: Final = {
@@ -165,7 +165,7 @@ class Sampler:
                 self._ended[queue] = await self.queries.counts(queue=queue)
         except LedgerUnavailable:
             self._ended.clear()
-        # A large ledger is slow to count: counting may take a tenth of the time at most.
+        # Counting a large ledger is slow: limit it to a tenth of the time.
         self._count_at = time.monotonic() + _COUNT_SHARE * (time.monotonic() - began)
 
     async def _rates(self, queue: str, elapsed: float) -> dict[str, float]:
@@ -250,7 +250,10 @@ def _document(sample: QueueSample) -> dict[str, Any]:
 
 
 def _render(watch_sample: WatchSample, width: int) -> Group:
-    """Render one row per queue; if that is too wide, one column per queue; if that is too wide as well, cards."""
+    """Render one row per queue.
+
+    If that is too wide, render one column per queue; if that is too wide as well, cards.
+    """
     columns = ("queue", *State, "workers", *(f"{name}/s" for name in _RATES))
     rows = [_row(sample) for sample in watch_sample.samples]
     rows += [(f"{queue} (unreachable)", *("–" for _ in columns[1:])) for queue in watch_sample.unreachable]

@@ -1,4 +1,7 @@
-"""Entry point of `holdfast`. It imports the commands itself, so that Ctrl-C during the import is not an error."""
+"""Entry point of `holdfast`.
+
+`main` imports the commands itself, so that Ctrl-C during the import prints no traceback.
+"""
 
 from __future__ import annotations
 

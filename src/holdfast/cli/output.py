@@ -1,4 +1,4 @@
-"""Output to stdout as a table, plain lines or JSON; formatting of instants, durations, states and jobs.
+"""Output to stdout as a table, plain lines or JSON; formats of instants, durations, states and jobs.
 
 stdout carries only the answer; notes and logs go to stderr. On a terminal no word is broken, so that identifiers can be
 copied whole at any width. Control characters are written out, never sent to the terminal.
@@ -27,7 +27,7 @@ Cell = str | Text
 
 #: Blanks between two columns of a table.
 _GAP: Final = 2
-#: Narrower text is unreadable.
+#: Minimum width of a column of sentences; a narrower one is unreadable.
 _TEXT_WIDTH: Final = 24
 _INDENT: Final = "  "
 #: All control characters but tab and newline, and the characters that reorder text.
@@ -61,7 +61,10 @@ def emit_json_line(document: Any) -> None:
 
 
 def emit_facts(facts: Iterable[tuple[str, Cell | None]], width: int = 10) -> None:
-    """Print name and value, one line per non-empty value. The terminal wraps long ones, so that they can be copied."""
+    """Print name and value, one line per non-empty value.
+
+    The terminal wraps long values, so that they can be copied.
+    """
     screen = console()
     for name, value in facts:
         if value:
@@ -72,10 +75,10 @@ def emit_facts(facts: Iterable[tuple[str, Cell | None]], width: int = 10) -> Non
 def emit_rows(
     columns: Sequence[str], rows: Sequence[Sequence[Cell]], *, empty: str, texts: int = 1, out: TextIO | None = None
 ) -> None:
-    """Print rows: a table on a terminal, a header and tab-separated lines in a pipe, the note `empty` if none.
+    """Print rows: a table on a terminal, otherwise a header and tab-separated lines.
 
-    Where a table would break a word, the terminal gets one card per row. The last `texts` columns are sentences, which
-    may be broken between words.
+    Without rows it prints the note `empty`. Where a table would break a word, the terminal gets one card per row. The
+    last `texts` columns are sentences, which may be broken between words.
     """
     if not rows:
         note(empty)

@@ -1,4 +1,4 @@
-"""Parsing of task arguments, durations and instants, and the filter options of dead letters and suspended jobs."""
+"""Parsing of task arguments, durations, instants, and filters of dead letters and suspended jobs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def payload(document: str | None, pairs: list[str]) -> bytes:
 
 
 def edit_payload(original: str, file: str | None, pairs: list[str]) -> bytes:
-    """Build a replacement payload: from a file (`-` is stdin), or from the original with some arguments changed."""
+    """Build a replacement payload from a file (`-` is stdin), or by changing arguments of the original."""
     if file is not None and pairs:
         raise InvalidPayload("--edit and --set exclude each other; pass one of them")
     if file is not None:

@@ -137,7 +137,10 @@ class EngineTarget:
     namespace: str | None
 
     def settings(self) -> Settings:
-        """Load the settings, overridden by the options. Raises `MissingExtra` if a store's driver is not installed."""
+        """Load the settings, overridden by the options.
+
+        Raises `MissingExtra` if a store's driver is not installed.
+        """
         settings = Settings.load(url=self.url, namespace=self.namespace)
         require_drivers(settings.url, settings.ledger)
         return settings
@@ -203,7 +206,10 @@ async def queues_or_all(engine: ReadPort, queues: list[str] | None) -> list[str]
 
 
 async def partial_result(answer: Awaitable[list[T]]) -> tuple[list[T], PartialFailure | None]:
-    """Return a list and, if a server is unreachable and part of it is missing, the error to raise after printing it."""
+    """Return a list, and the error to raise after printing it.
+
+    The error is None unless a server is unreachable and part of the list is missing.
+    """
     try:
         return await answer, None
     except PartialFailure as exc:
@@ -232,7 +238,10 @@ async def open_operations(
 
 
 async def current_principal(settings: Settings, ledger: Ledger | None) -> Principal:
-    """Return the principal of the token in the settings, else the unverified local user. Raises `Unauthorized`."""
+    """Return the principal of the token in the settings, else the unverified local user.
+
+    Raises `Unauthorized` for an invalid token, `NoLedger` for a token without a ledger.
+    """
     if settings.token is None:
         return local_principal()
     if ledger is None:

@@ -1,8 +1,8 @@
-"""`holdfast worker --processes N`: runs the same command once per process and restarts those that end.
+"""`holdfast worker --processes N`: run the same command N times and restart processes that end.
 
 A process that exits with 0 (recycled) is replaced immediately; one that crashed, ended very early or could not be
 started, after a growing pause. The first signal drains all processes, the second makes them stop now. The supervisor
-signals and kills only processes that it started and has not yet waited for. A worker whose supervisor has died drains.
+signals and kills only processes that it started and has not yet waited for. A worker drains when its supervisor ends.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from holdfast.observe.redact import redact
 _log: Final = logging.getLogger("holdfast.cli")
 _worker_log: Final = logging.getLogger("holdfast.worker")
 
-#: A process that lived this long was healthy: the backoff is reset.
+#: A process that ran for this long was healthy: the backoff is reset.
 _HEALTHY_S: Final = 30.0
 #: A process that ended sooner is restarted with a pause, even after exit code 0, to avoid a hot loop.
 _SHORT_S: Final = 5.0
@@ -186,7 +186,7 @@ async def supervise(app: Holdfast, call: WorkerCommand, processes: int) -> None:
 
 @asynccontextmanager
 async def watch_parent(supervisor: int | None, drain: Callable[[], None]) -> AsyncIterator[None]:
-    """Drain if the supervisor dies while the block runs, because nothing else would stop this process."""
+    """Drain if the supervisor ends while the block runs, because nothing else would stop this process."""
     if supervisor is None:
         yield
         return
@@ -198,7 +198,7 @@ async def watch_parent(supervisor: int | None, drain: Callable[[], None]) -> Asy
 
 
 async def _drain_when_orphaned(supervisor: int, drain: Callable[[], None]) -> None:
-    while os.getppid() == supervisor:  # noqa: ASYNC110 - there is no notification of a parent's death
+    while os.getppid() == supervisor:  # noqa: ASYNC110 - there is no notification of a parent's end
         await asyncio.sleep(_POLL_INTERVAL_S)
     _log.error("supervisor (pid %d) has died, draining", supervisor)
     drain()

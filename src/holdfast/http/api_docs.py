@@ -1,4 +1,7 @@
-"""The OpenAPI document as HTML: operations by tag with parameters, responses and a curl command, then all schemas."""
+"""The OpenAPI document as HTML: operations by tag, then all schemas.
+
+Each operation has its parameters, its responses and a curl command.
+"""
 
 from __future__ import annotations
 

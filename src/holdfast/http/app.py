@@ -140,7 +140,10 @@ def create_api(
 
 
 def mount(fastapi_app: FastAPI, app: Holdfast, prefix: str = "/holdfast", **options: Any) -> FastAPI:
-    """Mount the API under a prefix of the user's application and return it. Both start and stop together."""
+    """Mount the API in the user's application, under a prefix. Returns the API.
+
+    Both applications start and stop together.
+    """
     api = create_api(app, **options)
     fastapi_app.mount(prefix, api)
     inner = fastapi_app.router.lifespan_context

@@ -22,7 +22,7 @@ from holdfast.http.problems import HttpError
 _COOKIE: Final = "holdfast_dev"
 #: Worded so that redaction does not mask parts of it.
 _NEEDED: Final = "no valid token; send one as a bearer token (create one with `holdfast token create`)"
-#: Number of used links kept, to report them as used and not as invalid.
+#: Number of used links kept, so that they are reported as used, not as unknown.
 _USED_LINKS: Final = 100
 _LOOPBACK: Final = ("127.0.0.1", "localhost", "[::1]")
 _PROXY_HEADERS: Final = (
@@ -98,7 +98,10 @@ class DevAuthenticator(Authenticator):
         self._key = secrets.token_urlsafe(24)
 
     def exchange(self, key: str) -> str:
-        """Return the session cookie for a link's key. Raises `DevLinkUsed` on a second use, `NotFound` if unknown."""
+        """Return the session cookie for a link's key.
+
+        Raises `DevLinkUsed` on a second use, `NotFound` for an unknown key.
+        """
         if self._key is None or not _is_same(self._key, key):
             if any(_is_same(used, key) for used in self._used):
                 raise DevLinkUsed

@@ -1,4 +1,4 @@
-"""Run one job in this process, as a worker would: claim, guards, renewal, verdict, settle (requirement H3).
+"""Run one job in this process, as a worker would: claim, guards, renewal, verdict, settle (H3).
 
 For development and tests; disabled by default. Only the due time is ignored. A job that is not queued or retrying is
 refused as an illegal move. A guard that denies the job or requires approval ends the run before the function is called,
@@ -60,7 +60,10 @@ class DebugRunner:
         self._random = Random()
 
     async def run(self, view: JobInfo, actor: str, *, force_fail: bool, transient_fail: bool) -> JobInfo:
-        """Return the job after one attempt. Raises `TransitionInvalid` and `UnknownJob` as `engine.claim_job` does."""
+        """Run one attempt and return the job.
+
+        Raises `TransitionInvalid` and `UnknownJob` as `engine.claim_job` does.
+        """
         engine = self._backend.engine
         worker = f"http-{actor}-{uuid4().hex[:8]}"
         claim = await engine.claim_job(worker, view.queue, view.job_id)

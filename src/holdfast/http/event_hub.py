@@ -214,7 +214,7 @@ class EventHub:
         return events
 
     def _handle_gap(self, queue: str, first: FeedEntry) -> None:
-        """Restart a queue's ring and send a gap: the feed was trimmed past the hub's position, or it has forked."""
+        """Restart a queue's ring and send a gap: the feed was trimmed past the position, or has forked."""
         self._floor[queue] = subscribers.before(first.position)
         self._buffer = deque(each for each in self._buffer if each.queue != queue)
         for subscriber in self._all():
@@ -232,7 +232,10 @@ class EventHub:
         ]
 
     async def _set_tasks(self, events: Sequence[StreamEvent]) -> None:
-        """Set the task of each event. Only a job's first event has it; it is read if a subscriber filters by task."""
+        """Set the task of each event.
+
+        Only a job's first event carries it. For other jobs it is read from the engine if a subscriber filters by task.
+        """
         for each in events:
             data = each.event.data
             if each.event.from_state is None and data is not None and "task" in data:
@@ -291,7 +294,7 @@ class EventHub:
                 try:
                     found, complete = await self._history(queue, position, floor)
                 except InvalidOption:
-                    # A position of another engine: what follows it is unknown.
+                    # The id has another engine's position: which events follow it is unknown.
                     found, complete = [], False
                 older += found
                 # If the start of the ring moved meanwhile, events in between are missing.

@@ -1,4 +1,4 @@
-"""HTML pages of the service: markup that escapes by default, one inline style, and a strict content security policy.
+"""HTML pages of the service: escaped markup, one inline style, a strict content security policy.
 
 Pages need no JavaScript and load no scripts, fonts or images, neither from this server nor from another.
 """

@@ -1,4 +1,4 @@
-"""API operations: `Operation`, `Call`, `Reply`, and reading of paths, headers, query strings and bodies.
+"""API operations: `Operation`, `Call`, `Reply`; reading of paths, headers, queries and bodies.
 
 The dispatcher serves the registered operations and the OpenAPI document lists them. A handler gets a `Call` (principal
 and validated input) and returns a `Reply`; it only translates between the wire format and `Operations`.
@@ -172,7 +172,10 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[S]) -> S:
 
 
 def raw_arguments(raw: msgspec.Raw) -> bytes:
-    """Return a task's arguments byte for byte as received. Raises `Unprocessable` unless they are an object."""
+    """Return a task's arguments byte for byte as received.
+
+    Raises `Unprocessable` unless they are an object.
+    """
     arguments = bytes(raw)
     if arguments.lstrip()[:1] != b"{":
         raise Unprocessable("the body is invalid: Expected `object` - at `$.payload`")

@@ -174,7 +174,10 @@ def status_of(kind: type[errors.HoldfastError]) -> int:
 
 
 def problem_of(error: Exception, instance: str) -> tuple[Problem, list[tuple[bytes, bytes]]]:
-    """Return the problem document of an error and its headers. Unexpected errors are logged and reported as 500."""
+    """Return the problem document of an error and its headers.
+
+    Unexpected errors are logged and reported as 500.
+    """
     status = error.status if isinstance(error, HttpError) else 500
     if isinstance(error, errors.HoldfastError) and not isinstance(error, HttpError):
         status = status_of(type(error))

@@ -1,6 +1,7 @@
 """The API behind uvicorn, as `holdfast serve` runs it.
 
-Without access log and signal handlers. Handlers can abort the connection of a client that does not read.
+The server writes no access log and installs no signal handlers. An operation can abort the connection of a client that
+does not read.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _BACKLOG: Final = 2_048
 
 
 class _Protocol(HttpToolsProtocol):
-    """Lets a handler abort its connection, even with data not yet sent."""
+    """Lets an operation abort its connection, even if data is not yet sent."""
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -75,7 +76,10 @@ class HttpServer(uvicorn.Server):
             service.end()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Shut down as uvicorn does, but serve connections that were just accepted; uvicorn would leave them open."""
+        """Shut down as uvicorn does, but serve connections that were just accepted.
+
+        Uvicorn would leave them open.
+        """
         await stop_accepting([self._socket])
         await super().shutdown(sockets)
 

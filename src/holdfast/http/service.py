@@ -1,7 +1,7 @@
-"""State shared by all requests: app, operations, authentication, event streams, and optionally a worker and upkeep.
+"""State shared by all requests: app, operations, authentication and event streams.
 
-The service serves while `running` is entered. It starts even if the engine is unreachable: until then requests get a
-503 and `/readyz` reports it.
+The service serves while `running` is entered, optionally with a worker and upkeep. It starts even if the engine is
+unreachable: until the engine answers, requests get a 503 and `/readyz` reports it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Server-sent events to one client (`EventStream`), and notification of ledger progress (`LedgerWatch`).
+"""Server-sent events to one client (`EventStream`), and waiters for the ledger (`LedgerWatch`).
 
 A stream lasts until the client disconnects or is disconnected because it does not read. `LedgerWatch` has one task per
 queue, however many waiters there are; it waits for the ledger's position to change and does not poll.
@@ -92,7 +92,10 @@ _Span = tuple[Position, Position]
 
 
 class LedgerWatch:
-    """Watches one ledger, on one event loop. Without a projection (embedded mode) the ledger is never behind."""
+    """Wakes waiters when the ledger has reached their position. One ledger, one event loop.
+
+    Without a projection (embedded mode) the ledger is never behind.
+    """
 
     def __init__(self, projection: ProjectionReadPort | None) -> None:
         self._projection = projection

@@ -77,7 +77,10 @@ def parse_event_id(text: str) -> dict[str, str] | None:
 
 
 class EventIdCodec:
-    """Encrypts event ids. Every process with the same key can decode them; forged or changed ids are rejected."""
+    """Encrypts event ids.
+
+    Every process with the same key can decode them. Forged or changed ids are rejected.
+    """
 
     def __init__(self, key: bytes) -> None:
         self._tag_key = hmac.digest(key, b"holdfast.place.tag", "sha256")
@@ -103,7 +106,10 @@ class EventIdCodec:
         return hmac.digest(self._tag_key, text, "sha256")[:_TAG]
 
     def _xor(self, tag: bytes, text: bytes) -> bytes:
-        """Encrypt or decrypt by XOR. The tag is derived from the text, so that each text has its own key stream."""
+        """Encrypt or decrypt by XOR.
+
+        The tag is derived from the text, so that each text has its own key stream.
+        """
         stream = hashlib.shake_256(self._text_key + tag).digest(len(text))
         return bytes(one ^ other for one, other in zip(text, stream, strict=True))
 
@@ -178,7 +184,10 @@ class StreamEvent:
         self._encoded_for_tenants: bytes | None = None
 
     def encoded(self, codec: EventIdCodec | None) -> bytes:
-        """Encode the event. A codec hides the other queues in its id from subscribers restricted to some tenants."""
+        """Encode the event.
+
+        A codec hides the other queues in its id from subscribers restricted to some tenants.
+        """
         if codec is not None:
             if self._encoded_for_tenants is None:
                 self._encoded_for_tenants = self._encode(codec.encode(self._event_id))

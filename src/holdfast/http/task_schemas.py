@@ -1,4 +1,4 @@
-"""Schemas of the app's tasks for the OpenAPI document: arguments and submissions, each a named component.
+"""Named components of the OpenAPI document for the app's tasks: their arguments and submissions.
 
 Code generators create a class for every component, so names are unique and do not depend on registration order. Names
 of the API's components never change: a type of the app that has the name of one of them, or of a different type of

@@ -1,4 +1,4 @@
-"""Counters of one process, cheap enough for the hot path; `observe.prometheus` reads them on a scrape.
+"""Counters of one process, cheap enough for the hot path. A scrape reads them (`observe.prometheus`).
 
 `count_settlements` adds settled attempts to them, in the same way for every engine.
 """
@@ -131,7 +131,7 @@ class Counters:
     #: Successful webhook deliveries, and failed attempts.
     webhooks_delivered: int = 0
     webhooks_failed: int = 0
-    #: Of the relay, if this process runs one.
+    #: Counters of the relay; None if this process runs none.
     outbox: OutboxStats | None = None
     #: Active alerts known to this process, by key.
     alerts: set[str] = field(default_factory=set)
@@ -139,7 +139,7 @@ class Counters:
     run_succeeded: Histogram = field(default_factory=Histogram)
     run_retried: Histogram = field(default_factory=Histogram)
     run_dead: Histogram = field(default_factory=Histogram)
-    #: Triggers of this process by name.
+    #: Counters of the triggers of this process, by name.
     triggers: dict[str, TriggerStats] = field(default_factory=dict)
 
 
@@ -154,7 +154,10 @@ _FIELDS: Final[dict[type, str]] = {
 
 
 def count_settlements(counts: Counters, settlements: Sequence[Settlement], answers: Sequence[SettleResult]) -> None:
-    """Count applied settlements by verdict, and stale ones separately. Repeated ones were counted the first time."""
+    """Count applied settlements by verdict, and stale ones separately.
+
+    Repeated ones are not counted again.
+    """
     applied = Counter(
         type(settlement.verdict)
         for settlement, answer in zip(settlements, answers, strict=True)

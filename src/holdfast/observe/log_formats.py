@@ -25,7 +25,7 @@ _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asc
 
 
 class SafeFormatter(logging.Formatter):
-    """Formats tracebacks safely: bounded in length, and without failing when the exception's own code fails."""
+    """Formats tracebacks with a limited length, even if the exception's own code fails."""
 
     def formatException(self, exc_info: Any) -> str:
         try:

@@ -316,9 +316,9 @@ ReadinessCheck = Callable[[], Awaitable[Readiness]]
 async def serve_metrics(
     host: str, port: int, exposition: Exposition, readiness: ReadinessCheck | None = None
 ) -> AsyncIterator[int]:
-    """Serve until the block ends; yields the port (0 selects a free one). Raises `InvalidOption` if that fails.
+    """Serve until the block ends; yields the port (0 selects a free one).
 
-    With `readiness`, `/readyz` answers 200 or 503.
+    With `readiness`, `/readyz` answers 200 or 503. Raises `InvalidOption` if it cannot listen on the port.
     """
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -100,7 +100,7 @@ class _Rules:
 
 
 def compile_rule(rule: str) -> re.Pattern[str]:
-    """Compile a rule of the setting `redact` that is not a plain name. Raises `ValueError` if it is invalid."""
+    """Compile a rule of the setting `redact` that is not a plain name. Raises `ValueError`."""
     try:
         return re.compile(rule)
     except re.error as exc:
@@ -145,9 +145,10 @@ def redact(text: str) -> str:
 
 
 def redact_and_truncate(text: str, limit: int, *, end: bool = False) -> str:
-    """Return the start of a text, or its `end`, with secrets masked. Only part of a long text is searched.
+    """Return the start of a text, or its `end`, with secrets masked.
 
-    The word at the cut is dropped, because half a secret may not be recognised.
+    A long text is cut before it is searched. The word at the cut is dropped, because half a secret may not be
+    recognised; a text without blanks keeps it.
     """
     if len(text) > _SLACK * limit:
         whole = text

@@ -132,7 +132,10 @@ class Tracer:
         span.set_status(self.trace.StatusCode.ERROR, failure.message)
 
     def _parent_context(self, envelope: Envelope) -> Context | None:
-        """Parent context: the caller's current span, otherwise the context in the envelope, for example from HTTP."""
+        """Return the parent context of a submission; None means the current one.
+
+        The caller's current span wins over the context in the envelope, for example from HTTP.
+        """
         here = self.trace.get_current_span().get_span_context()
         if here.is_valid or not envelope.meta.traceparent:
             return None
@@ -184,7 +187,7 @@ def _with_trace(envelope: Envelope, traceparent: str, trace_id: str) -> Envelope
 
 
 def _own_provider() -> TracerProvider:
-    """Create a provider that sends spans by OTLP over HTTP, configured by `OTEL_EXPORTER_OTLP_…` variables."""
+    """Create a provider that sends spans by OTLP over HTTP, configured by `OTEL_EXPORTER_OTLP_…`."""
     require("tracing", "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import SERVICE_NAME, Resource

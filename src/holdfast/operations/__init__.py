@@ -1,4 +1,4 @@
-"""What operators do with jobs, queues and messages, with permission checks and audit (D3–D6, H5, H6).
+"""Operator actions on jobs, queues and messages, with permission checks and audit (D3–D6, H5, H6).
 
 Public: `render_metrics`.
 """

@@ -37,7 +37,7 @@ def visible_tenants(principal: Principal) -> tuple[str, ...] | None:
 
 
 def require_verified(principal: Principal, what: str) -> None:
-    """Raise `Forbidden` without a token: two unverified principals may be the same user."""
+    """Raise `Forbidden` for an unverified principal: two of them may be the same user."""
     if not principal.verified:
         raise Forbidden(
             f"{what} needs two different principals, and {principal.name} is not verified by a token; "
@@ -61,7 +61,7 @@ _TEXT: Final = re.compile(r"hf_([0-9a-f]{16})_([A-Za-z0-9_-]{43})")
 _NAME: Final = re.compile(r"[\w.@+-]{1,100}")
 _TENANT_LIMIT: Final = 200
 _LONGEST: Final = timedelta(days=36_500)
-#: Compared with when there is no token of that id, so that the check takes as long.
+#: Stands for the hash of a token that does not exist, so that the check takes the same time.
 _NO_HASH: Final = "0" * 64
 _REFUSED: Final = "no valid token (missing, malformed, expired or revoked); ask an admin for one"
 
@@ -81,7 +81,10 @@ class TokenOperations:
     async def create(
         self, by: Principal, *, name: str, role: Role, tenants: Sequence[str], expires_in: timedelta | None = None
     ) -> tuple[TokenRow, str]:
-        """Create a token; return it and its text, which is not stored. Only the caller's own tenants can be granted."""
+        """Create a token; return it and its text, which is not stored.
+
+        Only the caller's own tenants can be granted.
+        """
         by.require(Permission.ADMINISTER)
         self._check(by, name, tenants, expires_in)
         now, secret = self._now(), secrets.token_urlsafe(32)

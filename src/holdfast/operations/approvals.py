@@ -197,7 +197,10 @@ class ApprovalOperations:
             _log.debug("approval %s: %s", row.approval_id, exc)
 
     async def _is_recorded(self, row: ApprovalRow) -> bool:
-        """Whether the ledger has recorded the move. Before that, a wipe of the engine would lose the decision."""
+        """Whether the ledger has recorded the move.
+
+        Before that, a wipe of the engine would lose the decision.
+        """
         if self._ledger.projection is None:
             return True
         try:

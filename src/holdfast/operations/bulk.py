@@ -41,7 +41,7 @@ class BulkReport(msgspec.Struct, frozen=True, kw_only=True):
     matched: int
     dry_run: bool
     results: list[BulkResult] = []
-    #: Why the rest was left unchanged; empty if nothing was.
+    #: Why items were not processed; empty if all were.
     stopped: str = ""
 
     @property
@@ -70,7 +70,10 @@ async def run_bulk(
     rate_per_s: float = DEFAULT_RATE,
     progress: Progress = no_progress,
 ) -> BulkReport:
-    """Call `act` for all items, at most `rate_per_s`. It raises `HoldfastError` for an item that fails."""
+    """Call `act` for every item, at most `rate_per_s` times a second.
+
+    `act` raises `HoldfastError` for an item that fails. The error becomes the result of that item.
+    """
     if not 0 < rate_per_s <= 1_000_000:
         raise InvalidOption(f"the rate must be more than 0 and at most 1000000 per second, got {rate_per_s:g}")
     results: list[BulkResult] = []

@@ -1,4 +1,4 @@
-"""Dead letters: list, replay as new jobs, keep, or discard with another principal's confirmation (D3–D5).
+"""Dead letters: list, replay as new jobs, keep, or discard with a second principal (D3–D5).
 
 A replay is marked in the ledger, submitted to the engine under its own key, and then marked as submitted. After a
 crash in between, `submit_pending` makes the same job from the same mark. Two concurrent replays of one dead letter make
@@ -151,7 +151,10 @@ class DeadLetterOperations:
         return await self._ledger.queries.dead_letter(visible_tenants(principal), dlq_id)
 
     async def diff(self, principal: Principal, dlq_id: str, payload: bytes) -> Sequence[PayloadChange]:
-        """Return what an edited payload changes. Raises `InvalidPayload` if the task cannot be called with it."""
+        """Return what an edited payload changes.
+
+        Raises `InvalidPayload` if the task cannot be called with it.
+        """
         dead_letter = await self.show(principal, dlq_id)
         after = self._check_payload(dead_letter.job_type, payload)
         return diff_payloads(dead_letter.payload.value, after)
@@ -195,7 +198,7 @@ class DeadLetterOperations:
         """
 
         async def act(dead_letter: DeadLetterRow) -> BulkResult:
-            # The count as read: if another caller was faster, it has made the job.
+            # Pass the count as read: if another caller was faster, that caller has made the job.
             replayed = await self._replay(principal, dead_letter, reason, None, dead_letter.replay_count)
             return BulkResult(id=dead_letter.dlq_id, done=True, job_id=replayed.job_id)
 
@@ -346,7 +349,7 @@ class DeadLetterOperations:
                 max_retries=first.max_retries,
                 webhook=first.webhook,
                 replay=ReplayOrigin(row.dlq_id, row.job_id, row.idempotency_key),
-                # The operator counts as submitter, edited or not: another principal has to approve it if needed.
+                # The operator counts as submitter, edited or not, so that another principal has to approve it.
                 submitted_by=row.actor,
             ),
         )
@@ -434,7 +437,10 @@ _MARK_RATE: Final = 10_000.0
 
 
 def _check_receipt(row: ReplayReservation, receipt: Receipt) -> None:
-    """Raise `Conflict` if another job has the replay's key, which can be guessed: there is no new job then."""
+    """Raise `Conflict` if another job has the replay's key: then no job was made.
+
+    The key can be guessed, so that any submitter may have used it.
+    """
     if receipt.job_id != row.new_job_id:
         raise Conflict(f"the idempotency key of this replay is already used by job {receipt.job_id}; retry")
 

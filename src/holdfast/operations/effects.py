@@ -1,4 +1,4 @@
-"""Effects in doubt for operators, including those whose holder is lost, and the jobs suspended for them."""
+"""Effects in doubt, including those whose holder is lost, and the jobs suspended for them."""
 
 from __future__ import annotations
 

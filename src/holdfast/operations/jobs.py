@@ -3,8 +3,8 @@
 Every change is one atomic step of the engine that leaves an audit entry: who, when, why, before and after. It works
 while the ledger is down, and without one. Jobs of a tenant that the principal may not see are reported as unknown.
 
-Searches cover all queues, some of which may be on a server that does not answer (decision 0018). `info_from_row`
-describes a job that the engine no longer has by its row in the ledger, for a history that is incomplete.
+Searches cover all queues, some of which may be on a server that does not answer (decision 0018). A job that the engine
+no longer has is rebuilt from its events in the ledger, or by `info_from_row` from its row if events are missing.
 """
 
 from __future__ import annotations
@@ -153,7 +153,10 @@ class JobOperations:
         return await find_in_queues(self._engine, names, job_id, principal)
 
     async def _candidate_queues(self, principal: Principal, job_id: str) -> list[str]:
-        """Return queues to search, the one named by the ledger first: that saves a call for each of the others."""
+        """Return the queues to search, the one that the ledger names first.
+
+        If that queue has the job, the others are not searched.
+        """
         try:
             row = await self._find_in_ledger(principal, job_id, None)
         except LedgerUnavailable:
@@ -187,7 +190,7 @@ class JobOperations:
 
 
 def info_from_row(row: JobDetail) -> JobInfo:
-    """Build it from the row, which has less than the events."""
+    """Build a job from its row in the ledger, which holds less than its events."""
     failed = row.error_code or row.last_error
     return JobInfo(
         job_id=row.job_id,

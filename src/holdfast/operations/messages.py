@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from holdfast.ledger.port.ledger import Ledger
 
 
-#: Events of one call of the store.
+#: Events read and retried per call of the store.
 _PAGE: Final = 500
 
 
@@ -197,7 +197,10 @@ class TriggerOperations:
 
 
 def check_replay(principal: Principal) -> None:
-    """Raise `Forbidden` unless the principal may replay a trigger's dead letters, which may be of any tenant."""
+    """Raise `Forbidden` unless the principal may replay a trigger's dead letters.
+
+    They may be of any tenant.
+    """
     principal.require(Permission.OPERATE)
     principal.require_all_tenants("a trigger")
 

@@ -57,7 +57,9 @@ class QueueOperations:
         self._ledger = ledger
 
     async def require_queue(self, principal: Principal, queue: str) -> None:
-        """Raise `NotFound`, with similar names, for a queue that has no job, worker or control and never had a job.
+        """Raise `NotFound`, with similar names, for an unknown queue.
+
+        Known are the default queue, queues that ever had a job, and queues with a worker or a control.
 
         Raises `EngineUnavailable` if the part of the engine that would know it does not answer.
         """

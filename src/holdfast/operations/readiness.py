@@ -1,7 +1,7 @@
 """Readiness of a process, for orchestrators: `/readyz` of the HTTP service, of workers and of upkeep.
 
-A ledger that is down is a warning, not a reason: jobs are accepted and run without it (requirement L3). Answers contain
-no address and no error text, which might contain a secret.
+A ledger that is down is a warning and does not make the process unready: jobs are accepted and run without it (L3).
+Answers contain no address and no error text, which might contain a secret.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ async def upkeep_readiness(app: BackendOwner[ReadinessBackend], upkeep: ProcessP
 async def _readiness(backend: ReadinessBackend, worker: str, upkeep: str) -> ProcessReadiness:
     engine, ledger = await asyncio.gather(engine_status(backend.engine), ledger_status(backend.ledger))
     reasons = [] if engine == OK else ["engine unreachable"]
-    # A worker that is down because of the engine is not a second reason.
+    # A worker that is down because of the engine adds no second reason.
     states = {worker, upkeep} - {OK, NONE, *([DOWN] if reasons else [])}
     reasons += ["not claiming" if state == DOWN else state for state in sorted(states)]
     return ProcessReadiness(

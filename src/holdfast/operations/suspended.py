@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 
 _PAGE: Final = 500
-#: Items per second, so that a busy engine keeps capacity for others.
+#: Default rate per second, which leaves capacity of a busy engine to other callers.
 _RATE: Final = 500.0
-#: Jobs that an engine returns at a time.
+#: Limit of jobs read from one queue of the engine.
 _FOUND: Final = 100_000
 
 
@@ -162,7 +162,7 @@ class SuspendedOperations:
         self, principal: Principal, selection: Sequence[str] | SuspendedFilter, *, check: bool
     ) -> Sequence[_JobRef]:
         if isinstance(selection, SuspendedFilter):
-            # Read all first: jobs that are suspended again during the call are not meant.
+            # Read all jobs first, so that one that is suspended again during the call is not selected twice.
             return [_JobRef(job.job_id, job.queue) async for job in self._walk(principal, selection)]
         ids = list(dict.fromkeys(selection))
         if check:

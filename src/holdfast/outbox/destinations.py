@@ -4,8 +4,7 @@
 counts as published only when the other side has confirmed it.
 
 Events are encoded as CloudEvents 1.0 in structured JSON, unless the settings ask for the plain payload. Headers repeat
-what a trigger needs: `x-event-name`, `x-dedup-key` (the event's id), `x-tenant-id`. The writer's own headers are passed
-on.
+what a trigger needs: `x-event-name`, `x-dedup-key` (the event's id), `x-tenant-id`. Headers of the writer are kept.
 """
 
 from __future__ import annotations
@@ -132,7 +131,10 @@ class Destination(Protocol):
     """One destination. One `send` at a time; it returns within `timeout_s`."""
 
     async def send(self, events: Sequence[OutboxEvent], timeout_s: float) -> list[Answer]:
-        """Publish events. Returns one answer each; after a failure, no later one with its topic and key is written."""
+        """Publish events. Returns one answer per event.
+
+        After an event failed, a broker destination writes no later one with the same topic and key.
+        """
         ...
 
     async def close(self) -> None: ...

@@ -21,7 +21,7 @@ _LANES_AT_ONCE: Final = LANES // 4
 
 
 class HeldLanes(NamedTuple):
-    """Lanes, and a number for each that changes when its lease was interrupted."""
+    """Leased lanes, each with a number that changes when its lease is interrupted."""
 
     lanes: tuple[int, ...]
     times: tuple[int, ...]
@@ -36,7 +36,7 @@ class LaneLeases:
         self._lease_s = settings.outbox_lease_s
         self._dead_blocks = settings.outbox_dead_blocks
         self._users: Counter[int] = Counter()
-        #: Lease deadline by the local clock, and how often the lease was acquired after an interruption.
+        #: By lane: lease deadline by the local clock, and how often it was acquired when no lease was valid.
         self._until: dict[int, float] = {}
         self._times: Counter[int] = Counter()
         #: Serialises acquire and release: a lane being released must not count as acquired.
@@ -63,13 +63,13 @@ class LaneLeases:
             return HeldLanes(fresh, tuple(self._times[lane] for lane in fresh))
 
     def remaining_s(self, leased: HeldLanes) -> float:
-        """Time until the leases expire; 0 or less: another relay may hold a lane."""
+        """Time until the first lease expires. At 0 or less, another relay may hold a lane."""
         if any(self._times[lane] != number for lane, number in zip(*leased, strict=True)):
             return 0.0
         return min(self._until[lane] for lane in leased.lanes) - time.monotonic()
 
     async def record_results(self, leased: HeldLanes, marks: Sequence[PublishResult]) -> bool:
-        """Write results if the lanes are still leased, and extend their leases. Returns whether that succeeded."""
+        """Write results and extend the leases, if the lanes are still leased. Returns whether they were."""
         began = time.monotonic()
         if self.remaining_s(leased) <= 0 or not await self._store.record_results(self._relay, leased.lanes, marks):
             return False
@@ -77,7 +77,10 @@ class LaneLeases:
         return True
 
     async def release(self, lanes: Sequence[int]) -> None:
-        """Release lanes of one user. If the store is unreachable, they become free when their lease expires."""
+        """End one use of these lanes and release those without another.
+
+        If the store is unreachable, they become free when their lease expires.
+        """
         async with self._changing:
             self._users.subtract(lanes)
             free = [lane for lane in lanes if self._users[lane] <= 0]

@@ -29,9 +29,9 @@ from holdfast.settings import Settings
 
 _log: Final = logging.getLogger("holdfast.outbox")
 
-#: Concurrent batches per destination: while one is published, others are read and recorded.
+#: Concurrent flights per destination: while one publishes, the others read and record.
 _FLIGHTS: Final = 3
-#: Batches per flight, which keeps its lanes meanwhile.
+#: Maximum number of batches per flight. A flight keeps its lanes until it ends.
 _BATCHES: Final = 8
 #: Longest wait for new events if the store does not notify; and interval of the check for unknown destinations.
 _WAIT_S: Final = 1.0
@@ -110,8 +110,10 @@ class Relay:
                 loop.wake()
 
     async def _log_unknown(self) -> None:
-        """Log events for unknown destinations. They stay in the outbox: another relay may serve them, or this one once
-        the destination is configured."""
+        """Log destinations of events that this relay does not serve.
+
+        Their events stay in the outbox: another relay may serve them, or this one once the destination is configured.
+        """
         logged: set[str] = set()
         while True:
             try:
@@ -190,7 +192,7 @@ class _DestinationLoop:
         if len(self._flights) >= _FLIGHTS:
             return _WAIT_S
         if (rest_s := self._paused_until - time.monotonic()) > 0:
-            # Woken early, but a store that is down is not queried sooner.
+            # Do not query a store that is down sooner because the loop was woken.
             await asyncio.sleep(min(rest_s, _WAIT_S))
         try:
             leased = await self._lanes.acquire(self._destinations, self._busy)
@@ -299,9 +301,9 @@ class _DestinationLoop:
 def publish_results(
     events: Sequence[OutboxEvent], answers: Sequence[Answer], settings: Settings, now_ms: int
 ) -> list[PublishResult]:
-    """The results of a batch.
+    """Convert the answers for a batch into results to record.
 
-    An event after a failed one with the same key gets no result: it was not tried and is published after that one.
+    An event after a failed one with the same key gets no result: it is published after that one.
     """
     results: list[PublishResult] = []
     failed: set[tuple[str, str, str]] = set()

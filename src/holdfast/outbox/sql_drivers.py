@@ -233,7 +233,7 @@ def _sqlite_values(rows: Sequence[OutboxRow]) -> list[tuple[Any, ...]]:
 
 
 def _check_sqlite(connection: Any) -> None:
-    # Since Python 3.12 there are two attributes for it.
+    # Python 3.12 added `autocommit`; `isolation_level` still works.
     commits = connection.isolation_level is None or getattr(connection, "autocommit", False) is True
     if commits and not connection.in_transaction:
         raise _commits_by_itself("it is in autocommit mode: begin one, for example with BEGIN IMMEDIATE")

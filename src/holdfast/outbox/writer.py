@@ -1,4 +1,4 @@
-"""`app.outbox`: events written in the user's own transaction and published by a relay after the commit.
+"""`app.outbox`: events written in the user's transaction and published by a relay after the commit.
 
     async with connection.transaction():
         await connection.execute("UPDATE orders …")
@@ -75,14 +75,16 @@ class Outbox:
         tenant_id: str = DEFAULT_TENANT,
         event_id: str | None = None,
     ) -> str:
-        """Write an event in the open transaction of this connection. Returns its id, the same in every delivery.
+        """Write an event in the open transaction of this connection.
+
+        Returns the event's id, which is the same in every delivery.
 
         `connection`: SQLAlchemy's `AsyncConnection` or `AsyncSession`, a connection of asyncpg or aiosqlite, psycopg's
-        `AsyncConnection`.
-        `payload`: bytes, or anything that can be encoded as JSON. `key`: events with the same key are published in
-        order; without a key there is no order. `destination`: one of the relay's `outbox_targets`. Raises `UsageError`
-        for another kind of connection, one without the table `outbox_events`, or one in autocommit mode;
-        `PayloadTooLarge`; `Conflict` if the id exists; and errors of the driver.
+        `AsyncConnection`. `payload`: bytes, or anything that can be encoded as JSON. `key`: events with the same key
+        are published in order; without a key there is no order. `destination`: one of the relay's `outbox_targets`.
+
+        Raises `UsageError` for another kind of connection, one without the table `outbox_events`, or one in autocommit
+        mode; `PayloadTooLarge`; `Conflict` if the id exists; and errors of the driver.
         """
         event = NewOutboxEvent(
             topic=topic,

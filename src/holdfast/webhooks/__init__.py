@@ -1,8 +1,10 @@
 """Webhooks (requirement H7): subscriptions, signed deliveries, and verification by receivers.
 
-from holdfast.webhooks import verify
+A receiver verifies a delivery with:
 
-message = verify(request.headers, await request.body(), secret)   # raises SignatureInvalid
+    from holdfast.webhooks import verify
+
+    message = verify(request.headers, await request.body(), secret)   # raises SignatureInvalid
 """
 
 from holdfast.errors import SignatureInvalid

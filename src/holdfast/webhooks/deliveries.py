@@ -1,13 +1,13 @@
-"""Webhook deliveries: what to send to whom, their integrity as jobs, and checks at submission.
+"""Webhook deliveries: content and addresses, signed payloads, and checks at submission.
 
-A body is `{"type", "timestamp", "data"}`. It holds what an outsider may know: no stack, no worker, no payload, and of
-an error its code and the message meant for outsiders. A delivery's id is derived from its subject and its address, so
+A body is `{"type", "timestamp", "data"}`. It holds what an outsider may know: no stack, no worker, no payload; of an
+error only its code and the message meant for outsiders. A delivery's id is derived from its subject and its address, so
 that the same notification to the same address is always the same delivery.
 
-`sign_payload` and `verify_payload` ensure that only deliveries which holdfast wrote are signed and sent: a principal
-that may submit jobs can submit one to the deliveries' queue, and one that may replay dead letters can edit one. The
+`sign_payload` and `verify_payload` ensure that only deliveries which holdfast wrote are signed and sent. Otherwise a
+principal that may submit jobs could submit a delivery, and one that may replay dead letters could edit one. The
 signature covers the whole delivery and uses the secret that the delivery will be signed with. A subscriber's address
-belongs to the operator and is often a secret: tenants, who see their jobs, see a reference to it.
+belongs to the operator and is often a secret, so a job holds only a reference to it: tenants see their jobs.
 
 `WebhookPolicy` checks a webhook's address at submission, as far as possible without a DNS look-up, and marks jobs that
 a subscription covers, so that the ledger can find them among millions of others.
@@ -195,7 +195,10 @@ def _deliveries(
 
 
 def _webhook_id(*parts: str) -> str:
-    """Derive an id that is safe in a header whatever the parts contain: other programs may choose job ids."""
+    """Derive an id that is safe in a header.
+
+    The parts may contain any text, because other programs choose job ids.
+    """
     encoded = msgspec.json.encode(parts)
     return f"msg_{hashlib.sha256(encoded).hexdigest()[:32]}"
 
@@ -233,7 +236,10 @@ def sign_payload(settings: Settings, delivery: WebhookDelivery) -> bytes:
 
 
 def verify_payload(settings: Settings, url: str, webhook_id: str, event: str, body: str, signature: str) -> str:
-    """Return the address of a delivery. Raises `Fatal` if the payload was changed or its subscription removed."""
+    """Return the address of a delivery.
+
+    Raises `Fatal` if the payload was changed or its subscription was removed.
+    """
     address = url
     if url.startswith(_SUBSCRIBER):
         known = {_reference(each.url): each.url for each in settings.webhooks}

@@ -147,7 +147,10 @@ class _CheckedBackend(httpcore.AsyncNetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.AsyncNetworkStream:
-        """Connect to the first reachable address. Raises `InvalidOption` if any address of the host is not allowed."""
+        """Connect to the first reachable address.
+
+        Raises `InvalidOption` if any address of the host is not allowed.
+        """
         if host != self._host:
             raise InvalidOption(f"webhook: unexpected connection to {host}")
         addresses = await self._resolve(host, port)

@@ -47,13 +47,13 @@ _ANSWER_S: Final = 2.0
 #: Brokers apply a topic's `max.message.bytes` to whole batches.
 _BATCH_BYTES: Final = 100_000
 _PIECE_S: Final = 0.1
-#: Purged messages are reported immediately.
+#: Limit for the reports of purged messages, which need no broker.
 _PURGED_S: Final = 1.0
 _PURGED: Final = frozenset({KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT})
 
 
 class KafkaPublisher(Publisher):
-    """Idempotent producer in its own thread. After a failure the next call creates a new one."""
+    """Idempotent producer in its own thread. After a failure the next call creates a new producer."""
 
     def __init__(self, connection: KafkaConfig) -> None:
         self._connection = connection
@@ -147,7 +147,7 @@ class KafkaPublisher(Publisher):
         elif alone:
             call.fail(index, error)
         elif call.refusal is None:
-            # Immediately: the client would otherwise send the next message with the same key.
+            # Purge in the callback: otherwise the client would send the next message with the same key.
             call.refusal = error
             producer.purge(in_queue=True, in_flight=True)
 
@@ -229,7 +229,10 @@ _DEAD_LETTER_BYTES: Final = 1_000_000_000
 
 
 class KafkaAdapter(QueueAdapter):
-    """`queue_name` is the topic, `consumer_group` the group; dead letters go to the topic `<queue>.dlq`."""
+    """A consumer of one topic. `queue_name` is the topic, `consumer_group` the group.
+
+    Dead letters go to the topic `dlq_name`. Default: `<queue_name>.dlq`.
+    """
 
     def __init__(
         self,
@@ -281,7 +284,7 @@ class KafkaAdapter(QueueAdapter):
         self._offsets.ack(message)
 
     async def nack(self, message: RawMessage, requeue: bool = False) -> None:
-        """Without `requeue` this is `ack`: Kafka has no dead-letter queues."""
+        """Refuse the message. Without `requeue` this is `ack`: Kafka has no dead-letter queues."""
         if not requeue:
             self._offsets.ack(message)
             return
@@ -309,7 +312,10 @@ class KafkaAdapter(QueueAdapter):
         self._offsets.ack(message)
 
     def owns(self, message: RawMessage) -> bool:
-        """If True, the message counts as being handled: a revocation of its partition waits briefly for its `ack`."""
+        """Whether an `ack` would still count.
+
+        If so, the message counts as being handled: a revocation of its partition waits briefly for its `ack`.
+        """
         return self._offsets.holds(message)
 
     async def pause(self) -> None:

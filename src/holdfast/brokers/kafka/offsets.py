@@ -46,7 +46,7 @@ class _PartitionOffsets:
 
 
 class InFlightOffsets:
-    """See the module. `limit` caps the messages in flight."""
+    """Offsets of all assigned partitions. `limit` caps the messages in flight."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -72,7 +72,9 @@ class InFlightOffsets:
             return list(self._assigned)
 
     def reach(self, positions: Mapping[int, int]) -> None:
-        """Advance to the client's positions: past transaction markers and aborted messages, which are not delivered.
+        """Advance to the client's positions.
+
+        They are past transaction markers and aborted messages, which are not delivered.
 
         Every message before these positions must have gone through `add`.
         """
@@ -87,13 +89,16 @@ class InFlightOffsets:
                     assigned.position = position
 
     def add(self, partition: int, offset: int) -> int | None:
-        """Record a received message. Returns the assignment number to keep with it; None if it is not assigned here."""
+        """Record a received message. Returns the assignment number to keep with it.
+
+        None if its partition is not assigned here, or is being revoked.
+        """
         with self._changed:
             assigned = self._assigned.get(partition)
             if assigned is None or assigned.leaving:
                 return None
             if assigned.position is not None and offset < assigned.position:
-                # The broker restarts at a lower offset: earlier deliveries come again and no longer count.
+                # The client restarted at a lower offset: messages from there are delivered again, under a new number.
                 self._drop(partition)
                 assigned = self._assigned[partition] = _PartitionOffsets(next(_numbers))
             assigned.position = offset + 1
@@ -118,7 +123,7 @@ class InFlightOffsets:
             self._changed.notify_all()
 
     def wait_for_handovers(self, partitions: Iterable[int], seconds: float) -> int:
-        """Confirm no more ownership for these partitions and wait up to `seconds` for messages being handled.
+        """Make `holds` False for these partitions and wait up to `seconds` for messages being handled.
 
         Returns how many are still being handled.
         """
@@ -143,7 +148,10 @@ class InFlightOffsets:
         return self._done_since_commit >= _COMMIT_AFTER
 
     def to_commit(self, partitions: Iterable[int] | None = None) -> dict[int, int]:
-        """Offsets by partition that changed since the last commit. They count as committed until `not_committed`."""
+        """Return the offsets that changed since the last commit, by partition.
+
+        They count as committed, unless `not_committed` is called.
+        """
         with self._changed:
             self._done_since_commit = 0
             offsets = {}
@@ -155,7 +163,7 @@ class InFlightOffsets:
             return offsets
 
     def not_committed(self, partitions: Iterable[int]) -> None:
-        """A commit failed: include these partitions in the next one."""
+        """Include these partitions in the next commit, because the last one failed."""
         with self._changed:
             for partition in partitions:
                 if partition in self._assigned:
@@ -164,14 +172,17 @@ class InFlightOffsets:
     # For the event loop -----------------------------------------------------------------------------
 
     def holds(self, message: RawMessage) -> bool:
-        """Whether this delivery is in flight and its partition stays. If True, the message counts as being handled."""
+        """Whether this delivery is in flight and its partition is not being revoked.
+
+        If so, the message counts as being handled.
+        """
         with self._changed:
             assigned = self._find_assigned(message)
             if assigned is None:
                 return False
             offset = message.metadata["offset"]
             if assigned.leaving:
-                # The caller abandons the message.
+                # The caller abandons the message, so the revocation need not wait for it.
                 assigned.started.discard(offset)
                 self._changed.notify_all()
                 return False
@@ -199,7 +210,10 @@ class InFlightOffsets:
                 self._changed.notify_all()
 
     def redeliver(self, message: RawMessage) -> int | None:
-        """Keep the message in flight for another delivery. Returns its delivery count; None if it is not in flight."""
+        """Keep the message in flight for another delivery.
+
+        Returns its delivery count; None if it is not in flight.
+        """
         with self._changed:
             assigned = self._find_assigned(message)
             if assigned is None:

@@ -72,7 +72,10 @@ class Poller:
         self._paused = False
 
     def stop(self, within_s: float) -> bool:
-        """Commit what is done and leave the group. Returns whether that completed within the time; it ends anyway."""
+        """Commit what is done and leave the group. Returns whether that completed in time.
+
+        If it did not, the thread ends later.
+        """
         self._ending.set()
         self._offsets.wake()
         self._thread.join(within_s)
@@ -177,9 +180,10 @@ class Poller:
             self._log_recovery()
 
     def _pass_markers(self, consumer: Consumer) -> None:
-        """Advance past transaction markers, so that commits reach the end of the log and monitors show no lag.
+        """Advance past transaction markers, so that commits reach the end of the log.
 
-        Call it only between two rounds: inside `consume`, where rebalances run, the client is ahead of `add`.
+        Otherwise monitors would report a lag. Call it only between two rounds: inside `consume`, where rebalances run,
+        the client is ahead of `add`.
         """
         self._offsets.reach(self._positions(consumer, self._offsets.partitions()))
 
@@ -288,7 +292,10 @@ def _bytes(value: str | bytes | None) -> bytes | None:
 
 
 def _decode(value: str | bytes) -> str:
-    """Decode as UTF-8, else as Latin-1. Different keys may then become equal, which orders more, not less."""
+    """Decode as UTF-8, else as Latin-1.
+
+    Different keys may then become equal, which keeps more order, not less.
+    """
     if isinstance(value, str):
         return value
     try:

@@ -66,7 +66,7 @@ async def doctor(at: EngineTarget, queue: Queues = None, as_json: AsJson = False
 
 
 async def examine(engine: InspectionPort, queues: list[str] | None) -> list[Finding]:
-    """Return all findings: our own, then the engine's, which replace ours for the same check."""
+    """Return the findings of this command, then those of the engine, which win for the same check."""
     names = await queues_or_all(engine, queues)
     theirs = await engine.diagnose(names)
     known = {finding.check for finding in theirs}

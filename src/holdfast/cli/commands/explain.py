@@ -156,7 +156,10 @@ def _job_of(entry: AuditRow) -> str | None:
 async def _in_doubt(
     session: StoreSession, queries: Queries, job: JobDetail, events: Sequence[Event]
 ) -> tuple[str, ...]:
-    """Keys in doubt that the job has reserved, or that it is suspended for: another job may have reserved them."""
+    """Return keys in doubt that the job has reserved or is suspended for.
+
+    Another job may have reserved a key that this one is suspended for.
+    """
     from holdfast.ledger.queries.operators import EffectQueries
 
     rows = await with_lost_holders(

@@ -309,7 +309,10 @@ async def _act(
     to: State | None,
     as_json: bool,
 ) -> None:
-    """Apply `act` to each job and print its result. `to` is the new state; None means that the state stays."""
+    """Apply `act` to each job and print its result.
+
+    `to` is the new state; None means that the state stays.
+    """
     if not all(job_ids):
         raise InvalidOption("a job id must not be empty")
     done = []
@@ -363,7 +366,10 @@ async def _pages(
 async def _load_job(
     session: StoreSession, job_id: str, tenant: str | None, queue: str | None
 ) -> tuple[JobInfo, JobHistoryView | None]:
-    """Return the job from the engine, or rebuilt from the ledger's events; and its history if there is a ledger."""
+    """Return the job, and its history if the ledger has it.
+
+    A job that the engine does not have is rebuilt from the ledger's events.
+    """
     live = await session.find_live(job_id, queue)
     if live is not None and tenant not in (None, live.tenant_id):
         live = None

@@ -1,4 +1,4 @@
-"""`holdfast reconcile`: restore jobs that the engine has lost, without waiting for the next pass of upkeep."""
+"""`holdfast reconcile`: restore jobs that the engine has lost, without waiting for upkeep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`holdfast serve`: the HTTP service, with or without worker and upkeep in the same process (requirement H4)."""
+"""`holdfast serve`: the HTTP service, with or without worker and upkeep in the same process (H4)."""
 
 from __future__ import annotations
 

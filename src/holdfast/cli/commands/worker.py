@@ -249,7 +249,10 @@ def _queues(app: Holdfast, named: list[str] | None) -> list[str]:
 
 
 async def _warn(app: Holdfast, queues: list[str]) -> None:
-    """Warn at the start if the store may lose data (requirement Q11). A SQLite file is only checked by `doctor`."""
+    """Warn at the start if the store may lose data (Q11).
+
+    A SQLite file is only checked by `doctor`.
+    """
     if app.settings.url.startswith("sqlite:"):
         return
     try:

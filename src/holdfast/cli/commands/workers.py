@@ -1,4 +1,4 @@
-"""`holdfast workers`: lists the processes that claim jobs. `holdfast worker` is in `commands.worker`."""
+"""`holdfast workers`: list the processes that claim jobs. `holdfast worker` is in `commands.worker`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`/api/v1/approvals` and `/api/v1/operator-log`: approval requests, votes and the audit log (A2, A3, H6)."""
+"""`/api/v1/approvals`, `/api/v1/operator-log`: approval requests, votes, audit log (A2, A3, H6)."""
 
 from __future__ import annotations
 

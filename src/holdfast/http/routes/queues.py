@@ -1,4 +1,4 @@
-"""`/api/v1/queues` and `/api/v1/workers`: sizes and controls of queues, and their workers (requirement H5)."""
+"""`/api/v1/queues` and `/api/v1/workers`: sizes and controls of queues, and their workers (H5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`/api/v1/suspended` and `/internal/tasks/suspended`: jobs that wait for an operator (requirements D6, H2)."""
+"""`/api/v1/suspended` and `/internal/tasks/suspended`: jobs that wait for an operator (D6, H2)."""
 
 from __future__ import annotations
 

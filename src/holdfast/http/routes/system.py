@@ -1,4 +1,4 @@
-"""Health, readiness, metrics, the OpenAPI document, `/internal/tasks/stats` (H2) and the run endpoint (H3)."""
+"""Health, readiness, metrics, OpenAPI document, `/internal/tasks/stats` (H2), run endpoint (H3)."""
 
 from __future__ import annotations
 
