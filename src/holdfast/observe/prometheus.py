@@ -296,7 +296,7 @@ _JSON: Final = "application/json"
 Exposition = Callable[[], Awaitable[tuple[bytes, str]]]
 
 
-class HealthApp(msgspec.Struct, frozen=True, kw_only=True):
+class LivenessResponse(msgspec.Struct, frozen=True, kw_only=True):
     """Response of a liveness check."""
 
     status: str
@@ -353,7 +353,7 @@ async def _reply(head: bytes, exposition: Exposition, readiness: ReadinessCheck 
         return _response("405 Method Not Allowed", _TEXT, b"only GET and HEAD are allowed\n")
     status, content_type = "200 OK", _JSON
     if path == b"/livez":
-        body = msgspec.json.encode(HealthApp(status="ok"))
+        body = msgspec.json.encode(LivenessResponse(status="ok"))
     elif path == b"/readyz" and readiness is not None:
         found = await readiness()
         body = msgspec.json.encode(found)

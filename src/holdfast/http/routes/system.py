@@ -23,7 +23,7 @@ from holdfast.http.problems import DOWN as UNAVAILABLE
 from holdfast.http.routes.pages import caller_of
 from holdfast.http.wire import JobDetailResponse, JobResponse, QueueQuery, RequestBase, job_of_row, job_of_view
 from holdfast.ledger.queries.job_list import JobFilter
-from holdfast.observe.prometheus import HealthApp
+from holdfast.observe.prometheus import LivenessResponse
 from holdfast.operations.access import visible_tenants
 from holdfast.operations.metrics import render_metrics
 from holdfast.operations.readiness import DOWN, NONE, OK, engine_status, ledger_status
@@ -123,11 +123,11 @@ class ReadinessResponse(msgspec.Struct, frozen=True, kw_only=True):
     "health",
     tag=_TAG,
     permission=None,
-    responses={200: ResponseSpec("The process is alive.", HealthApp, example={"status": "ok"})},
+    responses={200: ResponseSpec("The process is alive.", LivenessResponse, example={"status": "ok"})},
 )
 async def health(call: Call) -> Reply:
     """Check that the process is alive."""
-    return Reply(HealthApp(status="ok"))
+    return Reply(LivenessResponse(status="ok"))
 
 
 @operation(
