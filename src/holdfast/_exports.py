@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from holdfast._platform import unsupported
+from holdfast._platform import unsupported_error
 
 
 def lazy_exports(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
@@ -19,7 +19,7 @@ def lazy_exports(package: str, modules: Mapping[str, str]) -> Callable[[str], An
     def load(name: str) -> Any:
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        if (error := unsupported()) is not None:
+        if (error := unsupported_error()) is not None:
             raise error
         value = getattr(importlib.import_module(modules[name]), name)
         setattr(sys.modules[package], name, value)

@@ -11,6 +11,6 @@ WINDOWS: Final = (
 )
 
 
-def unsupported() -> ImportError | None:
+def unsupported_error() -> ImportError | None:
     """The error to raise on Windows, instead of one that names a module of the standard library."""
     return ImportError(WINDOWS) if sys.platform == "win32" else None

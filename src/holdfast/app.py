@@ -6,9 +6,10 @@ The public side of an app. The internal side is a `Backend`, which other package
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Coroutine, Mapping
 from types import MappingProxyType
-from typing import Any, Concatenate, Literal, ParamSpec, Protocol, Self, TypeVar, Unpack, overload
+from typing import Any, Concatenate, Final, Literal, ParamSpec, Protocol, Self, TypeVar, Unpack, overload
 
 from holdfast.client.backend import Backend
 from holdfast.client.configuration import Reconfigured
@@ -31,6 +32,8 @@ from holdfast.settings import Settings
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_log: Final = logging.getLogger("holdfast.tasks")
 
 ExceptionTypes = type[BaseException] | tuple[type[BaseException], ...]
 
@@ -228,7 +231,7 @@ class Holdfast:
             (receipt,) = await backend.enqueue_in_transaction(connection, [envelope])
             tenant_id = envelope.tenant_id
             return Job(backend, receipt.job_id, envelope.queue, receipt.duplicate, outbox_of=tenant_id)
-        receipt = await (await backend.submitter()).submit(envelope)
+        receipt = await (await backend.connections.submitter()).submit(envelope)
         return Job(backend, receipt.job_id, envelope.queue, receipt.duplicate)
 
     def _make_task(
@@ -242,6 +245,12 @@ class Holdfast:
         if name in self._backend.tasks:
             raise DuplicateTask(name)
         spec = TaskSpec(name, function, policy, self.settings.payload_limit)
+        if spec.results.unchecked:
+            _log.warning(
+                "results of task %r are not checked: %s; annotate what it returns, `-> object` for anything",
+                name,
+                spec.results.unchecked,
+            )
         return Task(self._backend, spec, queue, priority)
 
 

@@ -5,8 +5,10 @@
     │   ├─ UnknownTask          no task of that name is registered in this process
     │   ├─ DuplicateTask        two functions have the same task name
     │   ├─ InvalidPayload       arguments that do not fit the task's annotations, or a value that is not JSON
+    │   ├─ InvalidResult        a result that does not fit the return annotation, or is not JSON
     │   ├─ PayloadTooLarge      arguments, context or result over the limit
     │   ├─ InvalidOption        a negative delay, an unknown priority, a setting with an invalid value
+    │   ├─ IdempotencyKeyReused the key belongs to a job of another task or with other arguments
     │   ├─ UnknownJob           no job of that id, or it has expired
     │   ├─ AmbiguousId          several ids begin with the given prefix
     │   ├─ EffectMismatch       an effect's key belongs to another function, or to other arguments
@@ -19,6 +21,7 @@
     ├─ NotFound                 nothing of that id exists, or the caller may not see it
     ├─ Conflict                 another caller was faster, or it is already decided
     │   ├─ ControlChanged       a queue's controls have changed since they were read
+    │   ├─ ConcurrencyLimited   the queue runs as many jobs as its limit allows
     │   └─ ApprovalVoid         the job's payload is not the one that was approved
     ├─ SignatureInvalid         a webhook whose signature does not match, is too old, or was seen before
     ├─ TransitionInvalid        the state table does not have that move
@@ -53,7 +56,9 @@ Messages say what to do next. Ids are attributes, so that callers need not parse
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from datetime import timedelta
+from typing import Final
 
 
 class HoldfastError(Exception):
@@ -68,6 +73,12 @@ class UsageError(HoldfastError):
     code = "USAGE_ERROR"
 
 
+class ReplayKeyReused(UsageError):
+    """The idempotency key belongs to another replay; nothing was changed."""
+
+    code = "REPLAY_KEY_REUSED"
+
+
 class UnknownTask(UsageError):
     """No task of this name is registered in this process."""
 
@@ -78,6 +89,21 @@ class UnknownTask(UsageError):
         super().__init__(
             f"no task named {task!r} is registered in this process (known: {names}); "
             "import the module that defines it, or fix the name"
+        )
+        self.task = task
+
+
+class TaskNotAnnounced(UnknownTask):
+    """No worker has announced a task of this name, and this process has no app that knows it."""
+
+    code = "TASK_NOT_ANNOUNCED"
+
+    def __init__(self, task: str, nearest: Sequence[str] = ()) -> None:
+        UsageError.__init__(
+            self,
+            f"no worker has announced a task named {task!r}"
+            + (f" (did you mean {' or '.join(map(repr, nearest))}?)" if nearest else "")
+            + '; start a worker that has it, or submit with --force ("force": true over HTTP)',
         )
         self.task = task
 
@@ -98,6 +124,12 @@ class InvalidPayload(UsageError):
     code = "INVALID_PAYLOAD"
 
 
+class InvalidResult(UsageError):
+    """A result that does not fit the task's return annotation, or cannot be written as JSON."""
+
+    code = "INVALID_RESULT"
+
+
 class PayloadTooLarge(UsageError):
     """Arguments, context or result over the limit."""
 
@@ -116,6 +148,21 @@ class InvalidOption(UsageError):
     """An option or setting with an invalid value."""
 
     code = "INVALID_OPTION"
+
+
+class IdempotencyKeyReused(UsageError):
+    """The idempotency key belongs to an earlier job with other arguments, or of another task."""
+
+    code = "IDEMPOTENCY_KEY_REUSED"
+
+    def __init__(self, queue: str, key: str, job_id: str) -> None:
+        super().__init__(
+            f"idempotency key {key!r} was used with other arguments or another task, for job {job_id} in queue "
+            f'{queue!r}; use a new key, or on_key_reuse="return" to get that job'
+        )
+        self.queue = queue
+        self.key = key
+        self.job_id = job_id
 
 
 class UnknownJob(UsageError):
@@ -234,6 +281,23 @@ class Conflict(HoldfastError):
     code = "CONFLICT"
 
 
+class AlreadyReplayed(Conflict):
+    """The latest replay of the dead letter is open or has succeeded; no job was made."""
+
+    code = "ALREADY_REPLAYED"
+
+    def __init__(self, dlq_id: str, job_id: str, *, pending: bool = False) -> None:
+        text = (
+            "and is being submitted; wait for that job"
+            if pending
+            else "which is open or has succeeded; wait for that job, or replay again (--again, `again`)"
+        )
+        super().__init__(f"dead letter {dlq_id} has been replayed as job {job_id}, {text}")
+        self.dlq_id = dlq_id
+        #: The job of the latest replay.
+        self.job_id = job_id
+
+
 class ControlChanged(Conflict):
     """A queue's controls have changed since the caller read them."""
 
@@ -244,6 +308,20 @@ class ControlChanged(Conflict):
             f"the controls of queue {queue!r} have changed since they were read; read them again and retry"
         )
         self.queue = queue
+
+
+class ConcurrencyLimited(Conflict):
+    """The queue runs as many jobs as its concurrency limit allows; retry when one has ended."""
+
+    code = "CONCURRENCY_LIMITED"
+
+    def __init__(self, queue: str, limit: int) -> None:
+        super().__init__(
+            f"queue {queue!r} runs as many jobs as its limit allows ({limit}); retry when one has ended, or change the "
+            f"limit with `holdfast queues concurrency {shlex.quote(queue)} N`"
+        )
+        self.queue = queue
+        self.limit = limit
 
 
 class ApprovalVoid(Conflict):
@@ -394,9 +472,44 @@ class IntakeRefused(HoldfastError):
 
 
 class IntakeLimited(IntakeRefused):
-    """The backlog is at its limit; retry when jobs have finished."""
+    """The backlog of the queue, or of the job's tenant in it, is at its limit; retry when jobs have finished."""
 
     code = "INTAKE_LIMITED"
+
+    def __init__(
+        self,
+        queue: str,
+        limit: int,
+        backlog: int | None = None,
+        tenant_id: str = "",
+        *,
+        fits: int = 0,
+        count: int = 1,
+    ) -> None:
+        """`tenant_id` is empty if the limit is the queue's. `fits` of the `count` jobs of a batch would fit.
+
+        `backlog` None: it is above the limit, and was not counted further.
+        """
+        self.limit = limit
+        self.backlog = backlog
+        self.tenant_id = tenant_id
+        self.fits = fits
+        #: Whether an HTTP response may have the numbers of the queue: the caller sees all tenants.
+        self.is_disclosed = False
+        whose = f"of tenant {tenant_id!r} " if tenant_id else ""
+        numbers = f"over {limit:,}" if backlog is None else f"{backlog:,} of {limit:,}"
+        capacity = f"; {fits:,} of these {count:,} jobs would fit" if count > 1 else ""
+        super().__init__(queue, f"the backlog {whose}is at its limit ({numbers}){capacity}; {_WHEN_FINISHED}")
+
+    @property
+    def public(self) -> str:
+        """The message for callers that see only their own tenant: without the numbers of the queue."""
+        if self.tenant_id:
+            return str(self)
+        return f"queue {self.queue!r} accepts no new jobs: the backlog is at its limit; {_WHEN_FINISHED}"
+
+
+_WHEN_FINISHED: Final = "retry when jobs have finished"
 
 
 class FeedFull(IntakeRefused):

@@ -41,7 +41,7 @@ def require(what: str, *modules: str) -> None:
 
 def missing(what: str, *modules: str) -> MissingExtra | None:
     """Return the error of `require`, or None; for modules that raise it among their imports."""
-    absent = tuple(module for module in modules if not _installed(module))
+    absent = tuple(module for module in modules if not _is_installed(module))
     extras = sorted({_EXTRA_OF[module] for module in absent})
     return MissingExtra(what, absent, tuple(extras)) if absent else None
 
@@ -50,23 +50,23 @@ def require_drivers(*urls: str | None) -> None:
     """Raise `MissingExtra` unless the drivers of the stores that the URLs name are installed."""
     schemes = dict.fromkeys(url.partition("://")[0] for url in urls if url is not None)
     drivers = {scheme: _DRIVERS[kind] for scheme in schemes if (kind := scheme.partition("+")[0]) in _DRIVERS}
-    needing = [f"{scheme}://" for scheme, driver in drivers.items() if not _installed(driver)]
+    needing = [f"{scheme}://" for scheme, driver in drivers.items() if not _is_installed(driver)]
     require(" and ".join(needing), *dict.fromkeys(drivers.values()))
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     """For `asyncio.Runner`: uvloop if it is installed, otherwise asyncio's own loop."""
-    if not _installed("uvloop"):
+    if not _is_installed("uvloop"):
         return None
     factory: Callable[[], asyncio.AbstractEventLoop] = import_module("uvloop").new_event_loop
     return factory
 
 
-def _installed(module: str) -> bool:
-    return _found(module.partition(".")[0]) and _found(module)
+def _is_installed(module: str) -> bool:
+    return _is_found(module.partition(".")[0]) and _is_found(module)
 
 
-def _found(module: str) -> bool:
+def _is_found(module: str) -> bool:
     if module in sys.modules:
         # For an entry that is None, import raises ModuleNotFoundError.
         return sys.modules[module] is not None

@@ -6,10 +6,13 @@ The only module that knows the adapters.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from holdfast.clock import Clock, SystemClock
+from holdfast.core.fingerprint import raw_fingerprint
 from holdfast.engine.port import Engine
 from holdfast.engine.port.jobs import EnginePart
 from holdfast.errors import InvalidOption
@@ -22,8 +25,12 @@ if TYPE_CHECKING:
     from holdfast.ledger.port.messages import OutboxStore
 
 
-def build_engine(settings: Settings, clock: Clock | None = None) -> Engine:
+def build_engine(
+    settings: Settings, clock: Clock | None = None, fingerprint: Callable[[str, bytes], str] = raw_fingerprint
+) -> Engine:
     """The engine that `settings.url` names, unopened. On Redis the server's time is used, not `clock`.
+
+    `fingerprint` computes what is kept with an idempotency key, from task and payload.
 
     `sqlite:///jobs.db` is relative to the working directory, `sqlite:////var/lib/jobs.db` absolute; `sqlite://` and
     `sqlite:///:memory:` are a temporary database of this engine alone. Raises `MissingExtra` if its driver is missing.
@@ -32,11 +39,12 @@ def build_engine(settings: Settings, clock: Clock | None = None) -> Engine:
     if urlsplit(settings.url).scheme == "sqlite":
         from holdfast.engine.sqlite.engine import SqliteEngine
 
-        return SqliteEngine(sqlite_path(settings.url), settings.engine_options(), clock, bool(settings.stream_dlq))
+        options = replace(settings.engine_options(), fingerprint=fingerprint)
+        return SqliteEngine(sqlite_path(settings.url), options, clock, bool(settings.stream_dlq))
     require_drivers(settings.url)
     from holdfast.engine.redis.engine import RedisEngine
 
-    return RedisEngine.from_settings(settings)
+    return RedisEngine.from_settings(settings, fingerprint)
 
 
 def sqlite_path(url: str) -> str:

@@ -17,9 +17,9 @@ from datetime import UTC, datetime
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
-from holdfast._platform import unsupported
+from holdfast._platform import unsupported_error
 
-if (_unsupported := unsupported()) is not None:
+if (_unsupported := unsupported_error()) is not None:
     raise _unsupported
 
 from holdfast.core.codec import decode_json, encode_json

@@ -131,6 +131,9 @@ class Settings(BaseSettings):
     reconcile_interval_s: float = Field(300, ge=0)
     #: How long a durable submission waits for the ledger.
     durable_timeout_s: float = Field(10, gt=0)
+    #: How long a job is offered to other workers if its task, or the task with its schema, is unknown to a worker.
+    #: After that it is a dead letter. 0: at once.
+    unknown_task_grace_s: float = Field(600, ge=0, le=_LONGEST_S)
     #: How long a guard may take to answer; after that the job is not accepted and does not run.
     guard_timeout_s: float = Field(10, gt=0)
 

@@ -191,7 +191,7 @@ def test_5_a_backlog_raises_an_alert_and_operators_can_limit_it(deployment: Work
         assert (alert["type"], alert["queue"]) == ("alert.backlog", "workflows")
         # One at a time, until an operator changes the concurrency: the running worker is notified.
         wait_until(lambda: deployment.model.count_calls(make_prompts(*numbers)) == 1, "the first run")
-        changed = ops.post("/api/v1/queues/workflows/concurrency", json={"value": 4, "reason": "backlog"})
+        changed = ops.post("/api/v1/queues/workflows/worker-concurrency", json={"value": 4, "reason": "backlog"})
         assert changed.status_code == 200, changed.text
         wait_until(lambda: deployment.model.count_calls(make_prompts(*numbers)) == 4, "four at a time")
         # Intake is paused until the backlog is done.

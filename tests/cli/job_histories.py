@@ -154,6 +154,8 @@ async def _released(histories: Histories, queue: str) -> AsyncIterator[Job[Any]]
     await histories.app.engine.renew([claim.lease], [claim.lease])
     release = Release("its worker drains", delay_ms=3_600_000, started=True)
     await histories.app.engine.settle([Settlement(claim, release, await histories.app.engine.now_ms())])
+    # Otherwise it counts as a worker of the queue until its last sign of life is too old.
+    await histories.app.engine.deregister_worker("worker-1", [queue])
     yield job
 
 
@@ -240,7 +242,7 @@ async def _kept(histories: Histories, queue: str) -> AsyncIterator[Job[Any]]:
 
 async def _unknown_task(histories: Histories, queue: str) -> AsyncIterator[Job[Any]]:
     envelope = Envelope(job_id=new_job_ids(1)[0], task="no.such.task", payload=b"{}", queue=queue)
-    receipt = await (await backend_of(histories.app).submitter()).submit(envelope)
+    receipt = await (await backend_of(histories.app).connections.submitter()).submit(envelope)
     yield histories.app.job(receipt.job_id, queue)
 
 

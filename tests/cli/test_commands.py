@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from holdfast.cli.command import ExitCode
 from holdfast.cli.program import program
 from tests.cli.harness import SAMPLE_APP
 
@@ -31,7 +32,7 @@ class InProcess:
         return json.loads(self.run(*words, "--json", code=code).stdout)
 
     def submit(self, *words: str) -> str:
-        return self.run("submit", *words).stdout.strip()
+        return self.run("submit", "--force", *words).stdout.strip()
 
 
 @pytest.fixture
@@ -45,14 +46,14 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> InProcess:
 
 
 def test_submit_prints_the_id_and_nothing_else(cli: InProcess) -> None:
-    answer = cli.run("submit", "add", '{"a": 1}')
+    answer = cli.run("submit", "--force", "add", '{"a": 1}')
     assert JOB_ID.fullmatch(answer.stdout.strip())
     assert answer.stderr == ""
 
 
 def test_submit_takes_all_options(cli: InProcess) -> None:
     words = ("--queue", "mail", "--key", "k-1", "--delay", "1h", "--priority", "low", "--tenant", "acme")
-    receipt = cli.json("submit", "add", "--arg", "a=1", "--arg", "b=two", *words)
+    receipt = cli.json("submit", "--force", "add", "--arg", "a=1", "--arg", "b=two", *words)
     job = cli.json("jobs", "show", receipt["job_id"])
     assert job["payload"] == {"a": 1, "b": "two"}
     assert (job["queue"], job["tenant_id"], job["priority"], job["idempotency_key"]) == ("mail", "acme", "low", "k-1")
@@ -68,14 +69,23 @@ def test_submit_at_an_instant(cli: InProcess) -> None:
 
 
 def test_a_second_submission_with_the_key_is_the_first_job(cli: InProcess) -> None:
-    first = cli.json("submit", "add", "{}", "--key", "k")
-    second = cli.json("submit", "add", "{}", "--key", "k")
+    first = cli.json("submit", "--force", "add", "{}", "--key", "k")
+    second = cli.json("submit", "--force", "add", "{}", "--key", "k")
     assert (first["duplicate"], second["duplicate"]) == (False, True)
     assert first["job_id"] == second["job_id"]
 
 
+def test_a_key_of_another_request_is_refused_unless_the_first_job_is_wanted(cli: InProcess) -> None:
+    first = cli.json("submit", "--force", "add", '{"a": 1}', "--key", "k")["job_id"]
+    refused = cli.run("submit", "--force", "add", '{"a": 2}', "--key", "k", code=ExitCode.USAGE)
+    assert "IDEMPOTENCY_KEY_REUSED" in refused.stderr
+    assert first in refused.stderr
+    again = cli.json("submit", "--force", "add", '{"a": 2}', "--key", "k", "--on-key-reuse", "return")
+    assert (again["job_id"], again["duplicate"]) == (first, True)
+
+
 def test_arguments_from_stdin(cli: InProcess) -> None:
-    job_id = cli.run("submit", "add", "-", stdin='{"a": "ü"}').stdout.strip()
+    job_id = cli.run("submit", "--force", "add", "-", stdin='{"a": "ü"}').stdout.strip()
     assert cli.json("jobs", "show", job_id)["payload"] == {"a": "ü"}
 
 
@@ -93,14 +103,14 @@ def test_arguments_from_stdin(cli: InProcess) -> None:
     ],
 )
 def test_a_wrong_submission_is_exit_code_2(cli: InProcess, words: list[str], message: str) -> None:
-    answer = cli.run("submit", *words, code=2)
+    answer = cli.run("submit", "--force", *words, code=2)
     assert message in answer.stderr
     assert answer.stdout == ""
     assert len(answer.stderr.splitlines()) == 1
 
 
 def test_waiting_too_long_is_exit_code_5(cli: InProcess) -> None:
-    answer = cli.run("submit", "add", "[1]", "--wait", "0.1", code=5)
+    answer = cli.run("submit", "--force", "add", "[1]", "--wait", "0.1", code=5)
     assert "WAIT_TIMEOUT" in answer.stderr
     assert answer.stdout == ""
 
@@ -198,7 +208,7 @@ def test_pause_and_resume_do_not_change_the_other_control(cli: InProcess) -> Non
     assert cli.run("queues", "pause", "default", "--intake").stdout == "default\tpaused, intake paused\n"
     (queue,) = cli.json("queues", "list")
     assert (queue["paused"], queue["intake_paused"]) == (True, True)
-    refused = cli.run("submit", "add", "{}", code=3)
+    refused = cli.run("submit", "--force", "add", "{}", code=3)
     assert refused.stderr.startswith("holdfast: INTAKE_REFUSED: ")
     assert cli.run("queues", "resume", "default", "--intake").stdout == "default\tpaused\n"
     assert cli.json("queues", "resume", "default")[0]["paused"] is False
@@ -221,7 +231,7 @@ def test_doctor_accepts_a_new_file(cli: InProcess) -> None:
 
 def test_the_url_can_be_given_and_a_bad_one_is_refused(cli: InProcess, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/second.db"
-    job_id = cli.run("submit", "add", "{}", "--url", url).stdout.strip()
+    job_id = cli.run("submit", "--force", "add", "{}", "--url", url).stdout.strip()
     assert [job["job_id"] for job in cli.json("jobs", "list", "--url", url)] == [job_id]
     answer = cli.run("jobs", "list", "--url", "ftp://x:secret@y", code=2)
     assert "INVALID_OPTION" in answer.stderr

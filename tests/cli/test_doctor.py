@@ -61,3 +61,18 @@ async def test_a_paused_queue_is_a_warning(engine: Engine) -> None:
     found = await get_finding(engine, "queue default")
     assert (found.ok, found.warning) == (False, True)
     assert found.remedy == "holdfast queues resume default"
+
+
+async def test_a_queue_at_its_concurrency_limit_is_named(engine: Engine) -> None:
+    await engine.submit([Envelope(job_id="b" * 32, task="t", payload=b"{}")])
+    await engine.set_control("default", QueueControl(concurrency=1))
+    await engine.claim("w1", ["default"], 5, 0)
+    found = await get_finding(engine, "queue default")
+    assert found.ok
+    assert found.message == "1 job waiting, 1 worker; at its concurrency limit, 1 of 1 running"
+    await engine.set_control("default", QueueControl(concurrency=2))
+    assert (await get_finding(engine, "queue default")).message == "1 job waiting, 1 worker"
+    # Nothing will run before an operator changes it.
+    await engine.set_control("default", QueueControl(concurrency=0))
+    found = await get_finding(engine, "queue default")
+    assert (found.ok, found.warning, found.remedy) == (False, True, "holdfast queues concurrency default N")

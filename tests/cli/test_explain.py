@@ -30,7 +30,10 @@ def explained(at: Deployment) -> Sentences:
     async def make(world: SampleDeployment) -> dict[str, str]:
         return await Histories(world.app).make_all()
 
-    ids = at.do(make)
+    with pytest.MonkeyPatch.context() as patch:
+        # How often a job of an unknown task is released depends on timing, and the sentences must not.
+        patch.setenv("HOLDFAST_UNKNOWN_TASK_GRACE_S", "0")
+        ids = at.do(make)
     return {
         name: [_normalise(line) for line in at.run("explain", job_id).stdout.splitlines()]
         for name, job_id in ids.items()
@@ -85,7 +88,7 @@ def test_a_principal_of_one_tenant_is_shown_the_pause_but_not_the_workers(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at = deployed("embedded", request, tmp_path, monkeypatch)
-    job_id = at.run("submit", "add", "[1]", "--tenant", "acme").stdout.strip()
+    job_id = at.run("submit", "--force", "add", "[1]", "--tenant", "acme").stdout.strip()
     assert "No worker serves its queue." in at.run("explain", job_id).stdout
     at.run("queues", "pause", "default")
     at.act_as("olga", "viewer", "acme")
@@ -94,3 +97,20 @@ def test_a_principal_of_one_tenant_is_shown_the_pause_but_not_the_workers(
     at.run("queues", "resume", "default")
     at.act_as("olga", "viewer", "acme")
     assert at.run("explain", job_id).stdout.splitlines()[-1] == "The next free worker of its queue claims it."
+
+
+def test_a_job_that_waits_for_the_queues_limit_says_so(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at = deployed("embedded", request, tmp_path, monkeypatch)
+    first, second = (at.run("submit", "--force", "add", "[1]").stdout.strip() for _ in range(2))
+    at.run("queues", "concurrency", "default", "1")
+
+    async def claim(world: SampleDeployment) -> None:
+        (claim,) = await world.app.engine.claim("w1", ["default"], 5, 0)
+        assert claim.job_id == first
+
+    at.do(claim)
+    lines = at.run("explain", second).stdout.splitlines()
+    assert "Its queue is at its concurrency limit: 1 of 1 jobs are running." in lines
+    assert "concurrency 1 (reached)" in at.run("queues", "list").stdout

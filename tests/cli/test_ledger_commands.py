@@ -24,11 +24,11 @@ def cli(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> InProcess:
 def worked(shell: Shell, cli: InProcess) -> dict[str, str]:
     """One job of each kind, by name: queued, succeeded after a retry, failed."""
     jobs = {
-        "flaky": cli.json("submit", "flaky", "--key", "f-1")["job_id"],
-        "dead": cli.json("submit", "refuse", "--arg", "reason=Never Ever", "--tenant", "acme")["job_id"],
+        "flaky": cli.json("submit", "--force", "flaky", "--key", "f-1")["job_id"],
+        "dead": cli.json("submit", "--force", "refuse", "--arg", "reason=Never Ever", "--tenant", "acme")["job_id"],
     }
     _work(shell, jobs)
-    jobs["queued"] = cli.json("submit", "add", "--arg", "a=1")["job_id"]
+    jobs["queued"] = cli.json("submit", "--force", "add", "--arg", "a=1")["job_id"]
     return jobs
 
 
@@ -97,7 +97,7 @@ def test_counts(cli: InProcess, worked: dict[str, str]) -> None:
 
 def test_explain(cli: InProcess, worked: dict[str, str]) -> None:
     lines = cli.run("explain", worked["dead"]).stdout.splitlines()
-    assert lines[0].endswith("UTC to run refuse.")
+    assert lines[0].endswith('UTC to run refuse with {"reason":"Never Ever"}.')
     assert "This job will not run again." in lines[-1]
     document = cli.json("explain", worked["queued"])
     assert document["reason"][0].startswith("It has been queued for ")

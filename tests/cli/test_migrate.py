@@ -33,7 +33,11 @@ def _clean_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_up_status_and_down() -> None:
     ledger = ("--ledger", "sqlite:///ledger.db")
     found = json.loads(call("status", *ledger, "--json", code=1).stdout)
-    titles = {"0001": "The ledger's tables", HEAD: "Columns are named after what they hold"}
+    titles = {
+        "0001": "The ledger's tables",
+        "0002": "Columns are named after what they hold",
+        HEAD: "Tasks that workers have announced",
+    }
     assert found["pending"] == [{"version": version, "title": title} for version, title in titles.items()]
     done = json.loads(call("up", *ledger, "--json").stdout)
     assert (done["before"], done["after"]) == (None, HEAD)
@@ -86,7 +90,7 @@ def test_a_worker_on_an_old_ledger_ends_and_says_what_to_run(
 @pytest.mark.redis
 def test_doctor_checks_the_ledger(shell: Shell, redis_url: str, postgres_url: str, namespace: str) -> None:
     variables = {"HOLDFAST_URL": redis_url, "HOLDFAST_NAMESPACE": namespace}
-    shell.run("submit", "add", '{"a": 1}', code=0, HOLDFAST_LEDGER=postgres_url, **variables)
+    shell.run("submit", "--force", "add", '{"a": 1}', code=0, HOLDFAST_LEDGER=postgres_url, **variables)
     output = shell.run("doctor", code=None, HOLDFAST_LEDGER=postgres_url, **variables).stdout
     assert f"schema {HEAD}" in output
     assert "connections are left" in output
@@ -101,5 +105,5 @@ def test_doctor_checks_the_ledger(shell: Shell, redis_url: str, postgres_url: st
 
 
 def test_doctor_reports_an_embedded_ledger(shell: Shell) -> None:
-    shell.run("submit", "add", '{"a": 1}')
+    shell.run("submit", "--force", "add", '{"a": 1}')
     assert "embedded in" in shell.run("doctor").stdout

@@ -77,7 +77,7 @@ def test_a_worker_runs_on_a_redis_that_hides_its_configuration(volatile_redis: R
     redis_shell = Shell(shell.folder, shell.environment | {"HOLDFAST_URL": volatile_redis.url})
     with redis_shell.start("worker", "sample.py:app") as worker:
         worker.wait_log("started")
-        assert redis_shell.run("submit", "add", "[1]", "--wait", "30").stdout == "2\n"
+        assert redis_shell.run("submit", "--force", "add", "[1]", "--wait", "30").stdout == "2\n"
         assert worker.end() == 0
     assert "CONFIG is hidden" in run("doctor", "--url", volatile_redis.url, code=1).stdout
 
@@ -95,12 +95,12 @@ def test_the_same_commands_work_on_redis(persistent_redis: RedisServer, shell: S
     redis_shell = Shell(shell.folder, shell.environment | {"HOLDFAST_URL": secret_url(persistent_redis)})
     with redis_shell.start("worker", "sample.py:app", "--name", "blue") as worker:
         worker.wait_log("started")
-        receipt = redis_shell.json("submit", "flaky", "--wait", "30")
+        receipt = redis_shell.json("submit", "--force", "flaky", "--wait", "30")
         assert receipt["result"] == "now"
         assert worker.end() == 0
     job = redis_shell.json("jobs", "show", receipt["job_id"])
     assert (job["state"], job["attempt"], job["retry_count"]) == ("succeeded", 2, 1)
-    queued = redis_shell.run("submit", "add", "[1]", "--delay", "1h").stdout.strip()
+    queued = redis_shell.run("submit", "--force", "add", "[1]", "--delay", "1h").stdout.strip()
     assert queued in {one["job_id"] for one in redis_shell.json("jobs", "list", "--state", "queued")}
     redis_shell.run("jobs", "cancel", queued)
     redis_shell.run("jobs", "cancel", queued, code=4)
@@ -114,7 +114,7 @@ def test_the_same_commands_work_on_redis(persistent_redis: RedisServer, shell: S
 
 def test_namespaces_are_separate(persistent_redis: RedisServer) -> None:
     url = secret_url(persistent_redis)
-    job_id = run("submit", "add", "{}", "--url", url, "--namespace", "mine").stdout.strip()
+    job_id = run("submit", "--force", "add", "{}", "--url", url, "--namespace", "mine").stdout.strip()
     assert job_id in run("jobs", "list", "--url", url, "--namespace", "mine").stdout
     assert run("jobs", "list", "--url", url, "--namespace", "yours").stdout == ""
     run("jobs", "show", job_id, "--url", url, code=2)

@@ -170,7 +170,34 @@ def test_one_dead_letter_is_replayed(cli: OperatorCli) -> None:
     assert "done" in cli.run("dlq", "replay", two).stdout
     assert cli.run("dlq", "replay", two, "--dry-run").stdout == "1\twould be changed\n"
     mixed = cli.json("dlq", "replay", two, "unknown", code=ExitCode.FAILED)
-    assert {result["id"]: result["code"] for result in mixed["results"]} == {two: None, "unknown": "NOT_FOUND"}
+    assert {result["id"]: result["code"] for result in mixed["results"]} == {
+        two: "ALREADY_REPLAYED",
+        "unknown": "NOT_FOUND",
+    }
+    assert (mixed["failed"], mixed["skipped"]) == (1, 1)
+
+
+def test_a_replay_is_repeated_only_on_request(cli: OperatorCli) -> None:
+    one, two, three = cli.dead(3)
+    words = ("dlq", "replay", one, "--key", "order-17")
+    (first,), (same,) = cli.json(*words)["results"], cli.json(*words)["results"]
+    assert first["job_id"] == same["job_id"]
+    assert "no new job" in cli.run(*words).stderr
+    assert "REPLAY_KEY_REUSED" in cli.run("dlq", "replay", two, "--key", "order-17", code=ExitCode.USAGE).stderr
+    refused = cli.run("dlq", "replay", one, code=ExitCode.ILLEGAL)
+    assert first["job_id"] in refused.stderr
+    assert "--again" in refused.stderr
+    several = cli.json("dlq", "replay", one, two)
+    assert (several["done"], several["failed"], several["skipped"]) == (1, 0, 1)
+    assert [result["skipped"] for result in several["results"]] == [True, False]
+    assert several["results"][0]["job_id"] == first["job_id"]
+    assert cli.json("dlq", "replay", one, "--again")["results"][0]["job_id"] != first["job_id"]
+    counted = cli.run("dlq", "replay", "--all", "--dry-run")
+    assert (counted.stdout, "2 skipped" in counted.stderr) == ("1\twould be changed\n", True)
+    assert cli.json("dlq", "replay", "--all", "--yes")["skipped"] == 2
+    for wrong in ((one, two, "--key", "k"), ("--all", "--key", "k"), ("--all", "--again")):
+        cli.run("dlq", "replay", *wrong, code=ExitCode.USAGE)
+    assert three
 
 
 def test_an_edit_is_shown_before_the_replay(cli: OperatorCli) -> None:
@@ -269,7 +296,8 @@ def test_controls_and_the_audit_log(cli: OperatorCli) -> None:
     cli.act_as("ada")
     assert cli.run("queues", "pause", "default", "--reason", "moving").stdout == "default\tpaused\n"
     cli.run("queues", "limit", "default", "100")
-    cli.run("queues", "concurrency", "default", "5")
+    assert "concurrency 5" in cli.run("queues", "concurrency", "default", "5").stdout
+    assert "worker concurrency 7" in cli.run("queues", "worker-concurrency", "default", "7").stdout
     cli.run("queues", "alert", "default", "50")
     (control,) = cli.json("queues", "tenant", "default", "acme", "--weight", "3", "--limit", "10")
     assert control == {
@@ -277,6 +305,7 @@ def test_controls_and_the_audit_log(cli: OperatorCli) -> None:
         "paused": True,
         "intake_paused": False,
         "concurrency": 5,
+        "worker_concurrency": 7,
         "intake_limit": 100,
         "backlog_alert": 50,
         "tenants": {"acme": {"weight": 3, "concurrency": None, "intake_limit": 10}},
@@ -287,6 +316,7 @@ def test_controls_and_the_audit_log(cli: OperatorCli) -> None:
     for words in (
         ("limit", "default", "many"),
         ("concurrency", "default", "-1"),
+        ("worker-concurrency", "default", "x"),
         ("tenant", "default", "acme"),
         ("pause", "a b"),
     ):
@@ -296,7 +326,8 @@ def test_controls_and_the_audit_log(cli: OperatorCli) -> None:
     cli.run("jobs", "retry", job_id, code=ExitCode.ILLEGAL)
     entries = cli.json("log")
     assert [entry["type"].removeprefix("operator.") for entry in entries] == [
-        "cancel", "retry", "limit", "tenant", "alert", "concurrency", "limit", "pause", "token_create",
+        "cancel", "retry", "limit", "tenant", "alert", "worker_concurrency", "concurrency", "limit", "pause",
+        "token_create",
     ]  # fmt: skip
     assert {entry["actor"] for entry in entries[:-1]} == {"ada"}
     (pause,) = cli.json("log", "--type", "operator.pause")

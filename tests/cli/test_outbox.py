@@ -25,7 +25,7 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OperatorCli:
     monkeypatch.setenv("HOLDFAST_URL", f"sqlite:///{tmp_path}/jobs.db")
     cli = OperatorCli(tmp_path, monkeypatch)
     # Creates the database file.
-    cli.run("submit", "add", '{"a": 1}')
+    cli.run("submit", "--force", "add", '{"a": 1}')
     return cli
 
 
@@ -134,7 +134,7 @@ def file_of(shell: Shell) -> Path:
 
 
 def test_the_relay_as_a_process(shell: Shell, redis_url: str, namespace: str) -> None:
-    shell.run("submit", "add", '{"a": 1}')
+    shell.run("submit", "--force", "add", '{"a": 1}')
     path = file_of(shell)
     targets = {"default": {"type": "redis", "connection": {"url": redis_url}}}
     stream = f"{namespace}:orders"
@@ -160,7 +160,7 @@ def test_the_relay_as_a_process(shell: Shell, redis_url: str, namespace: str) ->
 
 
 def test_the_relay_uses_the_targets_of_an_app(shell: Shell, redis_url: str, namespace: str) -> None:
-    shell.run("submit", "add", '{"a": 1}')
+    shell.run("submit", "--force", "add", '{"a": 1}')
     write(file_of(shell), NewOutboxEvent(topic=f"{namespace}:orders", payload=1))
     targets = {"default": {"type": "redis", "connection": {"url": redis_url}}}
     (file_of(shell).parent / "targets.py").write_text(
@@ -174,7 +174,7 @@ def test_the_relay_uses_the_targets_of_an_app(shell: Shell, redis_url: str, name
 
 @pytest.mark.parametrize("words", [("upkeep",), ("dev", "sample.py:app"), ("worker", "sample.py:app")])
 def test_other_processes_relay_too(shell: Shell, redis_url: str, namespace: str, words: Any) -> None:
-    shell.run("submit", "add", '{"a": 1}')
+    shell.run("submit", "--force", "add", '{"a": 1}')
     targets = {"default": {"type": "redis", "connection": {"url": redis_url}}}
     write(file_of(shell), NewOutboxEvent(topic=f"{namespace}:orders", payload=1))
     environment = {"HOLDFAST_OUTBOX_TARGETS": json.dumps(targets), "HOLDFAST_OUTBOX_RELAY": str(words[0] == "worker")}

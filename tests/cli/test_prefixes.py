@@ -38,7 +38,7 @@ async def _fill(world: SampleDeployment) -> None:
         envelope = Envelope(
             job_id=job_id, task="charge", payload=b'{"amount": 1}', tenant_id=tenant, delay_ms=3_600_000
         )
-        await (await backend_of(world.app).submitter()).submit(envelope)
+        await (await backend_of(world.app).connections.submitter()).submit(envelope)
 
 
 def test_prefixes_of_jobs(at: Deployment) -> None:

@@ -23,7 +23,7 @@ def log_lines(process: Process) -> list[dict[str, Any]]:
 def test_a_worker_works_and_drains_at_sigterm(shell: Shell) -> None:
     with shell.start("worker", "sample.py:app", "--name", "blue", "--concurrency", "4") as worker:
         worker.wait_log("started")
-        done = shell.run("submit", "add", "--arg", "a=40", "--arg", "b=2", "--wait", "30")
+        done = shell.run("submit", "--force", "add", "--arg", "a=40", "--arg", "b=2", "--wait", "30")
         assert done.stdout == "42\n"
         retried = shell.json("submit", "flaky", "--app", "sample.py", "--wait", "30")
         assert retried["result"] == "now"
@@ -43,7 +43,7 @@ def test_a_worker_works_and_drains_at_sigterm(shell: Shell) -> None:
 def test_a_job_that_fails_is_exit_code_1(shell: Shell) -> None:
     with shell.start("worker", "sample:app") as worker:
         worker.wait_log("started")
-        failed = shell.run("submit", "refuse", "--arg", "reason=never", "--wait", "30", code=1)
+        failed = shell.run("submit", "--force", "refuse", "--arg", "reason=never", "--wait", "30", code=1)
     assert "holdfast: JOB_FAILED: " in failed.stderr
     assert "never" in failed.stderr
     assert failed.stdout == ""
@@ -55,7 +55,7 @@ def test_a_job_that_fails_is_exit_code_1(shell: Shell) -> None:
 def test_a_running_job_is_finished_before_the_worker_ends(shell: Shell) -> None:
     with shell.start("worker", "sample.py:app") as worker:
         worker.wait_log("started")
-        job_id = shell.run("submit", "slow", "[3]").stdout.strip()
+        job_id = shell.run("submit", "--force", "slow", "[3]").stdout.strip()
         shell.wait_begun(job_id)
         assert worker.end() == 0
         assert shell.info(job_id).state is State.SUCCEEDED
@@ -64,7 +64,7 @@ def test_a_running_job_is_finished_before_the_worker_ends(shell: Shell) -> None:
 def test_a_second_signal_stops_now_and_loses_nothing(shell: Shell) -> None:
     with shell.start("worker", "sample.py:app", HOLDFAST_DRAIN_GRACE_S="600") as worker:
         worker.wait_log("started")
-        job_id = shell.run("submit", "slow", "[600]").stdout.strip()
+        job_id = shell.run("submit", "--force", "slow", "[600]").stdout.strip()
         shell.wait_begun(job_id)
         worker.process.send_signal(signal.SIGTERM)
         with pytest.raises(subprocess.TimeoutExpired):
@@ -77,7 +77,7 @@ def test_a_second_signal_stops_now_and_loses_nothing(shell: Shell) -> None:
 def test_a_job_whose_worker_is_killed_is_finished_by_another(shell: Shell) -> None:
     with shell.start("worker", "sample.py:app", "--name", "first") as first:
         first.wait_log("started")
-        job_id = shell.run("submit", "slow", "[3]").stdout.strip()
+        job_id = shell.run("submit", "--force", "slow", "[3]").stdout.strip()
         assert "first" in shell.wait_state(job_id, State.RUNNING).worker
         first.process.kill()
         first.process.wait()
@@ -94,7 +94,7 @@ def test_a_job_whose_worker_is_killed_is_finished_by_another(shell: Shell) -> No
 def test_several_processes_work_and_drain_together(shell: Shell) -> None:
     with shell.start("worker", "sample.py:app", "--processes", "2") as worker:
         worker.wait_log("started")
-        ids = [shell.run("submit", "add", f"[{number}]").stdout.strip() for number in range(3)]
+        ids = [shell.run("submit", "--force", "add", f"[{number}]").stdout.strip() for number in range(3)]
         for job_id in ids:
             shell.wait_state(job_id, State.SUCCEEDED)
         assert worker.end() == 0
@@ -115,7 +115,7 @@ def test_ctrl_c_at_a_terminal_drains_all_processes(shell: Shell) -> None:
     try:
         worker = Process(leader, log)
         worker.wait_log("queues default, other")
-        job_id = shell.run("submit", "slow", "[2]").stdout.strip()
+        job_id = shell.run("submit", "--force", "slow", "[2]").stdout.strip()
         shell.wait_begun(job_id)
         os.killpg(leader.pid, signal.SIGINT)
         assert leader.wait(TIMEOUT_S) == 0
@@ -141,14 +141,14 @@ def test_separate_upkeep_promotes_for_workers_without_upkeep(shell: Shell) -> No
     with shell.start("worker", "sample.py:app", "--no-upkeep") as worker, shell.start("upkeep", "sample.py") as upkeep:
         worker.wait_log("started")
         upkeep.wait_log("upkeep started")
-        done = shell.run("submit", "add", "[1]", "--delay", "0.3", "--wait", "30")
+        done = shell.run("submit", "--force", "add", "[1]", "--delay", "0.3", "--wait", "30")
         assert done.stdout == "2\n"
         assert upkeep.end() == 0
         assert worker.end() == 0
 
 
 def test_upkeep_without_an_app_keeps_every_queue(shell: Shell) -> None:
-    job_id = shell.run("submit", "add", "[1]", "--queue", "found", "--delay", "1").stdout.strip()
+    job_id = shell.run("submit", "--force", "add", "[1]", "--queue", "found", "--delay", "1").stdout.strip()
     with shell.start("upkeep") as upkeep:
         upkeep.wait_log("queues all")
         eventually(lambda: shell.json("queues", "list", "-q", "found")[0]["delayed"] == 0, what="promotion")
@@ -166,7 +166,7 @@ def test_dev_prints_events(shell: Shell) -> None:
         text=True,
     )
     try:
-        assert shell.run("submit", "add", "[1]", "--wait", "30").stdout == "2\n"
+        assert shell.run("submit", "--force", "add", "[1]", "--wait", "30").stdout == "2\n"
         process.send_signal(signal.SIGINT)
         out, errors = process.communicate(timeout=TIMEOUT_S)
     finally:
@@ -178,7 +178,7 @@ def test_dev_prints_events(shell: Shell) -> None:
 
 
 def test_ctrl_c_ends_a_watch_without_an_error(shell: Shell) -> None:
-    shell.run("submit", "add", "[1]")
+    shell.run("submit", "--force", "add", "[1]")
     process = subprocess.Popen(
         shell.command("jobs", "watch", "--interval", "0.1", "--json"),
         cwd=shell.folder,

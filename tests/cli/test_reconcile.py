@@ -23,7 +23,7 @@ def run(*arguments: str, **environment: str) -> Result:
 
 def test_embedded_there_is_nothing_to_compare(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'holdfast.db'}"
-    assert run("submit", "work", "[]", "--durable", "--url", url).exit_code == 0
+    assert run("submit", "--force", "work", "[]", "--durable", "--url", url).exit_code == 0
     done = run("reconcile", "--json", "--url", url)
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["restored"] == 0
@@ -32,7 +32,7 @@ def test_embedded_there_is_nothing_to_compare(tmp_path: Path) -> None:
 
 @pytest.mark.redis
 def test_without_a_ledger_the_error_names_the_setting(redis_url: str, namespace: str) -> None:
-    for arguments in (("reconcile",), ("submit", "work", "[]", "--durable")):
+    for arguments in (("reconcile",), ("submit", "--force", "work", "[]", "--durable")):
         done = run(*arguments, "--url", redis_url, "--namespace", namespace)
         assert done.exit_code == 2
         assert "HOLDFAST_LEDGER" in done.stderr

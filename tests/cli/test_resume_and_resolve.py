@@ -145,9 +145,9 @@ def test_a_reserved_effect_whose_holder_is_lost_is_in_doubt(shell: Shell, cli: I
         ("jobs", "list", "--since", "9999-12-31T23:59:59-23:00"),
         ("jobs", "list", "--until", "0001-01-01T00:00:00+23:00"),
         ("verify", "--ledger", "--since", "99999999d"),
-        ("submit", "add", "[1]", "--delay", "99999999999d"),
-        ("submit", "add", "[1]", "--delay", "9999999d"),
-        ("submit", "add", "[1]", "--run-at", "9999-12-31T23:59:59-23:00"),
+        ("submit", "--force", "add", "[1]", "--delay", "99999999999d"),
+        ("submit", "--force", "add", "[1]", "--delay", "9999999d"),
+        ("submit", "--force", "add", "[1]", "--run-at", "9999-12-31T23:59:59-23:00"),
         ("effects", "create-table", "--database", "mysql://x"),
     ],
     ids=" ".join,
@@ -210,7 +210,7 @@ def test_a_durable_submission_prints_its_id_before_it_waits(
     monkeypatch.setenv("HOLDFAST_NAMESPACE", namespace)
     monkeypatch.setenv("HOLDFAST_LEDGER", f"sqlite:///{tmp_path}/ledger.db")
     monkeypatch.setenv("HOLDFAST_DURABLE_TIMEOUT_S", "0.3")
-    answer = cli.run("submit", "add", "[1]", "--durable", code=ExitCode.TIMEOUT)
+    answer = cli.run("submit", "--force", "add", "[1]", "--durable", code=ExitCode.TIMEOUT)
     accepted, refused = answer.stderr.strip().splitlines()
     job_id = accepted.removeprefix("accepted ").partition(",")[0]
     assert len(job_id) == 32

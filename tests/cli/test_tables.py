@@ -196,7 +196,7 @@ def test_watch_shows_every_state(shell: Shell, width: int) -> None:
 @pytest.mark.parametrize("width", [60, 80])
 def test_an_identifier_that_is_wider_than_the_terminal_is_not_truncated(shell: Shell, width: int) -> None:
     key = "key-" + "x" * 150
-    shell.run("submit", "add", "[1]", "--key", key, "--queue", "q" * 100)
+    shell.run("submit", "--force", "add", "[1]", "--key", key, "--queue", "q" * 100)
     lines = show(shell, width, "jobs", "list", "--queue", "q" * 100)
     assert any("q" * 100 in line for line in lines), lines
     job_id = shell.json("jobs", "list", "--queue", "q" * 100)[0]["job_id"]
@@ -205,7 +205,7 @@ def test_an_identifier_that_is_wider_than_the_terminal_is_not_truncated(shell: S
 
 def test_control_characters_are_escaped(shell: Shell) -> None:
     reason = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202edrow"
-    job_id = shell.run("submit", "add", "[1]", "--delay", "1h").stdout.strip()
+    job_id = shell.run("submit", "--force", "add", "[1]", "--delay", "1h").stdout.strip()
     shell.run("jobs", "cancel", job_id, "--reason", reason)
     for words in (("log",), ("jobs", "show", job_id), ("jobs", "list"), ("explain", job_id)):
         with terminal(shell, *words, width=120, start=forked.start) as screen:

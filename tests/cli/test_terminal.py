@@ -75,7 +75,7 @@ def terminal(
 
 
 def test_lists_and_findings_are_coloured_tables(shell: Shell) -> None:
-    job_id = shell.run("submit", "add", "[1]").stdout.strip()
+    job_id = shell.run("submit", "--force", "add", "[1]").stdout.strip()
     with terminal(shell, "jobs", "list") as screen:
         shown = screen.read_all()
     assert re.search(rf"{job_id} +add +default +queued", shown)
@@ -87,14 +87,14 @@ def test_lists_and_findings_are_coloured_tables(shell: Shell) -> None:
 
 
 def test_json_is_plain_at_a_terminal_too(shell: Shell) -> None:
-    shell.run("submit", "add", "[1]")
+    shell.run("submit", "--force", "add", "[1]")
     with terminal(shell, "queues", "list", "--json") as screen:
         assert screen.read_all().startswith("[")
     assert b"\x1b" not in screen.raw
 
 
 def test_watch_is_a_live_table_until_ctrl_c(shell: Shell) -> None:
-    shell.run("submit", "add", "[1]")
+    shell.run("submit", "--force", "add", "[1]")
     with terminal(shell, "jobs", "watch", "--interval", "0.1") as screen:
         screen.read_until("Ctrl-C to stop")
         assert re.search(r"queue +default\nqueued +1", screen.read_until("cancelled/s"))

@@ -22,9 +22,9 @@ def list_workers(shell: Shell, *words: str) -> list[dict[str, Any]]:
 def test_workers_are_listed_once_with_all_of_their_queues(shell: Shell, engine_url: str, namespace: str) -> None:
     variables = {"HOLDFAST_URL": engine_url, "HOLDFAST_NAMESPACE": namespace}
     shell = replace(shell, environment=shell.environment | variables)
-    job = shell.run("submit", "slow", '{"seconds": 600}').stdout.strip()
+    job = shell.run("submit", "--force", "slow", '{"seconds": 600}').stdout.strip()
     with shell.start("worker", "sample:app", "--name", "blue", "--no-upkeep") as started:
-        shell.run("submit", "elsewhere", "--queue", "other", "--wait", "60")
+        shell.run("submit", "--force", "elsewhere", "--queue", "other", "--wait", "60")
         shell.wait_begun(job)
         (found,) = list_workers(shell)
         process = started.process
@@ -51,7 +51,7 @@ def test_a_worker_on_a_new_store_is_listed(shell: Shell) -> None:
 
 
 def test_without_workers_a_note_is_printed(shell: Shell) -> None:
-    shell.run("submit", "add", '{"a": 1}')
+    shell.run("submit", "--force", "add", '{"a": 1}')
     done = shell.run("workers")
     assert done.stdout == ""
     assert "no worker claims jobs here" in done.stderr

@@ -44,6 +44,8 @@ class Engine:
             receipts.append(Receipt(first, first != envelope.job_id))
         return receipts
 
+    submit_each = submit
+
     async def epoch(self, queue: str) -> str:
         return "first"
 
@@ -293,7 +295,7 @@ async def test_a_durable_submission_is_in_the_ledger_when_it_returns(
         ledger = backend_of(app).ledger
         assert ledger is not None
         assert ledger.projection is not None
-        jobs = [await work.options(durable=True, idempotency_key="k").submit(number) for number in range(2)]
+        jobs = [await work.options(durable=True, idempotency_key="k").submit(1) for _ in range(2)]
         assert [job.duplicate for job in jobs] == [False, True]
         jobs += await work.options(durable=True).submit_many([(number,) for number in range(600)])
         keys = {JobKey("default", job.queue, job.id) for job in jobs}

@@ -35,14 +35,14 @@ async def test_the_same_key_returns_the_first_job(both: Holdfast) -> None:
         return number
 
     first = await work.options(idempotency_key="order-1").submit(1)
-    again = await work.options(idempotency_key="order-1").submit(2)
+    again = await work.options(idempotency_key="order-1").submit(1)
     elsewhere = await work.options(idempotency_key="order-1", tenant_id="other").submit(3)
     assert (again.id, first.duplicate, again.duplicate) == (first.id, False, True)
     assert elsewhere.id != first.id
     async with working(both):
         assert await again.result(60) == 1
         assert await elsewhere.result(60) == 3
-        assert (await work.options(idempotency_key="order-1").submit(4)).id == first.id
+        assert (await work.options(idempotency_key="order-1").submit(1)).id == first.id
 
 
 async def test_options_reach_the_job(app: Holdfast, clock: ManualClock) -> None:
@@ -157,7 +157,7 @@ async def test_jobs_can_be_submitted_by_task_name(app: Holdfast, url: str) -> No
 
     job = await app.submit_raw("work", b"[1]", idempotency_key="k")
     assert (job.queue, (await job.info()).meta.priority) == ("mail", Priority.HIGH)
-    assert (await app.submit_raw("work", b'{"number": 2}', idempotency_key="k")).duplicate
+    assert (await app.submit_raw("work", b'{"number": 1}', idempotency_key="k")).duplicate
     with pytest.raises(UnknownTask):
         await app.submit_raw("unknown", b"{}")
     with pytest.raises(InvalidPayload):
@@ -177,13 +177,13 @@ async def test_concurrent_submissions_share_calls(url: str, faults: Faults) -> N
     async with app:
         jobs = await asyncio.gather(*(work.submit(number) for number in range(1_200)))
         assert len({job.id for job in jobs}) == 1_200
-        assert faults.count("submit") == 3
+        assert faults.count("submit_each") == 3
         await work.submit(1)
-        assert faults.count("submit") == 4
-        batches = [len(args[0]) for name, args in faults.calls if name == "submit"]
+        assert faults.count("submit_each") == 4
+        batches = [len(args[0]) for name, args in faults.calls if name == "submit_each"]
         assert batches == [MAX_BATCH, MAX_BATCH, 200, 1]
         await work.submit_many((number,) for number in range(2 * MAX_BATCH + 1))
-        assert faults.count("submit") == 7
+        assert faults.count("submit") == 3
 
 
 async def test_a_queue_that_refuses_intake_does_not_affect_other_queues(url: str) -> None:

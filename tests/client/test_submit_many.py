@@ -63,14 +63,17 @@ async def test_known_keys_are_reported_in_the_order_of_the_calls(running_app: Ho
     first = await work.options(idempotency_key="b").submit(0, "first")
     keys = ["a", "b", None, "a", "c", "b"]
     jobs = await work.submit_many(
-        work.options(idempotency_key=key).bind(number, "later") for number, key in enumerate(keys)
+        work.options(idempotency_key=key, on_key_reuse="return").bind(number, "later")
+        for number, key in enumerate(keys)
     )
     assert [job.duplicate for job in jobs] == [False, True, False, True, False, True]
     assert (jobs[1].id, jobs[5].id, jobs[3].id) == (first.id, first.id, jobs[0].id)
     assert await jobs[5].result(60) == "0 first default "
     # The whole submission can be repeated.
     again = await work.submit_many(
-        work.options(idempotency_key=key).bind(number, "later") for number, key in enumerate(keys) if key
+        work.options(idempotency_key=key, on_key_reuse="return").bind(number, "later")
+        for number, key in enumerate(keys)
+        if key
     )
     assert all(job.duplicate for job in again)
 

@@ -177,7 +177,7 @@ async def test_steps_cannot_be_nested(embedded: Holdfast, outer: str, inner: str
 
     with inline(embedded):
         job = await nested.submit()
-        submitter = backend_of(embedded).inline_submitter
+        submitter = backend_of(embedded).connections.inline_submitter
         assert submitter is not None
         found = await submitter.get(job.queue, job.id)
     assert found is not None

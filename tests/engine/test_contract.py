@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.engine.redis import claims
 from holdfast.testing.contract import EngineContract, EngineHarness
+from holdfast.testing.contract.harness import LONG_WAIT_MS
 from tests.engine.harness import RedisHarness, SqliteHarness, closing
 
 
@@ -25,6 +27,10 @@ class TestRedis(EngineContract):
         params=["redis_url", "redis_62_url", "redis_60_url", "sentinel_url", "cluster_url"],
         ids=["current", "6.2", "6.0.9", "sentinel", "cluster"],
     )
-    async def harness(self, request: pytest.FixtureRequest, namespace: str) -> AsyncIterator[EngineHarness]:
+    async def harness(
+        self, request: pytest.FixtureRequest, namespace: str, monkeypatch: pytest.MonkeyPatch
+    ) -> AsyncIterator[EngineHarness]:
+        # A worker that was not woken must not pass because its wait ended.
+        monkeypatch.setattr(claims, "_MAX_BLOCK_MS", LONG_WAIT_MS)
         async with closing(RedisHarness(request.getfixturevalue(request.param), namespace)) as harness:
             yield harness

@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast import Context, Fatal, Holdfast, Retry
@@ -87,3 +88,18 @@ def take_step(ctx: Context) -> int:
 @app.task(process=True)
 async def drop_approval(ctx: Context) -> None:
     list[object]().append(ctx.approval("ship it?"))
+
+
+@app.task(process=True)
+def wrong_result() -> int:
+    return "no"  # type: ignore[return-value]
+
+
+@dataclass
+class Spot:
+    x: int
+
+
+@app.task(process=True)
+async def place(x: int) -> Spot:
+    return {"x": x}  # type: ignore[return-value]

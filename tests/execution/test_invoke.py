@@ -190,6 +190,7 @@ async def _is_in_state(job: Any, state: State) -> bool:
 
 async def test_an_invalid_payload_is_dead_lettered_at_once(app: Holdfast) -> None:
     called: list[int] = []
+    app.configure(unknown_task_grace_s=0)
 
     @app.task(on_exhausted="suspend")
     async def strict(number: int) -> None:
@@ -224,9 +225,9 @@ async def test_a_result_that_cannot_be_encoded_is_fatal(url: str) -> None:
         return asyncio.sleep(0)
 
     async with app, working(app):
-        assert await wait_outcome(app, await no_json.submit()) == (State.FAILED, "INVALID_PAYLOAD")
+        assert await wait_outcome(app, await no_json.submit()) == (State.FAILED, "INVALID_RESULT")
         assert await wait_outcome(app, await too_long.submit()) == (State.FAILED, "PAYLOAD_TOO_LARGE")
-        assert await wait_outcome(app, await skipped_await.submit()) == (State.FAILED, "INVALID_PAYLOAD")
+        assert await wait_outcome(app, await skipped_await.submit()) == (State.FAILED, "INVALID_RESULT")
 
 
 async def test_a_task_that_exceeds_its_timeout_is_stopped(app: Holdfast) -> None:

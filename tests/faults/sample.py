@@ -7,12 +7,16 @@ independently of the engine. Runs that must last until the test ends them wait f
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+from uuid import uuid4
 
 from holdfast import Context, Holdfast, Retry, Task
 
@@ -38,6 +42,7 @@ class Tasks:
     fail: Task[[], None]
     big: Task[[int], str]
     unwritable: Task[[], Any]
+    overlap: Task[[str, str, float], int]
 
 
 def register(app: Holdfast) -> Tasks:
@@ -99,11 +104,46 @@ def register(app: Holdfast) -> Tasks:
         return "x" * size
 
     @app.task(retry=QUICK)
-    async def unwritable(ctx: Context) -> Any:
+    async def unwritable(ctx: Context) -> object:
         record_run(ctx)
         return object()
 
-    return Tasks(work, nap, hold, hold_in_thread, block, die, flaky, fail, big, unwritable)
+    @app.task(retry=QUICK)
+    async def overlap(ctx: Context, folder: str, gate: str, seconds: float) -> int:
+        """Return how many runs of this task there were at its start, this one included."""
+        record_run(ctx)
+        with counted_run(Path(folder)) as running:
+            while not Path(gate).exists():  # noqa: ASYNC110, ASYNC240 - the gate is opened by another process
+                await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(seconds)
+        return running
+
+    return Tasks(work, nap, hold, hold_in_thread, block, die, flaky, fail, big, unwritable, overlap)
+
+
+@contextmanager
+def counted_run(folder: Path) -> Iterator[int]:
+    """Count the runs between start and end, in all processes, and append the count to `counts` in the folder.
+
+    Each run has a locked file. The kernel releases the locks of a process that is killed.
+    """
+    with (folder / "gate").open("w") as gate, (folder / f"run-{uuid4().hex}").open("w") as own:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        fcntl.flock(own, fcntl.LOCK_EX)
+        running = sum(_is_locked(path) for path in folder.glob("run-*"))
+        with (folder / "counts").open("a") as counts:
+            counts.write(f"{running}\n")
+        fcntl.flock(gate, fcntl.LOCK_UN)
+        yield running
+
+
+def _is_locked(path: Path) -> bool:
+    with path.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def record_run(ctx: Context) -> None:

@@ -126,14 +126,17 @@ FAILS_AT_RUN: dict[str, tuple[str, str, bytes]] = {
     "arguments that do not fit": ("INVALID_PAYLOAD", "work", b'{"number": "seven"}'),
     "too few arguments": ("INVALID_PAYLOAD", "work", b"[]"),
     "a scalar": ("INVALID_PAYLOAD", "work", b"17"),
-    "a result that is not JSON": ("INVALID_PAYLOAD", "unwritable", b"{}"),
+    "a result that is not JSON": ("INVALID_RESULT", "unwritable", b"{}"),
     "a result that is too long": ("PAYLOAD_TOO_LARGE", "big", b'{"size": 1048576}'),
 }
 
 
 @pytest.mark.parametrize("case", FAILS_AT_RUN.values(), ids=FAILS_AT_RUN.keys())
-async def test_a_job_that_cannot_run_is_a_dead_letter_at_once(site: Site, case: tuple[str, str, bytes]) -> None:
+async def test_a_job_that_cannot_run_is_a_dead_letter_at_once(
+    engine_url: str, make_site: MakeSite, case: tuple[str, str, bytes]
+) -> None:
     code, task, payload = case
+    site = make_site(engine_url, unknown_task_grace_s=0)
     # An app without tasks does not validate arguments, like a remote producer.
     async with Holdfast(site.url, **site.settings) as producer, working(site.app):
         bad = await producer.submit_raw(task, payload)

@@ -200,10 +200,10 @@ async def test_a_fault_during_reclaim(redis_url: str, link: Link, verb: str, fau
 async def test_a_verdict_after_the_lease_is_refused(link: Link, successor_state: str) -> None:
     """The worker is disconnected before it settles, and reconnects after another worker has reclaimed the job."""
     short: dict[str, Any] = {"visibility_timeout_s": 1.0, "heartbeat_interval_s": 0.2}
-    late, _ = link.site.make_app(link.proxy.url, **short)
+    # The late worker does not reclaim the lease of the successor, which is not renewed.
+    late, _ = link.site.make_app(link.proxy.url, reclaim=False, **short)
     successor, _ = link.site.make_app(**short)
     gate = link.site.gate()
-    # Without upkeep the late worker does not reclaim the lease of the successor, which is not renewed.
     async with successor, working(late, upkeep=False) as worker:
         job = await link.site.tasks.hold.submit(str(gate))
         await link.site.wait_running(job.id)

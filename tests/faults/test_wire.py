@@ -17,6 +17,7 @@ from holdfast.core.states import FINAL
 from holdfast.core.verdict import MESSAGE_MALFORMED
 from holdfast.engine.redis.keys import KeyNames, QueueKeys
 from holdfast.errors import EngineUnavailable
+from tests.faults.conftest import MakeSite
 from tests.faults.support import Site, eventually
 from tests.worker.support import working
 
@@ -124,9 +125,10 @@ class Wire:
 
 
 @pytest.fixture
-async def wire(redis_site: Site) -> AsyncIterator[Wire]:
-    redis = Redis.from_url(redis_site.url)
-    yield Wire(redis_site, redis)
+async def wire(redis_url: str, make_site: MakeSite) -> AsyncIterator[Wire]:
+    redis = Redis.from_url(redis_url)
+    # Garbage in `type` is an unknown task: a dead letter at once, instead of after ten minutes.
+    yield Wire(make_site(redis_url, unknown_task_grace_s=0), redis)
     await redis.aclose()
 
 

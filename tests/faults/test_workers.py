@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from holdfast import Job, State
 from holdfast.core.verdict import POISON_PILL
+from holdfast.engine.port.operators import QueueControl
 from tests.faults.conftest import MakeSite
 from tests.faults.support import Site, WorkerProcess, eventually, pause_outside_commit
 from tests.worker.support import working
@@ -44,6 +46,51 @@ async def test_jobs_of_a_killed_worker_are_reclaimed_within_the_lease_and_two_se
         assert history.histories[job.id].moves.count("task.reclaimed") == attempts - 1
         # A lost lease does not use up a retry.
         assert (await job.info()).meta.retry_count == 0
+
+
+async def test_the_limit_of_a_queue_holds_while_workers_are_killed(site: Site) -> None:
+    """Three workers with room for ten jobs each. The runs count themselves, independently of the engine."""
+    limit, gate, folder = 3, site.gate(), site.folder / "overlap"
+    folder.mkdir()
+    await site.app.open()
+    await site.app.engine.set_control("default", QueueControl(concurrency=limit))
+    workers = await site.start_workers(3, "--concurrency", "10")
+    jobs = [job.id for job in await site.tasks.overlap.submit_many((str(folder), str(gate), 0.01) for _ in range(60))]
+    started = limit
+    for _ in range(2):
+        await _wait_overlaps(folder, started)
+        # Nothing ends before the gate is opened: every run of this worker is lost.
+        victim, lost = await _find_last_worker(site, workers)
+        victim.kill()
+        started += len(lost)
+        workers.append(await site.start_worker("--concurrency", "10"))
+    await _wait_overlaps(folder, started)
+    gate.touch()
+    history = await site.assert_all_ended(jobs)
+    overlaps = _overlaps(folder)
+    assert len(overlaps) == len(jobs) + started - limit
+    # Never exceeded, and used in full.
+    assert max(overlaps) == limit
+    reclaimed = [past.moves.count("task.reclaimed") for past in history.histories.values()]
+    assert sum(reclaimed) == started - limit
+
+
+def _overlaps(folder: Path) -> list[int]:
+    """For each run that has started, how many there were."""
+    counts = folder / "counts"
+    return [int(line) for line in counts.read_text().splitlines()] if counts.exists() else []
+
+
+async def _wait_overlaps(folder: Path, count: int) -> None:
+    """Wait until this many runs have started."""
+    await eventually(lambda: len(_overlaps(folder)) == count, f"{count} runs")
+
+
+async def _find_last_worker(site: Site, workers: list[WorkerProcess]) -> tuple[WorkerProcess, list[str]]:
+    """Return the worker that started the last run, and its jobs."""
+    pid = site.runs()[-1].pid
+    (worker,) = (worker for worker in workers if worker.pid == pid)
+    return worker, [run.job_id for run in site.runs() if run.pid == pid]
 
 
 async def _find_busy_worker(

@@ -51,8 +51,10 @@ async def event_types(app: Holdfast, job: Job[Any], tenant_id: str = "default") 
 
 
 async def change_in_store(app: Holdfast, job: Job[Any], before: str, after: str) -> None:
-    """Change the payload of a waiting job directly in the store; both texts have the same length."""
+    """Change the amount of a waiting job directly in the store; both texts have the same length."""
     assert len(before) == len(after)
+    # With its name: an id may contain the same digits.
+    before, after = f'"amount":{before}', f'"amount":{after}'
     if app.settings.url.startswith("sqlite"):
         with closing(sqlite3.connect(app.settings.url.removeprefix("sqlite:///"), timeout=20)) as connection:
             changed = connection.execute(

@@ -158,7 +158,7 @@ def test_invalid_rules_are_refused(guards: GuardRegistry) -> None:
         guards.rule("rule", when=later, then=Deny("no"))
     with pytest.raises(InvalidOption, match="then"):
         guards.rule("rule", then="no")  # type: ignore[arg-type]
-    assert not guards
+    assert not guards.registered
 
 
 # A failing guard allows nothing ----------------------------------------------------------------------

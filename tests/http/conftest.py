@@ -27,6 +27,24 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
         yield deployment
 
 
+@pytest.fixture(
+    params=[
+        "embedded",
+        pytest.param("redis+postgres", marks=[pytest.mark.redis, pytest.mark.postgres]),
+        pytest.param("redis+sqlite", marks=pytest.mark.redis),
+    ]
+)
+def on_all_stores(request: pytest.FixtureRequest, tmp_path: Path, namespace: str) -> Iterator[Deployment]:
+    """On every pair of stores, with a worker in the same process."""
+    settings = {"url": f"sqlite:///{tmp_path / 'jobs.db'}"}
+    if request.param != "embedded":
+        postgres = request.param == "redis+postgres"
+        ledger = request.getfixturevalue("postgres_url") if postgres else f"sqlite:///{tmp_path / 'ledger.db'}"
+        settings = {"url": request.getfixturevalue("redis_url"), "ledger": ledger, "namespace": namespace}
+    with serving(sample(**settings), worker=True, upkeep=True, run_endpoint=True) as deployment:
+        yield deployment
+
+
 @pytest.fixture
 def working(tmp_path: Path) -> Iterator[Deployment]:
     """Embedded, with a worker in the same process."""

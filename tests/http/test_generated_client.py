@@ -74,7 +74,7 @@ def test_a_generated_client_submits_waits_lists_and_cancels(
     with package.client.AuthenticatedClient(base_url=working.base, token=working.token()) as client:
         request = models.SubmitAddRequest(task="add", payload=models.AddArguments(a=1, b=2))
         job = package.submit_job.sync(client=client, body=request, wait=30)
-        assert isinstance(job, models.JobDetailResponse)
+        assert isinstance(job, models.SubmittedJobResponse)
         assert (job.state, job.result) == (models.State.SUCCEEDED, 3)
 
         request = models.SubmitAddRequest(task="add", payload=models.AddArguments(a=1), delay_s=3600)

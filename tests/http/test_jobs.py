@@ -9,6 +9,9 @@ import httpx
 import pytest
 
 from holdfast.core.principal import Role
+from holdfast.core.verdict import Settlement, Succeed
+from holdfast.engine.port.operators import QueueControl, TenantControl
+from tests.cli.harness import eventually
 from tests.http.deployment import Deployment, sample, serving
 
 
@@ -48,6 +51,23 @@ def test_waiting_for_a_job_that_fails_returns_its_error(working: Deployment) -> 
     reply = working.client().post("/api/v1/jobs?wait=20", json={"task": "refuse", "payload": {"reason": "never"}})
     assert (reply.status_code, reply.json()["state"]) == (200, "failed")
     assert (reply.json()["error"]["code"], reply.json()["error"]["message"]) == ("TASK_FATAL", "never")
+
+
+def test_a_finished_job_has_its_arguments(on_all_stores: Deployment) -> None:
+    client, payload = on_all_stores.client(), {"a": 1, "b": 2}
+    body = {"task": "add", "payload": payload}
+    headers = {"Idempotency-Key": "sum"}
+    ended = client.post("/api/v1/jobs?wait=20", json=body, headers=headers).json()
+    assert (ended["state"], ended["payload"]) == ("succeeded", payload)
+
+    def read() -> Any:
+        """The ledger may be behind for a moment."""
+        return client.get(f"/api/v1/jobs/{ended['job_id']}").json()["payload"]
+
+    eventually(read, what="the arguments")
+    assert read() == payload
+    again = client.post("/api/v1/jobs?wait=20", json=body, headers=headers).json()
+    assert (again["job_id"], again["payload"]) == (ended["job_id"], payload)
 
 
 def test_a_wait_that_times_out_is_a_202_with_the_location(deployment: Deployment) -> None:
@@ -136,6 +156,19 @@ def _run(client: httpx.Client, job_id: str, query: str = "") -> httpx.Response:
     return client.post(f"/api/v1/internal/jobs/{job_id}/run{query}")
 
 
+def test_run_does_not_exceed_the_concurrency_of_the_queue(deployment: Deployment) -> None:
+    client = deployment.client()
+    running, waiting = _submit(client), _submit(client)
+    client.post("/api/v1/queues/default/concurrency", json={"value": 1, "reason": "busy"}).raise_for_status()
+    engine = deployment.service.operations.engine
+    claim = deployment.call(lambda: engine.claim_job("w1", "default", running))
+    reply = _run(client, waiting)
+    assert (reply.status_code, reply.json()["code"]) == (409, "CONCURRENCY_LIMITED")
+    assert client.get(f"/api/v1/jobs/{waiting}").json()["state"] == "queued"
+    deployment.call(lambda: engine.settle([Settlement(claim, Succeed(b"1"), claim.claimed_at_ms)]))
+    assert _run(client, waiting).json()["state"] == "succeeded"
+
+
 def test_run_succeeds_and_a_second_run_is_an_illegal_move(deployment: Deployment) -> None:
     client = deployment.client()
     job_id = _submit(client, payload={"a": 2, "b": 3}, delay_s=600)
@@ -197,8 +230,11 @@ def test_controls_and_stats(deployment: Deployment) -> None:
     client = deployment.client()
     _submit(client)
     assert client.post("/api/v1/queues/default/concurrency", json={"reason": "slow", "value": 3}).status_code == 200
+    path, request = "/api/v1/queues/default/worker-concurrency", {"reason": "fast", "value": 9}
+    assert client.post(path, json=request).json()["worker_concurrency"] == 9
     (queue,) = client.get("/api/v1/queues").json()["queues"]
-    assert (queue["states"]["queued"], queue["control"]["concurrency"]) == (1, 3)
+    assert (queue["states"]["queued"], queue["states"]["running"]) == (1, 0)
+    assert (queue["control"]["concurrency"], queue["control"]["worker_concurrency"]) == (3, 9)
     stats = client.get("/internal/tasks/stats").json()
     assert (stats["states"]["queued"], len(stats["latest"])) == (1, 1)
 
@@ -249,3 +285,91 @@ def test_an_unknown_queue_is_a_404(deployment: Deployment, path: str) -> None:
     assert "did you mean 'mail'?" in refused.json()["detail"]
     assert '"new": true' in refused.json()["detail"]
     assert client.post(f"/api/v1/queues/mial/{path}", json=body | {"new": True}).status_code == 200
+
+
+# Reuse of a key ----------------------------------------------------------------------------------------
+
+
+def test_a_key_with_other_arguments_is_a_422(deployment: Deployment) -> None:
+    client, headers = deployment.client(), {"Idempotency-Key": "k"}
+    first = client.post("/api/v1/jobs", json={"task": "add", "payload": {"a": 1}}, headers=headers).json()["job_id"]
+    for body in ({"task": "add", "payload": {"a": 2}}, {"task": "refuse"}):
+        reply = client.post("/api/v1/jobs", json=body, headers=headers)
+        assert (reply.status_code, reply.json()["code"]) == (422, "IDEMPOTENCY_KEY_REUSED"), reply.text
+        assert (reply.headers["content-type"], reply.json()["job_id"]) == ("application/problem+json", first)
+    # The same call in another form: a default written out, another order, another number format.
+    reply = client.post("/api/v1/jobs", json={"task": "add", "payload": {"b": 1.0, "a": 1}}, headers=headers)
+    assert (reply.status_code, reply.json()["job_id"], reply.json()["duplicate"]) == (202, first, True)
+    reply = client.post(
+        "/api/v1/jobs", json={"task": "add", "payload": {"a": 2}, "on_key_reuse": "return"}, headers=headers
+    )
+    assert (reply.status_code, reply.json()["job_id"], reply.json()["duplicate"]) == (202, first, True)
+
+
+def test_a_bulk_request_answers_a_reused_key_per_item(deployment: Deployment) -> None:
+    client = deployment.client()
+    jobs = [{"task": "add", "payload": {"a": number}, "idempotency_key": "k"} for number in (1, 2, 1)]
+    reply = client.post("/api/v1/jobs/bulk", json={"jobs": jobs}).json()
+    assert (reply["accepted"], reply["refused"]) == (2, 1)
+    assert (reply["results"][1]["error"]["status"], reply["results"][1]["error"]["code"]) == (
+        422,
+        "IDEMPOTENCY_KEY_REUSED",
+    )
+    assert [reply["results"][number]["duplicate"] for number in (0, 2)] == [False, True]
+
+
+def test_a_wait_says_that_it_is_a_duplicate(working: Deployment) -> None:
+    client, body = working.client(), {"task": "add", "payload": {"a": 1, "b": 2}}
+    answers = [
+        client.post("/api/v1/jobs?wait=20", json=body, headers={"Idempotency-Key": "k"}).json() for _ in range(2)
+    ]
+    assert [(answer["state"], answer["duplicate"]) for answer in answers] == [("succeeded", False), ("succeeded", True)]
+    assert answers[0]["job_id"] == answers[1]["job_id"]
+
+
+# Intake limits -----------------------------------------------------------------------------------------
+
+
+def _set_limits(deployment: Deployment, **limits: Any) -> None:
+    engine = deployment.service.app.engine
+    deployment.call(lambda: engine.set_control("default", QueueControl(**limits)))
+
+
+def test_a_bulk_request_is_limited_per_item(deployment: Deployment) -> None:
+    _set_limits(deployment, intake_limit=3)
+    jobs = [{"task": "add", "payload": {"a": number}} for number in range(8)]
+    reply = deployment.client().post("/api/v1/jobs/bulk", json={"jobs": jobs}).json()
+    assert (reply["accepted"], reply["refused"]) == (3, 5)
+    assert [result.get("error") is None for result in reply["results"]] == [True] * 3 + [False] * 5
+    assert {result["error"]["code"] for result in reply["results"][3:]} == {"INTAKE_LIMITED"}
+
+
+def test_a_refusal_names_only_the_callers_tenant(deployment: Deployment) -> None:
+    _set_limits(deployment, tenants={"acme": TenantControl(intake_limit=1)})
+    acme = deployment.client("ann", Role.OPERATOR, ("acme",))
+    zeta = deployment.client("zoe", Role.OPERATOR, ("zeta",))
+    body = {"task": "add", "payload": {"a": 1}}
+    with ThreadPoolExecutor(12) as pool:
+        clients = [acme, zeta] * 6
+        replies = list(pool.map(lambda client: client.post("/api/v1/jobs", json=body), clients))
+    assert [reply.status_code for reply in replies[1::2]] == [202] * 6
+    assert sorted(reply.status_code for reply in replies[::2]) == [202] + [429] * 5
+    assert all("acme" in reply.json()["detail"] for reply in replies[::2] if reply.status_code == 429)
+
+
+def test_only_tokens_of_all_tenants_read_the_backlog_of_the_queue(deployment: Deployment) -> None:
+    acme = deployment.client("ann", Role.OPERATOR, ("acme",))
+    body = {"task": "add", "payload": {"a": 1}}
+    for _ in range(37):
+        assert acme.post("/api/v1/jobs", json=body).status_code == 202
+    _set_limits(deployment, intake_limit=37)
+    refused = acme.post("/api/v1/jobs", json=body)
+    assert (refused.status_code, refused.json()["code"]) == (429, "INTAKE_LIMITED")
+    assert "37" not in refused.text
+    bulk = acme.post("/api/v1/jobs/bulk", json={"jobs": [body]})
+    assert "INTAKE_LIMITED" in bulk.text
+    assert "37" not in bulk.text
+    full = deployment.client().post("/api/v1/jobs", json=body)
+    assert "37" in full.json()["detail"]
+    bulk = deployment.client().post("/api/v1/jobs/bulk", json={"jobs": [body]})
+    assert "37" in bulk.json()["results"][0]["error"]["detail"]

@@ -24,7 +24,14 @@ from tests.http.deployment import TIMEOUT_S, Deployment, record_trigger, sample,
 
 _PROGRAM: Final = Path(sys.executable).parent / "st"
 #: Every stream starts with a ready event; the client disconnects then. Waits are bounded by the service's setting.
-_CONFIGURATION: Final = "max-stream-events = 1\n"
+#: A valid submission whose idempotency key belongs to an earlier random one is a 422.
+_CONFIGURATION: Final = """
+max-stream-events = 1
+
+[[operations]]
+include-name = "POST /api/v1/jobs"
+checks.positive_data_acceptance.expected-statuses = ["2xx", "3xx", "401", "403", "404", "409", "422", "429", "5xx"]
+"""
 _TIMEOUT_S: Final = 1_800
 _SEED: Final = 20261115
 #: Random cases of each operation, besides hundreds that are the same for all principals. Other roles get the same

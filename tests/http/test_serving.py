@@ -124,8 +124,9 @@ def test_a_token_of_the_command_line_is_accepted(shell: Shell) -> None:
         assert client.get("/api/v1/jobs").status_code == 401
         client.headers["authorization"] = f"Bearer {made['token']}"
         assert client.get("/api/v1/jobs").status_code == 200
-        # Without an app jobs are not checked; the worker does that.
-        assert client.post("/api/v1/jobs", json={"task": "whatever"}).status_code == 202
+        # Without an app, and without a worker that has announced the task.
+        assert client.post("/api/v1/jobs", json={"task": "whatever"}).status_code == 404
+        assert client.post("/api/v1/jobs", json={"task": "whatever", "force": True}).status_code == 202
         assert client.get("/readyz").json()["worker"] == "none"
         assert process.end() == 0
 

@@ -13,8 +13,10 @@ import pytest
 import redis.asyncio
 
 from holdfast import Holdfast
+from holdfast.client.submitter import BatchingSubmitter
 from holdfast.core.states import State
 from holdfast.errors import InvalidOption, LedgerUnavailable, NotDurableYet, SchemaMismatch
+from holdfast.execution.backend import backend_of
 from holdfast.ledger.queries.job_list import JobFilter
 from holdfast.verification.chaos.servers import free_port
 from holdfast.worker.worker import Worker
@@ -203,8 +205,11 @@ async def test_a_ledger_that_turns_out_unusable_is_logged(
 
 async def test_closing_during_a_durable_wait_leaves_no_task(redis_url: str, ledger_url: str, namespace: str) -> None:
     app = make_app(redis_url, ledger_url, namespace)
+    submitter, accepted = await backend_of(app).connections.submitter(), asyncio.Event()
+    assert isinstance(submitter, BatchingSubmitter)
+    submitter.on_accepted = lambda _: accepted.set()
     waiting = asyncio.create_task(app.tasks["add"].options(durable=True).submit(1, 2))
-    await asyncio.sleep(0.5)
+    await asyncio.wait_for(accepted.wait(), 60)
     await app.close()
     with pytest.raises(NotDurableYet):
         await waiting

@@ -12,9 +12,9 @@ import pytest
 from holdfast import schema
 from holdfast.core.job import Meta, ReplayOrigin
 from holdfast.core.principal import AuditEntry, Role
-from holdfast.errors import Conflict, Forbidden, HoldfastError, NotFound
+from holdfast.errors import AlreadyReplayed, Conflict, Forbidden, HoldfastError, NotFound, ReplayKeyReused
 from holdfast.ledger.port.effects import EffectOutcome, EffectState, Reservation
-from holdfast.ledger.port.operators import ApprovalStatus, TokenRow
+from holdfast.ledger.port.operators import ApprovalStatus, ReplayKey, TokenRow
 from tests.ledger.conftest import AnyLedger
 from tests.ledger.operator_rows import NOW, add_approval, add_dead_letter, list_audit_log, minutes, rows
 
@@ -330,27 +330,56 @@ async def test_a_replay_of_a_replay_keeps_the_first_key(any_ledger: AnyLedger) -
     assert replay.idempotency_key == "order-7"
 
 
-async def test_concurrent_replays_get_the_same_job(any_ledger: AnyLedger) -> None:
+async def test_one_of_concurrent_replays_wins(any_ledger: AnyLedger) -> None:
     operators = any_ledger.operators
     await add_dead_letter(any_ledger)
     won, lost = await race(
-        *(
-            operators.reserve_replay(None, "d", actor=f"p{number}", reason="", payload=None, expected=0)
-            for number in range(6)
-        )
+        *(operators.reserve_replay(None, "d", actor=f"p{number}", reason="", payload=None) for number in range(6))
     )
-    assert not lost
-    assert len({(replay.new_job_id, replay.number, replay.actor) for replay in won}) == 1
+    assert (len(won), [type(error) for error in lost]) == (1, [AlreadyReplayed] * 5)
+    assert {error.job_id for error in lost if isinstance(error, AlreadyReplayed)} == {won[0].new_job_id}
     assert len(await list_audit_log(any_ledger)) == 1
     await operators.mark_submitted([won[0]])
-    with pytest.raises(Conflict, match="meanwhile"):
-        await operators.reserve_replay(None, "d", actor="late", reason="", payload=None, expected=0)
-    second = await operators.reserve_replay(None, "d", actor="ann", reason="", payload=None, expected=1)
-    assert second.number == 2
+    with pytest.raises(AlreadyReplayed):
+        await operators.reserve_replay(None, "d", actor="late", reason="", payload=None)
+    second = await operators.reserve_replay(None, "d", actor="ann", reason="", payload=None, again=True)
+    assert (second.number, second.previous) == (2, won[0].new_job_id)
     assert second.new_job_id != won[0].new_job_id
     # Marking the first replay again does not mark the second.
     await operators.mark_submitted([won[0]])
-    assert await operators.unsubmitted_replays(10) == [second]
+    (unsubmitted,) = await operators.unsubmitted_replays(10)
+    assert msgspec.structs.replace(unsubmitted, previous=second.previous) == second
+
+
+async def test_concurrent_replays_with_one_key_are_one_replay(any_ledger: AnyLedger) -> None:
+    operators, key = any_ledger.operators, ReplayKey("k", "ab", 60_000)
+    for dlq_id in ("d", "e"):
+        await add_dead_letter(any_ledger, dlq_id)
+    won, lost = await race(
+        *(operators.reserve_replay(None, "d", actor="ann", reason="", payload=None, key=key) for _ in range(6))
+    )
+    assert not lost
+    assert len({(replay.new_job_id, replay.number, replay.pending) for replay in won}) == 1
+    assert [replay.duplicate for replay in won].count(False) == 1
+    await operators.mark_submitted([won[0]])
+    known = await operators.reserve_replay(None, "d", actor="bob", reason="", payload=None, key=key)
+    assert (known.new_job_id, known.pending, known.duplicate) == (won[0].new_job_id, False, True)
+    other = msgspec.structs.replace(key, fingerprint="cd")
+    with pytest.raises(ReplayKeyReused):
+        await operators.reserve_replay(None, "e", actor="ann", reason="", payload=None, key=other)
+    assert len(await list_audit_log(any_ledger)) == 1
+
+
+async def test_an_expired_key_is_free(any_ledger: AnyLedger) -> None:
+    operators, expired = any_ledger.operators, ReplayKey("k", "ab", 0)
+    for dlq_id in ("d", "e"):
+        await add_dead_letter(any_ledger, dlq_id)
+    await operators.reserve_replay(None, "d", actor="ann", reason="", payload=None, key=expired)
+    other = ReplayKey("k", "cd", 60_000)
+    replay = await operators.reserve_replay(None, "e", actor="ann", reason="", payload=None, key=other)
+    assert (replay.dlq_id, replay.duplicate) == ("e", False)
+    known = await operators.reserve_replay(None, "e", actor="ann", reason="", payload=None, key=other)
+    assert known.duplicate
 
 
 async def test_a_cancelled_replay_leaves_the_dead_letter_open(any_ledger: AnyLedger) -> None:
@@ -359,9 +388,6 @@ async def test_a_cancelled_replay_leaves_the_dead_letter_open(any_ledger: AnyLed
     first = await operators.reserve_replay(None, "d", actor="ann", reason="", payload=b"{}")
     await operators.cancel_replay(first, actor="ann", reason="intake is paused")
     assert await status(any_ledger) == "open"
-    # A caller with the version before the cancelled replay gets a conflict that says so.
-    with pytest.raises(Conflict, match="meanwhile, and that was refused"):
-        await operators.reserve_replay(None, "d", actor="bob", reason="", payload=None, expected=0)
     second = await operators.reserve_replay(None, "d", actor="ann", reason="", payload=None)
     assert (second.number, second.payload) == (2, b'{"amount": 1}')
     await operators.mark_submitted([second])

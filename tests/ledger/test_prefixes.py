@@ -43,7 +43,7 @@ async def test_only_ids_with_the_prefix_match(ledger: AsyncEngine) -> None:
     queries = Queries(ledger)
 
     async def ids(prefix: str, tenants: list[str] | None = None, queue: str | None = None, limit: int = 9) -> list[str]:
-        return [match.id for match in await queries.by_prefix("job", prefix, tenants, queue, limit)]
+        return [match.id for match in await queries.find_by_prefix("job", prefix, tenants, queue, limit)]
 
     assert await ids(ID) == [ID, ID + "0", ID + "1", ID + "\U0001f600"]
     assert await ids(ID, limit=2) == [ID, ID + "0"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any, Final
 
 import asyncpg
@@ -17,7 +18,7 @@ from holdfast.engine.port.feed import FeedEntry
 from holdfast.ledger.port.effects import EffectOutcome, EffectState, Reservation, Step
 from holdfast.ledger.port.ledger import RecordedDeadLetter
 from holdfast.ledger.port.messages import OutboxStatus, PublishResult
-from holdfast.ledger.port.operators import ApprovalStatus
+from holdfast.ledger.port.operators import ApprovalStatus, ReplayKey
 from holdfast.ledger.postgres.ledger import PostgresLedger
 from holdfast.ledger.postgres.retention import PRUNE_JOBS
 from holdfast.ledger.postgres.store import Connection, PostgresStore
@@ -178,9 +179,9 @@ READS: Final[dict[str, Callable[[PostgresLedger], Awaitable[Any]]]] = {
     ),
     "by error": lambda ledger: ledger.queries.jobs(JobFilter(tenant_id="default", error="broken"), 50),
     "one job": lambda ledger: ledger.queries.job("job-777"),
-    "jobs by id prefix": lambda ledger: ledger.queries.by_prefix("job", "job-777", None, None, 11),
-    "approvals by id prefix": lambda ledger: ledger.queries.by_prefix("approval", "a-job-12", ["acme"], None, 11),
-    "dead letters by id prefix": lambda ledger: ledger.queries.by_prefix("dead letter", "d-job-1", None, "q", 11),
+    "jobs by id prefix": lambda ledger: ledger.queries.find_by_prefix("job", "job-777", None, None, 11),
+    "approvals by id prefix": lambda ledger: ledger.queries.find_by_prefix("approval", "a-job-12", ["acme"], None, 11),
+    "dead letters by id prefix": lambda ledger: ledger.queries.find_by_prefix("dead letter", "d-job-1", None, "q", 11),
     "one job's events": lambda ledger: ledger.queries.events(KEY),
     "one job's dead letter": lambda ledger: ledger.queries.dead_letter_of(KEY),
     "one job's steps": lambda ledger: ledger.queries.steps(KEY),
@@ -250,8 +251,13 @@ async def test_operator_writes_scan_no_table(ledger: PostgresLedger) -> None:
     row = await operators.vote(None, "a-job-102", actor="bob", approve=True, reason="")
     await operators.mark_delivered([row])
     await operators.withdraw_approval("default", "a-job-202", "void")
-    replay = await operators.reserve_replay(None, "d-job-1000", actor="ann", reason="", payload=None)
+    key = ReplayKey("k", "ab", 60_000)
+    reserve = partial(operators.reserve_replay, None, "d-job-60", actor="ann", reason="", payload=None, again=True)
+    replay = await reserve(key=key)
+    assert (await reserve(key=key)).duplicate
     await operators.mark_submitted([replay])
+    refused = await reserve()
+    await operators.cancel_replay(refused, actor="ann", reason="refused")
     await operators.request_discard(None, "d-job-30", actor="ann", reason="")
     await operators.confirm_discard(None, "d-job-30", actor="bob")
     feed, writer = Feed("a"), FeedWriter(ledger, "approvals")
@@ -334,7 +340,7 @@ async def test_a_prune_batch_reads_a_bounded_number_of_jobs(ledger: PostgresLedg
 
 @pytest.mark.parametrize(("noun", "index"), PRIMARY_KEYS.items())
 async def test_a_prefix_search_reads_a_range_of_the_primary_key(ledger: PostgresLedger, noun: str, index: str) -> None:
-    await ledger.queries.by_prefix(noun, f"{noun[0]}-job-7", ["default"], None, 11)
+    await ledger.queries.find_by_prefix(noun, f"{noun[0]}-job-7", ["default"], None, 11)
     plans = ledger.store
     assert isinstance(plans, Plans)
     (plan,) = [plan for plan in plans.collected if "DISTINCT" in plan]

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import invariant, run_state_machine_as_test
 
-from holdfast.core.job import Approval, ApprovalRequest, Envelope, Event, JobInfo, Meta, Priority
+from holdfast.core.job import Approval, ApprovalRequest, Envelope, Event, JobInfo, Meta
 from holdfast.core.rebuild import IncompleteHistory, rebuild_job
 from holdfast.core.retry import Retry
 from holdfast.core.states import EXPEDITED_EVENT, FINAL, FORKED_EVENT, RESTORED_EVENT, State
@@ -32,8 +32,8 @@ class RebuildMachine(EngineMachine):
 
     aged = False
 
-    def _envelope(self, number: int, priority: Priority, request: ApprovalRequest | None, **fields: Any) -> Envelope:
-        envelope = super()._envelope(number, priority, request, **fields)
+    def _envelope(self, number: int, *arguments: Any, **fields: Any) -> Envelope:
+        envelope = super()._envelope(number, *arguments, **fields)
         policy = msgspec.structs.replace(envelope.meta, retry=Retry(max_retries=number), context={"n": number})
         return msgspec.structs.replace(envelope, meta=policy, trace_id=f"trace-{number}")
 
@@ -45,6 +45,8 @@ class RebuildMachine(EngineMachine):
         infos = self._run(self.engine.get(self.queue, list(self.model.jobs)))
         now_ms = self._run(self.engine.now_ms())
         for info in infos:
+            if info is not None and info.state is State.CANCELLED:
+                assert rebuild_job(self.queue, histories[info.job_id]).failure == info.failure
             if info is not None and info.state not in FINAL:
                 rebuilt = rebuild_job(self.queue, histories[info.job_id])
                 expected, actual = comparable(info, now_ms), comparable(rebuilt, now_ms)

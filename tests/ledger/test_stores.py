@@ -292,7 +292,7 @@ async def test_closing_does_not_wait_for_a_paused_server(
 
 async def test_waiters_are_notified_of_a_commit_on_postgres(postgres_url: str) -> None:
     store, other = PostgresStore(postgres_url, QUICK), PostgresStore(postgres_url, QUICK)
-    with store.commits.of("mail") as mail, store.commits.of("images") as images:
+    with store.commits.listen("mail") as mail, store.commits.listen("images") as images:
         # Waiters are woken once when listening starts.
         assert await mail.wait(5)
         assert await images.wait(5)
@@ -314,7 +314,7 @@ async def test_waiters_are_notified_of_a_commit_on_postgres(postgres_url: str) -
 async def test_notifications_resume_after_a_restart(make_postgres: MakePostgres) -> None:
     server = make_postgres(fsync=False)
     store = PostgresStore(server.url, QUICK)
-    with store.commits.of("mail") as mail:
+    with store.commits.listen("mail") as mail:
         assert await mail.wait(5)
         await asyncio.to_thread(server.restart)
         # Woken once because a notification may have been missed …
@@ -329,7 +329,7 @@ async def test_waiters_are_notified_of_a_commit_in_a_file(tmp_path: Path) -> Non
     store = _file_store(tmp_path / "ledger.db")
     other = store.sibling()
     await store.open()
-    with store.commits.of("mail") as mail, store.commits.of("images") as images:
+    with store.commits.listen("mail") as mail, store.commits.listen("images") as images:
         await other.write(lambda transaction: transaction.effects.recorded.add("mail"))
         assert await mail.wait(5)
         assert not await images.wait(0.05)
@@ -339,7 +339,7 @@ async def test_waiters_are_notified_of_a_commit_in_a_file(tmp_path: Path) -> Non
 
 async def test_a_waiter_registered_before_the_file_is_open_is_notified(tmp_path: Path) -> None:
     store = _file_store(tmp_path / "ledger.db")
-    with store.commits.of("mail") as mail:
+    with store.commits.listen("mail") as mail:
         await store.write(lambda transaction: transaction.effects.recorded.add("mail"))
         assert await mail.wait(5)
     await store.close()

@@ -51,6 +51,7 @@ REQUIRED = {
     "HoldfastTriggerLag",
     "HoldfastTriggerNoActiveWorkers",
     "HoldfastOutboxDelay",
+    "HoldfastTenantDeadLetters",
 }
 
 
@@ -80,6 +81,7 @@ def make_store_gauges() -> StoreGauges:
         workers=1,
         dead_letters=1,
         retrying_ratio=0.5,
+        concurrency=1,
         feed_lag_entries=1,
         feed_lag_s=1.0,
     )
@@ -98,6 +100,7 @@ def make_store_gauges() -> StoreGauges:
 def known_metrics() -> set[str]:
     """The names of all samples that can be scraped."""
     counts = Counters(triggers={"t": TriggerCounters("q", lag=1)}, outbox=OutboxStats())
+    counts.tenant_failures.add("acme", "dead")
     families = MetricsCollector("holdfast", counts, make_store_gauges()).collect()
     return {sample.name for family in families for sample in family.samples}
 

@@ -154,6 +154,8 @@ async def test_the_gauges_of_a_queue(app: Holdfast, namespace: str) -> None:
         await submit(app, "ok")
     claims = await app.engine.claim("w1", [QUEUE], 2, 1000)
     await submit(app, "ok", delay=3600)
+    assert f'concurrency_limit{{queue="{QUEUE}"}}' not in await scrape(app)
+    await app.engine.set_control(QUEUE, QueueControl(concurrency=2))
     metrics = await scrape(app)
     stream = f"{namespace}:stream:task"
     expected = {
@@ -161,6 +163,7 @@ async def test_the_gauges_of_a_queue(app: Holdfast, namespace: str) -> None:
         f'stream_pending{{group="cg:workers",stream="{stream}"}}': 2,
         f'queue_lag{{queue="{QUEUE}"}}': 3,
         f'backlog{{queue="{QUEUE}"}}': 5,
+        f'concurrency_limit{{queue="{QUEUE}"}}': 2,
         f'active_workers{{queue="{QUEUE}"}}': 1,
         f'jobs{{queue="{QUEUE}",state="running"}}': 2,
         f'jobs{{queue="{QUEUE}",state="queued"}}': 4,

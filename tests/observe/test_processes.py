@@ -101,7 +101,7 @@ def test_a_concurrency_change_reaches_all_running_workers_within_seconds(shell: 
         eventually(lambda: running() == 2, what="one job in each process")
 
         async def change(engine: Engine) -> None:
-            await engine.set_control("default", QueueControl(concurrency=3))
+            await engine.set_control("default", QueueControl(worker_concurrency=3))
 
         with_engine(shell, change)
         eventually(lambda: running() == 6, what="three jobs in each process", within_s=10)

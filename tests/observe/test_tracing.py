@@ -237,7 +237,7 @@ async def test_a_submission_that_fails_is_an_error(traced: TracedApp, monkeypatc
         raise EngineUnavailable("redis://app:hunter2@cache is gone")
 
     await app.open()
-    monkeypatch.setattr(app.engine, "submit", refuse)
+    monkeypatch.setattr(app.engine, "submit_each", refuse)
     with pytest.raises(EngineUnavailable):
         await ok.submit()
     span = traced.find_span("submit ok")
@@ -252,7 +252,7 @@ async def test_a_job_without_a_trace_context_starts_its_own_trace(traced: Traced
     async def fail() -> None:
         raise Fatal("no")
 
-    submitter = (await backend_of(app).submitter())._submitter  # type: ignore[attr-defined]
+    submitter = (await backend_of(app).connections.submitter())._submitter  # type: ignore[attr-defined]
     with traced.tracer.tracer.start_as_current_span("unrelated"):
         await submitter.submit(Envelope(job_id=new_job_ids(1)[0], task="fail", payload=b"{}"))
         await drain(app)

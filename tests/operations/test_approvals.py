@@ -196,7 +196,7 @@ async def test_the_submitter_may_not_approve_its_own_job(app: Holdfast) -> None:
         envelope = Envelope(
             job_id=new_job_ids(1)[0], task="pay", payload=b'{"amount":200}', meta=Meta(submitted_by="ann")
         )
-        receipt = await (await backend_of(app).submitter()).submit(envelope)
+        receipt = await (await backend_of(app).connections.submitter()).submit(envelope)
         row = await wait_approval(app, app.job(receipt.job_id))
         assert row.requested_by == "ann"
         with pytest.raises(Forbidden, match="another person"):

@@ -29,7 +29,7 @@ from holdfast.ledger.queries.operator_filters import DeadLetterFilter
 from holdfast.operations.dead_letters import PayloadChange
 from holdfast.upkeep.dispatch import ReplaySubmission
 from tests.operations.dead_letters import EVERY, FailingSubmitter, get_operations, get_status, list_job_ids
-from tests.operations.deployment import ADA, APPROVER, BOB, LOCAL, OF_ACME, VIEWER, SampleDeployment, principal
+from tests.operations.deployment import ADA, APPROVER, BOB, LOCAL, OF_ACME, VIEWER, SampleDeployment
 
 # Lists ---------------------------------------------------------------------------------------------
 
@@ -156,16 +156,6 @@ async def test_a_replay_of_a_replay_keeps_the_first_key(deployment: SampleDeploy
     assert deployment.paid == [first_job]
 
 
-async def test_a_dead_letter_can_be_replayed_again(deployment: SampleDeployment) -> None:
-    operations = get_operations(deployment)
-    (dlq_id,) = await deployment.make_dead_letters()
-    one = await operations.replay(ADA, dlq_id, reason="")
-    two = await operations.replay(BOB, dlq_id, reason="")
-    assert (one.number, two.number) == (1, 2)
-    assert one.job_id != two.job_id
-    assert (await deployment.info(two.job_id)).idempotency_key == f"dlq:{dlq_id}:2"
-
-
 async def test_a_replay_keeps_the_jobs_retry_policy(deployment: SampleDeployment) -> None:
     from holdfast import Retry
 
@@ -207,30 +197,6 @@ async def test_an_invalid_payload_changes_nothing(deployment: SampleDeployment) 
             await operations.replay(ADA, dlq_id, reason="", payload=payload)
     assert await get_status(deployment, dlq_id) is DeadLetterStatus.OPEN
     assert await deployment.audit_log("operator.dlq_replay") == []
-
-
-async def test_concurrent_replays_of_one_dead_letter_submit_one_job(deployment: SampleDeployment) -> None:
-    operations = [get_operations(deployment) for _ in range(8)]
-    (dlq_id,) = await deployment.make_dead_letters()
-    principals = [principal(f"p{number}") for number in range(8)]
-    ended = await asyncio.gather(
-        # All of them have read the same version.
-        *(one.replay(actor, dlq_id, reason="", expected=0) for one, actor in zip(operations, principals, strict=True)),
-        return_exceptions=True,
-    )
-    jobs = {done.job_id for done in ended if not isinstance(done, BaseException)}
-    assert len(jobs) == 1
-    assert all(isinstance(error, Conflict) for error in ended if isinstance(error, BaseException))
-    assert len(await list_job_ids(deployment)) == 2
-    assert len(await deployment.audit_log("operator.dlq_replay")) == 1
-
-
-async def test_a_replay_of_an_outdated_version_is_refused(deployment: SampleDeployment) -> None:
-    operations = get_operations(deployment)
-    (dlq_id,) = await deployment.make_dead_letters()
-    await operations.replay(ADA, dlq_id, reason="", expected=0)
-    with pytest.raises(Conflict, match="replayed meanwhile"):
-        await operations.replay(BOB, dlq_id, reason="", expected=0)
 
 
 async def test_one_of_a_concurrent_replay_and_confirmed_discard_wins(deployment: SampleDeployment) -> None:
@@ -310,26 +276,17 @@ async def test_a_refused_replay_does_not_stop_the_others(
     ledger, engine = backend_of(deployment.app).ledger, deployment.app.engine
     assert ledger is not None
     refused, *others = await ledger.operators.unsubmitted_replays(10)
-    submit = engine.submit
+    submit_each = engine.submit_each
 
     async def refuse_one(envelopes: Any) -> Any:
         if envelopes[0].job_id == refused.new_job_id:
             raise IntakeRefused(refused.queue, "made to fail by the test")
-        return await submit(envelopes)
+        return await submit_each(envelopes)
 
-    monkeypatch.setattr(engine, "submit", refuse_one)
+    monkeypatch.setattr(engine, "submit_each", refuse_one)
     # A page with nothing but refused replays.
     assert await get_operations(deployment).submit_pending(1) == len(others)
     assert await ledger.operators.unsubmitted_replays(10) == [refused]
-
-
-async def test_a_second_replay_joins_a_pending_one(deployment: SampleDeployment) -> None:
-    (dlq_id,) = await deployment.make_dead_letters()
-    with pytest.raises(EngineUnavailable):
-        await get_operations(deployment, FailingSubmitter(deployment)).replay(ADA, dlq_id, reason="")
-    done = await get_operations(deployment).replay(BOB, dlq_id, reason="")
-    assert done.number == 1
-    assert len(await list_job_ids(deployment)) == 2
 
 
 async def test_a_paused_intake_leaves_the_dead_letter_open(deployment: SampleDeployment) -> None:

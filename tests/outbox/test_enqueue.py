@@ -16,8 +16,9 @@ import msgspec
 import pytest
 
 from holdfast import Holdfast
-from holdfast.core.job import Envelope, Meta, Priority
+from holdfast.core.job import Envelope, KeyReuse, Meta, Priority
 from holdfast.core.publishing import lane_of
+from holdfast.engine.port.operators import QueueControl, TenantControl
 from holdfast.errors import (
     Denied,
     EngineUnavailable,
@@ -162,7 +163,7 @@ async def test_an_event_submitted_twice_is_one_job(app: Holdfast) -> None:
     async with transaction(app) as connection:
         job = await double(app).options(connection=connection).submit(21)
     # As a relay that is killed before it records the result.
-    await (await backend_of(app).submitter()).submit(envelope_from_event(await only_event(app)))
+    await (await backend_of(app).connections.submitter()).submit(envelope_from_event(await only_event(app)))
     assert await drain(app, ["mail"]) == 1
     async with run_jobs(app, ["mail", "other"]):
         await until(lambda: is_sent(app))
@@ -237,14 +238,14 @@ async def test_arguments_are_checked_at_submission(app: Holdfast) -> None:
 async def test_an_unreachable_engine_delays_the_job(app: Holdfast, monkeypatch: pytest.MonkeyPatch) -> None:
     async with transaction(app) as connection:
         job = await double(app).options(connection=connection).submit(21)
-    real, unreachable = app.engine.submit, [True]
+    real, unreachable = app.engine.submit_each, [True]
 
     async def submit(envelopes: Any) -> Any:
         if unreachable[0]:
             raise EngineUnavailable("unreachable")
         return await real(envelopes)
 
-    monkeypatch.setattr(app.engine, "submit", submit)
+    monkeypatch.setattr(app.engine, "submit_each", submit)
 
     async def has_three_attempts() -> bool:
         event = await only_event(app)
@@ -263,14 +264,14 @@ async def test_a_job_that_the_engine_refuses_does_not_delay_others(
     async with transaction(app) as connection:
         jobs = [await double(app).options(connection=connection).submit(number) for number in range(4)]
         await connection.execute("UPDATE outbox_events SET lane = 7")
-    real, poison = app.engine.submit, jobs[1].id
+    real, poison = app.engine.submit_each, jobs[1].id
 
     async def submit(envelopes: Any) -> Any:
         if any(envelope.job_id == poison for envelope in envelopes):
             raise OverflowError("number out of range")
         return await real(envelopes)
 
-    monkeypatch.setattr(app.engine, "submit", submit)
+    monkeypatch.setattr(app.engine, "submit_each", submit)
     async with run_jobs(app, ["mail", "other"]):
         for number in (0, 2, 3):
             assert await jobs[number].result(timeout=60) == 2 * number
@@ -280,6 +281,48 @@ async def test_a_job_that_the_engine_refuses_does_not_delay_others(
     assert event is not None
     assert event.status in (OutboxStatus.RETRYING, OutboxStatus.DEAD)
     assert "OverflowError" in event.last_error
+
+
+async def test_what_fits_is_submitted_and_the_rest_waits(app: Holdfast) -> None:
+    tenants = ["acme"] * 4 + ["zeta"] * 2
+    async with transaction(app) as connection:
+        jobs = [
+            await double(app).options(connection=connection, tenant_id=tenant).submit(number)
+            for number, tenant in enumerate(tenants)
+        ]
+        await connection.execute("UPDATE outbox_events SET lane = 7")
+    await app.engine.set_control("mail", QueueControl(tenants={"acme": TenantControl(intake_limit=1)}))
+
+    async def statuses() -> dict[str, OutboxEvent]:
+        backend = backend_of(app)
+        assert backend.outbox is not None
+        return {event.id: event for event in await (await backend.outbox.open()).find(None)}
+
+    async def others_are_sent() -> bool:
+        events = await statuses()
+        return [events[job.id].status for job in (jobs[0], *jobs[4:])] == [OutboxStatus.SENT] * 3
+
+    async with run_relay(app):
+        await until(others_are_sent)
+        waiting = [event for event in (await statuses()).values() if event.status is not OutboxStatus.SENT]
+        assert len(waiting) == 3
+        assert all("acme" in event.last_error and event.attempt_count == 0 for event in waiting if event.last_error)
+        async with run_jobs(app, ["mail", "other"]):
+            for number, job in enumerate(jobs):
+                assert await job.result(timeout=60) == 2 * number
+
+
+async def test_a_reused_key_in_the_outbox_is_recorded(app: Holdfast) -> None:
+    keyed = double(app).options(idempotency_key="k")
+    first = await keyed.submit(1)
+    async with transaction(app) as connection:
+        await double(app).options(connection=connection, idempotency_key="k").submit(2)
+    async with run_relay(app):
+        await until(lambda: is_sent(app))
+    assert first.id in (await only_event(app)).last_error
+    entries = await app.engine.read_feed("mail", "", 100)
+    duplicates = [event for entry in entries for event in entry.events if event.type == "task.duplicate"]
+    assert [(event.job_id, event.data) for event in duplicates] == [(first.id, {"arguments_differ": True})]
 
 
 @pytest.mark.parametrize(
@@ -418,6 +461,7 @@ def test_an_envelope_is_decoded_unchanged() -> None:
         meta=Meta(priority=Priority.HIGH, approved_hash="hash"),
         run_at_ms=5,
         hold=True,
+        schema="39c4bce5",
     )
     row = job_event_row(envelope)
     assert row.lane == lane_of(ENGINE_DESTINATION, "q", None, "k")
@@ -428,7 +472,7 @@ def test_an_envelope_is_decoded_unchanged() -> None:
         topic=row.topic,
         key="",
         payload=row.payload,
-        headers={},
+        headers=msgspec.json.decode(row.headers or "{}"),
         status=OutboxStatus.NEW,
         attempt_count=0,
         next_retry_at_ms=None,
@@ -437,7 +481,8 @@ def test_an_envelope_is_decoded_unchanged() -> None:
         sent_at_ms=None,
         position=1,
     )
-    assert envelope_from_event(event) == envelope
+    # The relay cannot refuse the writer: the first job under a key stands.
+    assert envelope_from_event(event) == msgspec.structs.replace(envelope, on_key_reuse=KeyReuse.RETURN)
     for broken in ("", "[]", '{"task":"t"}', '{"task":"t","payload":1}', '{"task":"a b","payload":{}}'):
         with pytest.raises(InvalidPayload):
             envelope_from_event(msgspec.structs.replace(event, payload=broken))

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from holdfast import Deny, Fatal, Holdfast, RequireApproval
 from holdfast.aio import serve_tcp
+from holdfast.engine.port.operators import QueueControl, TenantControl
 from holdfast.errors import EngineUnavailable, InvalidOption, InvalidPayload, PayloadTooLarge, UnknownTask
 from holdfast.execution.backend import backend_of
 from holdfast.ledger.port.messages import ExecutionStatus
@@ -68,7 +69,7 @@ async def test_a_message_becomes_a_job(app: Holdfast) -> None:
     await rig.run(1)
     (row,) = rig.rows
     assert (row.status, row.tenant_id, row.trace_id) == ("success", "acme", _W3C.split("-")[1])
-    info = await (await backend_of(app).submitter()).get("default", row.agent_run_id)
+    info = await (await backend_of(app).connections.submitter()).get("default", row.agent_run_id)
     assert info is not None
     assert (info.tenant_id, info.trace_id, info.task) == ("acme", row.trace_id, "handle")
     assert (info.meta.traceparent, info.meta.key_window_ms) == (_W3C, 3_600_000)
@@ -114,6 +115,60 @@ async def test_keys_are_separate_per_tenant_and_group(app: Holdfast) -> None:
     assert sorted(ran) == ["a", "a", "b", "b"]
 
 
+async def test_another_message_with_a_known_key_is_recorded(app: Holdfast) -> None:
+    @app.task
+    async def handle(message: int) -> None: ...
+
+    rig = Rig(TaskRuntime(app, "handle"))
+    for number in (1, 1, 2):
+        rig.write(number, dedup_key="k")
+        await asyncio.sleep(0)
+    await rig.run(3)
+    assert rig.adapter.settle_actions == ["ack"] * 3
+    entries = await app.engine.read_feed("default", "", 100)
+    events = [event for entry in entries for event in entry.events]
+    assert [event.data for event in events if event.type == "task.duplicate"] == [{"arguments_differ": True}]
+
+
+async def test_a_trigger_submits_what_fits_and_repeats_the_rest(app: Holdfast) -> None:
+    ran: list[int] = []
+
+    @app.task
+    async def handle(message: int) -> None:
+        ran.append(message)
+
+    await app.engine.set_control("default", QueueControl(intake_limit=3))
+    rig = Rig(TaskRuntime(app, "handle"), concurrency=8, max_retries=0)
+    for number in range(8):
+        rig.write(number)
+    async with rig.trigger:
+        await until(lambda: rig.counts.acknowledged == 3, "three accepted messages")
+        for accepted in (6, 8):
+            await drain(app)
+            await until(lambda: rig.counts.acknowledged >= accepted, f"{accepted} accepted messages")  # noqa: B023
+    await drain(app)
+    assert sorted(ran) == list(range(8))
+    assert (rig.dead_letters, rig.counts.retries) == ([], 0)
+
+
+async def test_a_tenant_at_its_limit_does_not_hold_the_trigger(app: Holdfast) -> None:
+    @app.task
+    async def handle(message: int) -> None: ...
+
+    await app.engine.set_control("default", QueueControl(tenants={"acme": TenantControl(intake_limit=0)}))
+    rig = Rig(TaskRuntime(app, "handle"), concurrency=4, max_retries=0)
+    for number in range(3):
+        rig.write(number, tenant_id="acme")
+    for number in range(10):
+        rig.write(number, tenant_id="zeta")
+    async with rig.trigger:
+        await until(lambda: rig.counts.acknowledged == 10, "the messages of the other tenant")
+        assert rig.trigger.state is TriggerState.RUNNING
+        await app.engine.set_control("default", QueueControl())
+        await until(lambda: rig.counts.acknowledged == 13, "all messages")
+    assert (rig.dead_letters, rig.counts.retries) == ([], 0)
+
+
 async def test_without_dedup_every_delivery_is_a_job(app: Holdfast) -> None:
     ran: list[int] = []
 
@@ -154,7 +209,7 @@ async def test_a_job_can_require_approval(tmp_path: Any) -> None:
         rig = Rig(TaskRuntime(app, "pay"))
         rig.write(1)
         await rig.run(1)
-        info = await (await backend_of(app).submitter()).get("default", rig.rows[0].agent_run_id)
+        info = await (await backend_of(app).connections.submitter()).get("default", rig.rows[0].agent_run_id)
         assert info is not None
         assert info.state == "waiting_approval"
         assert rig.rows[0].status == "success"
@@ -195,7 +250,7 @@ async def test_arguments_of_a_task() -> None:
             received[envelope.task] = envelope.payload
             return type("Receipt", (), {"job_id": "j", "duplicate": False})
 
-    backend_of(app).inline_submitter = RecordingSubmitter()  # type: ignore[assignment]
+    backend_of(app).connections.inline_submitter = RecordingSubmitter()  # type: ignore[assignment]
 
     @app.task
     def by_name(message_id: str, message: Any, extra: int = 1) -> None: ...
@@ -249,7 +304,7 @@ async def test_an_app_without_tasks_passes_all_fields() -> None:
             received.append(json.loads(envelope.payload))
             return type("Receipt", (), {"job_id": "j", "duplicate": False})
 
-    backend_of(app).inline_submitter = RecordingSubmitter()  # type: ignore[assignment]
+    backend_of(app).connections.inline_submitter = RecordingSubmitter()  # type: ignore[assignment]
     await TaskRuntime(app).run_call(_call(1, b"1"))
     assert received[0].keys() == {"event_name", "message", "headers", "source", "message_id", "received_at", "focus"}
 
@@ -264,7 +319,7 @@ async def test_a_closed_app_is_unavailable(app: Holdfast) -> None:
         async def submit(self, envelope: Any) -> Any:
             raise asyncio.CancelledError
 
-    backend_of(app).inline_submitter = Closed()  # type: ignore[assignment]
+    backend_of(app).connections.inline_submitter = Closed()  # type: ignore[assignment]
     with pytest.raises(EngineUnavailable, match="was closed"):
         await runtime.run_call(_call(1, b"1"))
 

@@ -252,7 +252,7 @@ async def test_not_ready_while_the_engine_is_down(
     app: Holdfast, broker: MemoryBroker, entry: Entry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     triggers = TriggerService(app, [entry("orders")], report_s=0.01)
-    submitter = await backend_of(app).submitter()
+    submitter = await backend_of(app).connections.submitter()
 
     async def refuse(_: object) -> None:
         raise EngineUnavailable("gone")

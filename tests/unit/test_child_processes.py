@@ -28,10 +28,10 @@ def test_commands_and_replies_survive_a_round_trip() -> None:
     command = RunCommand(TaskLocation("m", "f", "t"), CLAIM)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(command), type=RunCommand) == command
     for outcome in (Returned(b"1"), Raised(FailureKind.FATAL, Failure("CODE", "message"))):
-        packed = msgspec.msgpack.encode(RunReply.of(outcome))
+        packed = msgspec.msgpack.encode(RunReply.from_outcome(outcome))
         assert msgspec.msgpack.decode(packed, type=RunReply).outcome() == outcome
     with pytest.raises(TypeError):
-        RunReply.of(Deferred("no"))
+        RunReply.from_outcome(Deferred("no"))
 
 
 def test_a_task_is_found_where_it_is_defined() -> None:

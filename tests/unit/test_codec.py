@@ -11,10 +11,10 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field, computed_field
 
-from holdfast.core.codec import PAYLOAD_LIMIT, Arguments, decode_json, encode_json
-from holdfast.errors import InvalidOption, InvalidPayload, PayloadTooLarge
+from holdfast.core.codec import PAYLOAD_LIMIT, Arguments, Results, decode_json, encode_json
+from holdfast.errors import InvalidOption, InvalidPayload, InvalidResult, PayloadTooLarge
 
 
 class Ctx:
@@ -260,14 +260,65 @@ def test_results_are_decoded_by_their_annotation(returns: Any, value: Any, encod
     def task() -> Any: ...
 
     task.__annotations__["return"] = returns
-    assert encode_json(value, "the result") == encoded
-    assert arguments(task).decode_result(encoded) == value
+    results = Results(task, "t")
+    assert results.encode(value) == encoded
+    assert results.decode(encoded) == value
 
 
-def test_a_result_that_no_longer_fits_its_annotation_is_still_readable() -> None:
+def test_a_stored_result_that_does_not_fit_its_annotation_is_refused() -> None:
     def task() -> int: ...  # type: ignore[empty-body]
 
-    assert arguments(task).decode_result(b'{"was":"something else"}') == {"was": "something else"}
+    with pytest.raises(InvalidResult, match="does not fit its annotation int"):
+        Results(task, "t").decode(b'{"was":"something else"}')
+
+
+class Aliased(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    at: datetime = Field(alias="created at")
+    shade: Shade = Field(serialization_alias="colour")
+    size: int = Field(0, alias="how large")
+
+    @computed_field
+    def year(self) -> int:
+        return self.at.year
+
+
+@pytest.mark.parametrize("annotation", [Aliased, list[Aliased], Aliased | None], ids=str)
+def test_a_strict_model_with_aliases_and_computed_fields_can_be_read_again(annotation: Any) -> None:
+    def task(a: Any) -> Any: ...
+
+    task.__annotations__ = {"a": annotation, "return": annotation}
+    made: Any = Aliased.model_validate(
+        {"created at": datetime(2026, 1, 2, tzinfo=UTC), "shade": Shade.DARK, "how large": 3}
+    )
+    value = [made] if annotation == list[Aliased] else made
+    assert round_trip(task, value) == {"a": value}
+    results = Results(task, "t")
+    assert results.decode(results.encode(value)) == value
+
+
+@given(
+    st.sampled_from([int, str, bool, None, dict, list, tuple, dict[str, Any], list[Any], int | None, str | list[Any]]),
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+        lambda inner: st.lists(inner) | st.tuples(inner) | st.dictionaries(st.text() | st.integers(), inner),
+        max_leaves=5,
+    ),
+)
+def test_the_short_test_of_a_result_says_the_same_as_decoding_it(annotation: Any, value: Any) -> None:
+    def task() -> Any: ...
+
+    task.__annotations__["return"] = annotation
+    results = Results(task, "t")
+    try:
+        encoded = results.encode(value)
+    except InvalidResult:
+        with pytest.raises((msgspec.DecodeError, TypeError, ValueError)):
+            msgspec.json.decode(encode_json(value, "the result"), type=annotation)
+    else:
+        results.decode(encoded)
+        msgspec.json.decode(encoded, type=annotation)
 
 
 @pytest.mark.parametrize(

@@ -278,6 +278,32 @@ CURRENT: dict[str, tuple[Explanation, list[str]]] = {
         explain_events(make_history(S.QUEUED), queue="mail", paused=False, workers=2),
         ["It has been queued for 1 min.", "The next free worker of its queue claims it."],
     ),
+    "queued at the limit": (
+        explain_events(make_history(S.QUEUED), queue="mail", paused=False, workers=2, concurrency=5, running=5),
+        [
+            "It has been queued for 1 min.",
+            "Its queue is at its concurrency limit: 5 of 5 jobs are running.",
+            (
+                "A worker can claim it when a running job of the queue ends. To change the limit: "
+                "`holdfast queues concurrency mail N`."
+            ),
+        ],
+    ),
+    "queued below the limit": (
+        explain_events(make_history(S.QUEUED), queue="mail", paused=False, workers=2, concurrency=5, running=4),
+        ["It has been queued for 1 min.", "The next free worker of its queue claims it."],
+    ),
+    "queued and nothing may run": (
+        explain_events(make_history(S.QUEUED), queue="mail", paused=False, workers=2, concurrency=0),
+        [
+            "It has been queued for 1 min.",
+            "Its queue is at its concurrency limit: 0 of 0 jobs are running.",
+            (
+                "A worker can claim it when the limit is raised. To change the limit: "
+                "`holdfast queues concurrency mail N`."
+            ),
+        ],
+    ),
     "queued for later and paused": (
         explain_events(make_history((S.QUEUED, {"data": {"run_at_ms": START_MS + 90_000}})), queue="mail", paused=True),
         [

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.history import read_history
-from holdfast.core.job import Event
+from holdfast.core.job import Event, Failure
+from holdfast.core.rebuild import rebuild_job
 from holdfast.core.states import EXPEDITED_EVENT, FINAL, FORKED_EVENT, HEARTBEAT_EVENT, MOVES, RESTORED_EVENT, State
 from holdfast.ledger.fold import (
     AFTER_THE_END,
@@ -273,6 +274,19 @@ def test_a_cancelled_job_has_actor_and_reason(feed: Feed) -> None:
     event = feed.event("j1", _S.QUEUED, _S.CANCELLED, data={"actor": "ann", "reason": "typo"})
     draft = _only(fold_optimistic([event]))
     assert (draft.error_code, draft.last_error, draft.ended) == ("CANCELLED", "typo (by ann)", True)
+
+
+@pytest.mark.parametrize(
+    ("name", "code"), [("approval.rejected", "APPROVAL_REJECTED"), ("approval.expired", "APPROVAL_EXPIRED")]
+)
+def test_a_job_that_was_not_approved_has_its_own_code(feed: Feed, name: str, code: str) -> None:
+    """Also if the event does not state it, as those of earlier releases on Redis."""
+    data = {"actor": "ann", "reason": "no"}
+    event = feed.event("j1", _S.WAITING_APPROVAL, _S.CANCELLED, data=data, type=name)
+    draft = _only(fold_optimistic([event]))
+    assert (draft.error_code, draft.last_error) == (code, "no (by ann)")
+    rebuilt = rebuild_job("q", [feed.created("j1"), event])
+    assert rebuilt.failure == Failure(code, "no (by ann)")
 
 
 def test_a_dead_letter_without_an_id_gets_the_same_one_each_time(feed: Feed) -> None:

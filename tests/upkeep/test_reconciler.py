@@ -19,7 +19,7 @@ from holdfast.core.job import Claim, Envelope, Failure, JobInfo, JobKey, Meta, n
 from holdfast.core.states import FINAL, RESTORED_EVENT, State
 from holdfast.core.verdict import DeadLetter, Hold, Release, RetryLater, Settlement, Succeed, Suspend, Verdict
 from holdfast.engine.port import Engine
-from holdfast.errors import LedgerUnavailable
+from holdfast.errors import IdempotencyKeyReused, LedgerUnavailable
 from holdfast.execution.backend import backend_of
 from holdfast.factory import build_engine, build_ledger
 from holdfast.ledger.port.ledger import Ledger
@@ -69,7 +69,7 @@ class Rig:
 
     async def submit(self, number: int = 1, **fields: Any) -> list[str]:
         envelopes = [
-            Envelope(job_id=job_id, task="noop", payload=b'{"n":%d}' % index, **fields)
+            Envelope(**{"job_id": job_id, "task": "noop", "payload": b'{"n":%d}' % index} | fields)
             for index, job_id in enumerate(new_job_ids(number))
         ]
         return [receipt.job_id for receipt in await BatchingSubmitter(self.engine, self.ledger).submit_many(envelopes)]
@@ -284,10 +284,16 @@ async def test_idempotency_keys_are_restored_after_a_wipe(rig: Rig) -> None:
     # Before any reconciler pass: the submission itself restores the keys.
     assert await rig.submit(idempotency_key="order-17", tenant_id="acme") == [first]
     assert await rig.submit(idempotency_key="order-18") == [ended]
+    # So are their fingerprints: another request with the key is refused.
+    for key, tenant in (("order-17", "acme"), ("order-18", "default")):
+        with pytest.raises(IdempotencyKeyReused):
+            await rig.submit(idempotency_key=key, tenant_id=tenant, payload=b'{"other":1}')
     assert await rig.submit(idempotency_key="order-17") != [first]
     assert await rig.submit(idempotency_key="order-19") != [ended]
     assert (await rig.reconcile_all()).restored == 1
     assert (await rig.info(first)).state is State.QUEUED
+    with pytest.raises(IdempotencyKeyReused):
+        await rig.submit(idempotency_key="order-17", tenant_id="acme", payload=b'{"other":1}')
     await rig.wait_caught_up()
     await rig.check_consistent()
 

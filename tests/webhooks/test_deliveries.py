@@ -14,13 +14,14 @@ from holdfast import Holdfast
 from holdfast.core.principal import AuditEntry
 from holdfast.core.states import State
 from holdfast.core.webhook_url import ANY_SUBSCRIBER
+from holdfast.engine.port.operators import QueueControl, TenantControl
 from holdfast.errors import InvalidOption, JobFailed, LedgerUnavailable, NoLedger
 from holdfast.execution.backend import backend_of
 from holdfast.upkeep import dispatch
 from holdfast.upkeep.dispatch import WebhookDispatcher
 from holdfast.upkeep.ledger_tasks import LedgerTasks
 from holdfast.webhooks import verify
-from holdfast.webhooks.deliveries import TASK
+from holdfast.webhooks.deliveries import QUEUE, TASK
 from tests.webhooks.receiver import OTHER_SECRET, SECRET, Receiver, is_signed, run_receiver, status
 from tests.webhooks.support import list_deliveries, make_app
 from tests.worker.support import eventually, working
@@ -165,6 +166,31 @@ async def test_a_row_is_marked_only_after_the_ledger_has_its_delivery(
         assert await dispatcher.run_once() == 0
         await eventually(lambda: list_deliveries(app, State.SUCCEEDED), "the delivery's end")
     assert len(receiver.requests) == 1
+
+
+async def test_a_tenant_at_its_intake_limit_does_not_delay_the_webhooks_of_others(
+    stores: dict[str, Any], receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = make_app(stores)
+    monkeypatch.setattr(WebhookDispatcher, "run", _wait_forever)
+    async with app, working(app):
+        jobs = [
+            await app.tasks["add"].options(webhook=receiver.url, tenant_id=tenant).submit(1, 2)
+            for tenant in ("acme", "zeta", "acme")
+        ]
+        for job in jobs:
+            await job.result(timeout=60)
+        ledger = backend_of(app).ledger
+        assert ledger is not None
+        await app.ledger.wait_caught_up()
+        dispatcher = WebhookDispatcher(app.engine, ledger, app.settings)
+        await app.engine.set_control(QUEUE, QueueControl(tenants={"acme": TenantControl(intake_limit=0)}))
+        assert await dispatcher.run_once() == 1
+        await eventually(lambda: receiver.requests, "the webhook of the other tenant")
+        assert [request.json["data"]["job_id"] for request in receiver.requests] == [jobs[1].id]
+        await app.engine.set_control(QUEUE, QueueControl())
+        assert await dispatcher.run_once() == 2
+        await eventually(lambda: len(receiver.requests) == 3, "all webhooks")
 
 
 async def _record_nothing(*_: Any) -> set[Any]:

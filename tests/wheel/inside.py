@@ -105,7 +105,9 @@ def start(call: Call) -> Callable[[int], Result]:
 def work(folder: str, report: Report) -> None:
     variables = {"HOLDFAST_URL": "sqlite:///worker.db"}
     worker = start(Call(["worker", "shop.py:app"], folder, variables))
-    report.submit = start(Call(["submit", "add", '{"a": 40, "b": 2}', "--wait", "250"], folder, variables))(0)
+    report.submit = start(Call(["submit", "--force", "add", '{"a": 40, "b": 2}', "--wait", "250"], folder, variables))(
+        0
+    )
     report.worker = worker(signal.SIGTERM)
 
 

@@ -35,7 +35,7 @@ def finish_a_job(environment: Environment, folder: Path, **variables: str) -> st
     write_app(folder)
     with environment.start("-m", "holdfast", "worker", "shop.py:app", cwd=folder, **variables) as worker:
         try:
-            arguments = ("submit", "add", '{"a": 40, "b": 2}', "--wait", str(TIMEOUT_S))
+            arguments = ("submit", "--force", "add", '{"a": 40, "b": 2}', "--wait", str(TIMEOUT_S))
             done = environment.run("-m", "holdfast", *arguments, cwd=folder, **variables)
             worker.send_signal(signal.SIGTERM)
             _, log = worker.communicate(timeout=TIMEOUT_S)

@@ -48,8 +48,8 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
     """Faults of all engines that apps build from now on."""
     faults, build, build_ledger = Faults(), factory.build_engine, ledgers.build_ledger
 
-    def build_faulty(settings: Settings, clock: Clock) -> Engine:
-        return FaultyEngine(build(settings, clock), faults)
+    def build_faulty(settings: Settings, *rest: Any) -> Engine:
+        return FaultyEngine(build(settings, *rest), faults)
 
     def build_real_ledger(settings: Settings, engine: FaultyEngine, clock: Clock) -> Any:
         return build_ledger(settings, engine.real, clock)

@@ -58,7 +58,7 @@ async def test_concurrency_changes_while_the_worker_runs(app: Holdfast) -> None:
         await eventually(lambda: gauge.inside == 2)
         worker.set_concurrency(5)
         await eventually(lambda: gauge.inside == 5)
-        await app.engine.set_control("default", QueueControl(concurrency=8))
+        await app.engine.set_control("default", QueueControl(worker_concurrency=8))
         await eventually(lambda: gauge.inside == 8, "the operator's setting")
         assert worker.concurrency == 8
         worker.set_concurrency(1)
@@ -74,9 +74,28 @@ async def test_concurrency_changes_while_the_worker_runs(app: Holdfast) -> None:
 
 async def test_existing_controls_apply_from_the_start(app: Holdfast) -> None:
     await app.open()
-    await app.engine.set_control("default", QueueControl(concurrency=3))
+    await app.engine.set_control("default", QueueControl(worker_concurrency=3))
     async with working(app) as worker:
         await eventually(lambda: worker.concurrency == 3)
+
+
+async def test_the_limit_of_a_queue_holds_over_all_workers(both: Holdfast) -> None:
+    """Two workers with room for ten jobs each run three at a time, and a fourth only when one has ended."""
+    gauge = Gauge()
+
+    @both.task
+    async def work() -> None:
+        async with gauge:
+            await asyncio.sleep(0.002)
+
+    await both.open()
+    await both.engine.set_control("default", QueueControl(concurrency=3))
+    jobs = await work.submit_many([()] * 100)
+    async with working(both, concurrency=10) as first, working(both, concurrency=10) as second:
+        for job in jobs:
+            await job.result(60)
+        assert (first.concurrency, second.concurrency) == (10, 10)
+    assert gauge.most == 3
 
 
 async def test_no_jobs_are_claimed_from_a_paused_queue(both: Holdfast) -> None:

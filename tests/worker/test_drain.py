@@ -293,8 +293,8 @@ async def test_cancelling_a_drain_shortens_the_wait_for_the_store(
         faults.down.clear()
 
 
-async def test_unknown_tasks_count_towards_max_jobs(url: str) -> None:
-    elsewhere, app = Holdfast(url), Holdfast(url)
+async def test_dead_letters_of_unknown_tasks_count_towards_max_jobs(url: str) -> None:
+    elsewhere, app = Holdfast(url), Holdfast(url, unknown_task_grace_s=0)
 
     @elsewhere.task(name="unknown")
     async def unknown() -> None: ...

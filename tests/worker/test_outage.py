@@ -174,12 +174,12 @@ async def test_submitting_to_an_unreachable_engine_fails_at_once(
     async def work() -> None: ...
 
     await app.open()
-    faults.down.add("submit")
+    faults.down.update({"submit", "submit_each"})
     results = await asyncio.gather(*(work.submit() for _ in range(100)), return_exceptions=True)
     assert all(isinstance(result, EngineUnavailable) for result in results)
     critical = [record for record in caplog.records if record.levelno == logging.CRITICAL]
     assert [record.getMessage() for record in critical] == [
-        "100 jobs could not be submitted: submit: made to fail by the test"
+        "100 jobs could not be submitted: submit_each: made to fail by the test"
     ]
     with pytest.raises(EngineUnavailable):
         await work.submit_many([(), ()])

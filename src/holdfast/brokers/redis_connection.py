@@ -172,7 +172,7 @@ def entry_position(message: RawMessage) -> tuple[int, int]:
     return int(time), int(sequence)
 
 
-def after(entry_id: bytes) -> str:
+def next_entry_id(entry_id: bytes) -> str:
     """The smallest id after this one."""
     time, _, sequence = entry_id.decode().partition("-")
     return f"{time}-{int(sequence) + 1}"

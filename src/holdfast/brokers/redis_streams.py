@@ -25,8 +25,8 @@ from holdfast.brokers.redis_connection import (
     RESERVED_FIELDS,
     RedisConfig,
     RedisPublisher,
-    after,
     entry_position,
+    next_entry_id,
     pairs,
     script,
     to_fields,
@@ -289,7 +289,7 @@ class RedisAdapter(QueueAdapter):
                     expired += [row["message_id"], row["consumer"], row["times_delivered"]]
             if len(rows) < _PAGE:
                 break
-            start = after(rows[-1]["message_id"])
+            start = next_entry_id(rows[-1]["message_id"])
         if not expired:
             return []
         reclaimed = await self._run("reclaim", round(self._visibility_s * 1000), *expired[: 3 * limit])

@@ -101,17 +101,20 @@ def print_report(report: BulkReport, thing: str, *, as_json: bool) -> None:
         emit_json(report_document(report))
     elif report.dry_run:
         print(f"{report.matched}\twould be changed")
+        if report.skipped:
+            note(f"{report.skipped} skipped: already replayed")
     else:
         rows = [
             (r.id, "done" if r.done else r.code, r.job_id if r.job_id != r.id else "", r.message)
             for r in report.results
         ]
         emit_rows((thing, "result", "new job", "error"), rows, empty="nothing to do")
-        note(f"{report.done} done, {report.failed} failed")
+        if len(rows) != 1 or report.replayed_before:
+            note(f"{report.done} done, {report.failed} failed, {report.skipped} skipped")
     if report.stopped:
         note(f"stopped: {report.stopped}; repeat the command to continue with the rest")
         raise typer.Exit(ExitCode.UNAVAILABLE)
-    if report.failed:
+    if not all(result.done or result.skipped for result in report.results):
         raise typer.Exit(ExitCode.FAILED)
 
 
@@ -122,11 +125,13 @@ def report_document(report: BulkReport) -> dict[str, Any]:
         "dry_run": report.dry_run,
         "done": report.done,
         "failed": report.failed,
+        "skipped": report.skipped,
         "stopped": report.stopped or None,
         "results": [
             {
                 "id": result.id,
                 "done": result.done,
+                "skipped": result.skipped,
                 "job_id": result.job_id or None,
                 "code": result.code or None,
                 "message": result.message or None,

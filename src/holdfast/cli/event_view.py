@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
-from holdfast.cli.output import as_json, instant, joined, shorten, span
+from holdfast.cli.output import as_json, instant, join_parts, shorten, span
 from holdfast.core.codec import encode_json
 from holdfast.core.states import HEARTBEAT_EVENT, State
 from holdfast.ledger.queries.records import EffectRow, EventRow, JobDeadLetter, JobRow, JsonText, StateCounts, StepRow
@@ -67,7 +67,7 @@ def stacks(events: Sequence[EventRow]) -> Iterator[str]:
 def error(event: EventRow) -> str:
     """Format the event's error, for example `ValueError: boom`; empty if it has none."""
     data = _data(event)
-    return joined(str(data.get("type") or data.get("code") or ""), str(data.get("message") or ""))
+    return join_parts(str(data.get("type") or data.get("code") or ""), str(data.get("message") or ""))
 
 
 def _event_row(event: EventRow, events: Sequence[EventRow], what: str, detail: str) -> tuple[str, str, str, str]:
@@ -78,7 +78,7 @@ def _beats(beats: list[EventRow], events: Sequence[EventRow]) -> list[tuple[str,
     if not beats:
         return []
     count = f"{len(beats)} heartbeats" if len(beats) > 1 else "1 heartbeat"
-    return [_event_row(beats[-1], events, "alive", joined(count, beats[-1].worker or ""))]
+    return [_event_row(beats[-1], events, "alive", join_parts(count, beats[-1].worker or ""))]
 
 
 def _describe(event: EventRow) -> Iterator[tuple[str, str]]:
@@ -98,11 +98,11 @@ def _describe(event: EventRow) -> Iterator[tuple[str, str]]:
             due = int(data.get("next_attempt_at_ms") or 0)
             wait = f"again at {instant(due)}" if due else ""
             failed = f"attempt {event.attempt}: {error(event)}" if error(event) else event.message or ""
-            yield event.to_state or "", joined(shorten(failed, 120), wait)
+            yield event.to_state or "", join_parts(shorten(failed, 120), wait)
         case "task.created":
             yield "created", _submission(event, data)
         case _:
-            detail = joined(str(data.get("actor") or ""), str(data.get("reason") or event.message or ""))
+            detail = join_parts(str(data.get("actor") or ""), str(data.get("reason") or event.message or ""))
             state = event.to_state.value if event.to_state is not None else event.type
             yield _SIMPLE.get(event.type, state), shorten(detail, 120)
 
@@ -222,7 +222,7 @@ def dead_letter_row(dead_letter: DeadLetterRow, now_ms: int) -> tuple[str, ...]:
         dead_letter.tenant_id,
         f"{_ago(dead_letter.failed_at, now_ms)} ago",
         dead_letter.status,
-        joined(dead_letter.error_code, shorten(dead_letter.error)),
+        join_parts(dead_letter.error_code, shorten(dead_letter.error)),
     )
 
 
@@ -234,7 +234,7 @@ def group_row(group: DeadLetterGroup, now_ms: int) -> tuple[str, ...]:
         str(group.count),
         f"{_ago(group.first, now_ms)} ago",
         f"{_ago(group.last, now_ms)} ago",
-        joined(group.error_code, shorten(group.error)),
+        join_parts(group.error_code, shorten(group.error)),
     )
 
 
@@ -249,7 +249,7 @@ def dead_letter_facts(dead_letter: DeadLetterRow) -> Iterator[tuple[str, str]]:
         "tenant": dead_letter.tenant_id,
         "trace": dead_letter.trace_id,
         "failed": iso(dead_letter.failed_at),
-        "error": joined(dead_letter.error_code, dead_letter.error),
+        "error": join_parts(dead_letter.error_code, dead_letter.error),
         "fingerprint": dead_letter.fingerprint,
         "retries": str(dead_letter.retry_count),
         "payload": shorten(dead_letter.payload.text, 2_000),

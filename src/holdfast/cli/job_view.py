@@ -18,7 +18,7 @@ from holdfast.cli.output import (
     emit_rows,
     error_text,
     instant,
-    joined,
+    join_parts,
     number_of,
     on_terminal,
     shorten,
@@ -39,7 +39,7 @@ def print_ledger_only(history: JobHistoryView) -> None:
     if history.dead_letter is not None:
         dead_letter = history.dead_letter
         print()
-        error = joined(dead_letter.error_code, shorten(dead_letter.error, 120))
+        error = join_parts(dead_letter.error_code, shorten(dead_letter.error, 120))
         print(visible(f"dead letter {dead_letter.dlq_id} ({dead_letter.status}): {error}"))
     if history.steps:
         print()
@@ -92,7 +92,7 @@ def _remark(view: JobInfo, now_ms: int) -> str:
         return f"on {view.worker}"
     if view.next_attempt_at_ms > now_ms:
         return f"due in {span(view.next_attempt_at_ms - now_ms)}"
-    return shorten(joined(view.failure.type or view.failure.code, view.failure.message)) if view.failure else ""
+    return shorten(join_parts(view.failure.type or view.failure.code, view.failure.message)) if view.failure else ""
 
 
 def print_job(view: JobInfo) -> None:
@@ -190,7 +190,7 @@ def _attempt(attempt: Attempt) -> TimelineEntry:
     detail = f"{attempt.outcome} after {duration} on {attempt.worker}"
     if attempt.failure is not None:
         failure = attempt.failure
-        detail = joined(detail, failure.type or failure.code, shorten(failure.message, 80))
+        detail = join_parts(detail, failure.type or failure.code, shorten(failure.message, 80))
     return TimelineEntry(attempt.started_at_ms, f"attempt {attempt.number}", detail)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from holdfast._platform import unsupported
+from holdfast._platform import unsupported_error
 from holdfast._version import __version__
 
 
@@ -15,7 +15,7 @@ def main() -> None:
     if sys.argv[1:] == ["--version"]:
         print(f"holdfast {__version__}")
         return
-    if (error := unsupported()) is not None:
+    if (error := unsupported_error()) is not None:
         print(f"holdfast: {error}", file=sys.stderr)
         sys.exit(2)
     try:

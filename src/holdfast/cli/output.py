@@ -228,10 +228,10 @@ def shorten(text: str, width: int = 60) -> str:
 
 def error_text(failure: Failure) -> str:
     """Format a failure: `TASK_ERROR: ValueError: boom`."""
-    return joined(failure.code, failure.type, failure.message)
+    return join_parts(failure.code, failure.type, failure.message)
 
 
-def joined(*parts: str) -> str:
+def join_parts(*parts: str) -> str:
     """Join the non-empty parts with colons."""
     return ": ".join(part for part in parts if part)
 
@@ -265,7 +265,7 @@ def job_document(view: JobInfo) -> dict[str, Any]:
         "idempotency_key": view.idempotency_key or view.job_id,
         "trace_id": view.trace_id,
         "worker": view.worker or None,
-        # Redis keeps no arguments of a job that succeeded.
+        # Without a ledger, Redis keeps no arguments of a job that succeeded.
         "payload": as_json(view.payload) if view.payload else None,
         "context": meta.context,
         "result": None if view.result is None else as_json(view.result),

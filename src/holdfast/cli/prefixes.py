@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from holdfast.cli.event_view import iso
 from holdfast.cli.output import emit_rows
 from holdfast.errors import AmbiguousId, NotFound, UnknownJob
-from holdfast.operations.access import visible_tenants
 
 if TYPE_CHECKING:
     from holdfast.core.principal import Principal
@@ -26,14 +25,14 @@ T = TypeVar("T")
 #: These characters encode the millisecond of creation; shorter prefixes would match nearly everything.
 SHORTEST: Final = 12
 #: Length of an id that holdfast generates.
-_WHOLE: Final = 32
+FULL_LENGTH: Final = 32
 #: Maximum number of candidates that are printed.
 _LISTED: Final = 10
 #: Column header for the instant of a candidate.
 _WHEN: Final = {"job": "created", "approval": "requested", "dead letter": "failed"}
 
 
-async def abbreviated(
+async def with_whole_id(
     queries: Queries | None,
     noun: str,
     principal: Principal,
@@ -53,7 +52,7 @@ async def abbreviated(
     except (UnknownJob, NotFound):
         found, advice = None, ""
         if queries is None:
-            advice = "without a ledger a prefix cannot be resolved; pass the full id" if len(text) < _WHOLE else ""
+            advice = "without a ledger a prefix cannot be resolved; pass the full id" if len(text) < FULL_LENGTH else ""
         elif len(text) < SHORTEST:
             advice = f"an id prefix needs at least {SHORTEST} characters"
         else:
@@ -69,7 +68,7 @@ async def whole_job_ids(
     """Return full job ids; a single id may be a prefix."""
     if len(ids) != 1:
         return ids
-    view = await abbreviated(
+    view = await with_whole_id(
         queries_of(operations),
         "job",
         principal,
@@ -85,7 +84,7 @@ async def whole_dead_letter_ids(operations: Operations, principal: Principal, id
     if len(ids) != 1:
         return ids
     dead_letters = operations.dead_letters
-    dead_letter = await abbreviated(
+    dead_letter = await with_whole_id(
         queries_of(operations), "dead letter", principal, ids[0], lambda dlq_id: dead_letters.show(principal, dlq_id)
     )
     return [dead_letter.dlq_id]
@@ -100,10 +99,10 @@ async def _only(
     queries: Queries, noun: str, principal: Principal, prefix: str, queue: str | None, tenant: str | None
 ) -> str | None:
     """Return the only id with this prefix; None if there is none. Raises `AmbiguousId`."""
-    tenants = visible_tenants(principal)
+    tenants = principal.visible_tenants
     if tenant is not None:
         tenants = (tenant,) if principal.can_see(tenant) else ()
-    found = await queries.by_prefix(noun, prefix, tenants, queue, _LISTED + 1)
+    found = await queries.find_by_prefix(noun, prefix, tenants, queue, _LISTED + 1)
     if len(found) <= 1:
         return found[0].id if found else None
     shown = found[:_LISTED]

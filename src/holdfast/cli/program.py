@@ -26,6 +26,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "reconcile": "reconcile",
     "jobs": "jobs",
     "queues": "queues",
+    "tasks": "tasks",
     "workers": "workers",
     "dlq": "dlq",
     "suspended": "suspended",

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast.app import Holdfast
 from holdfast.cli.output import note
-from holdfast.cli.prefixes import abbreviated
+from holdfast.cli.prefixes import with_whole_id
 from holdfast.clock import SystemClock
 from holdfast.core.job import JobInfo
 from holdfast.core.principal import ALL_TENANTS, Principal, Role
@@ -226,13 +226,14 @@ async def open_operations(
     A missing database is created if `make` is set, else it is an error.
     """
     app = at.some_app(reference)
+    settings = backend_of(app).settings
     if not make:
-        must_exist(app.settings.url)
-        ledger_must_exist(app.settings)
+        must_exist(settings.url)
+        ledger_must_exist(settings)
     await app.open()
     try:
         operations = Operations.for_app(app)
-        yield operations, await current_principal(app.settings, backend_of(app).ledger)
+        yield operations, await current_principal(settings, operations.ledger)
     finally:
         await app.close()
 
@@ -278,7 +279,7 @@ class StoreSession:
 
     async def with_job(self, text: str, tenant: str | None, queue: str | None, act: Callable[[str], Awaitable[T]]) -> T:
         """Call `act` with the full job id for an id or a prefix (see `cli.prefixes`)."""
-        return await abbreviated(self.queries, "job", self.principal, text, act, queue=queue, tenant=tenant)
+        return await with_whole_id(self.queries, "job", self.principal, text, act, queue=queue, tenant=tenant)
 
     async def find_live(self, job_id: str, queue: str | None) -> JobInfo | None:
         """Return the job as the engine has it; None if it does not."""

@@ -13,12 +13,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
 
+import msgspec
+
+from holdfast.client.announced import AnnouncedTasks
 from holdfast.client.configuration import Configurable
 from holdfast.client.connections import LoopConnections
 from holdfast.client.options import SubmitOptions, make_options
 from holdfast.client.submitter import BatchingSubmitter, Submitter, TracedSubmitter
 from holdfast.clock import Clock
+from holdfast.core.announcement import SCHEMA_LIMIT, AnnouncedTask
 from holdfast.core.codec import decode_json
+from holdfast.core.fingerprint import raw_fingerprint
 from holdfast.core.job import DEFAULT_QUEUE, Envelope, Priority, Receipt, new_job_ids
 from holdfast.core.text import check_name
 from holdfast.engine.port import Engine
@@ -52,6 +57,8 @@ class Backend(Configurable):
         self._retry_from_settings: set[str] = set()
         self.guard = GuardRegistry(lambda: self.settings.guard_timeout_s)
         self._outbox_writer: Outbox | None = None
+        #: For submissions of an app without tasks.
+        self.announced = AnnouncedTasks(lambda: self.engine, lambda: self.ledger)
         super().__init__(given, settings, clock)
 
     def add_task(self, task: Task[..., Any], *, retry_from_settings: bool) -> None:
@@ -110,12 +117,17 @@ class Backend(Configurable):
 
     # Submission --------------------------------------------------------------------------------------
 
-    async def submitter(self) -> Submitter:
-        """The submitter of the running event loop, or that of inline mode."""
-        return self.inline_submitter or await self.connections.submitter()
+    def announcements(self) -> list[AnnouncedTask]:
+        """The tasks of this app, as its workers announce them."""
+        return [_announcement(task) for task in self.tasks.values()]
 
-    def envelope(self, task: str, payload: bytes, **options: Unpack[SubmitOptions]) -> Envelope:
-        """Check task, payload and options; return an envelope with a new job id."""
+    def envelope(
+        self, task: str, payload: bytes, announced: AnnouncedTask | None = None, **options: Unpack[SubmitOptions]
+    ) -> Envelope:
+        """Check task, payload and options; return an envelope with a new job id.
+
+        `announced`: what `self.announced` returned for the payload, if the app has no tasks.
+        """
         if not isinstance(payload, bytes):
             raise InvalidPayload(
                 f"the payload of submit_raw is JSON as bytes, not a {type(payload).__name__}; use "
@@ -131,9 +143,18 @@ class Backend(Configurable):
             decode_json(payload, f"the payload of task {check_name(task, 'task')!r}")
         else:
             known.spec.decode(payload)
-        queue, priority = (DEFAULT_QUEUE, Priority.NORMAL) if known is None else (known.queue, known.priority)
+        queue, priority, schema = DEFAULT_QUEUE, Priority.NORMAL, ""
+        if known is not None:
+            queue, priority, schema = known.queue, known.priority, known.spec.fingerprint
+        elif announced is not None:
+            queue, priority, schema = announced.queue, Priority(announced.priority), announced.fingerprint
         chosen = make_options(options, queue=queue, priority=priority, payload_limit=limit)
-        return chosen.envelope(new_job_ids(1)[0], task, payload)
+        return chosen.envelope(new_job_ids(1)[0], task, payload, schema)
+
+    def fingerprint(self, task: str, payload: bytes) -> str:
+        """The fingerprint of a request, kept with its idempotency key; see `core.fingerprint`."""
+        spec = self.specs.get(task)
+        return raw_fingerprint(task, payload) if spec is None else spec.arguments.fingerprint(payload)
 
     # In the user's transaction -----------------------------------------------------------------------
 
@@ -142,11 +163,11 @@ class Backend(Configurable):
 
         A relay submits them after the commit. Inline mode runs them immediately.
         """
-        if self.inline_submitter is not None:
-            return await self.inline_submitter.submit_many(envelopes)
+        if self.connections.inline_submitter is not None:
+            return await self.connections.inline_submitter.submit_many(envelopes)
         if not envelopes:
             return []
-        with self._traced(envelopes) as traced:
+        with self._trace(envelopes) as traced:
             prepared = await self.connections.prepare(traced)
             await insert_events(connection, [job_event_row(envelope) for envelope in prepared])
         return [Receipt(envelope.job_id) for envelope in prepared]
@@ -156,10 +177,10 @@ class Backend(Configurable):
 
         The connection stays in this thread; guards run in the portal.
         """
-        submitter = self.inline_submitter
+        submitter = self.connections.inline_submitter
         if submitter is not None:
             return self.portal.call("submit_sync", lambda: submitter.submit_many(envelopes), "await task.submit(…)")
-        with self._traced(envelopes) as traced:
+        with self._trace(envelopes) as traced:
             prepared = self.portal.call("submit_sync", lambda: self.connections.prepare(traced), "await task.submit(…)")
             insert_events_sync(connection, [job_event_row(envelope) for envelope in prepared])
         return [Receipt(envelope.job_id) for envelope in prepared]
@@ -170,7 +191,7 @@ class Backend(Configurable):
         None unless the transaction is committed and visible to the relay, and None in inline mode. Raises `NoLedger` if
         the app has no outbox.
         """
-        if self.inline_submitter is not None:
+        if self.connections.inline_submitter is not None:
             return None
         outbox = self.connections.outbox()
         if outbox is None:
@@ -178,7 +199,7 @@ class Backend(Configurable):
         return await (await outbox.open()).get(tenant_id, job_id)
 
     @contextmanager
-    def _traced(self, envelopes: Sequence[Envelope]) -> Iterator[Sequence[Envelope]]:
+    def _trace(self, envelopes: Sequence[Envelope]) -> Iterator[Sequence[Envelope]]:
         tracer = tracer_for(self.settings.tracing)
         if tracer is None:
             yield envelopes
@@ -216,7 +237,7 @@ class Backend(Configurable):
     def _build_engine(self) -> Engine:
         from holdfast.factory import build_engine
 
-        return build_engine(self.settings, self.clock)
+        return build_engine(self.settings, self.clock, self.fingerprint)
 
     def _build_ledger(self, engine: Engine) -> Ledger | None:
         from holdfast.factory import build_ledger
@@ -227,3 +248,15 @@ class Backend(Configurable):
         from holdfast.factory import build_outbox
 
         return build_outbox(self.settings, ledger, self.clock)
+
+
+def _announcement(task: Task[..., Any]) -> AnnouncedTask:
+    schema = task.spec.schema
+    text = "" if schema is None else msgspec.json.encode(schema).decode()
+    return AnnouncedTask(
+        task=task.name,
+        queue=task.queue,
+        fingerprint=task.spec.fingerprint,
+        schema=text if len(text) <= SCHEMA_LIMIT else "",
+        priority=int(task.priority),
+    )

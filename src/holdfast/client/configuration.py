@@ -34,8 +34,6 @@ class Configurable(ABC):
 
     def __init__(self, given: Mapping[str, Any], settings: Settings, clock: Clock) -> None:
         self.portal = BlockingPortal()
-        #: Set by inline mode, which runs jobs where they are submitted.
-        self.inline_submitter: Submitter | None = None
         _check_extras(settings)
         self._use(Setup(given, settings, clock, self._make_connections(settings)))
 
@@ -69,22 +67,23 @@ class Configurable(ABC):
 
         The app may be open: its connections are kept, and used again after the block.
         """
-        former, before = self._setup, self.inline_submitter
+        former = self._setup
         self._change({"url": "sqlite://"})
-        self.inline_submitter = submitter
+        self.connections.inline_submitter = submitter
         try:
             yield
         finally:
             self.connections.discard()
-            self.inline_submitter = before
             self._use(former)
 
     def _change(self, overrides: Mapping[str, Any], clock: Clock | None = None) -> None:
         former = self._setup
-        given = _changed(former.given, overrides)
+        given = _merge(former.given, overrides)
         settings = Settings.exactly(given)
         _check_extras(settings)
-        self._use(Setup(given, settings, clock or former.clock, self._make_connections(settings)))
+        connections = self._make_connections(settings)
+        connections.inline_submitter = former.connections.inline_submitter
+        self._use(Setup(given, settings, clock or former.clock, connections))
 
     def _undo(self, former: Setup, *, sound: bool) -> None:
         """Restore the former settings.
@@ -154,7 +153,7 @@ def _check_extras(settings: Settings) -> None:
         require("tracing", "opentelemetry.trace")
 
 
-def _changed(given: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(given: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """The settings given in code, after a change.
 
     A move into memory drops the stores named for another engine.

@@ -186,6 +186,14 @@ async def _open_with_retry(ledger: Ledger, first: asyncio.Future[Exception | Non
         await asyncio.sleep(backoff.next_s())
 
 
+def _running_loop() -> asyncio.AbstractEventLoop:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        # Says so if the coroutine was copied by a fork.
+        return running_loop()
+
+
 class LoopConnections:
     """The connections of an app, one per event loop. Can be used from any thread."""
 
@@ -210,6 +218,8 @@ class LoopConnections:
         self._build_webhook_policy = build_webhook_policy
         self._front = front
         self._durable_timeout_s = durable_timeout_s
+        #: Set by inline mode, which runs jobs where they are submitted.
+        self.inline_submitter: Submitter | None = None
         self._lock = threading.Lock()
         self._first: Engine | None = None
         self._first_in_use = False
@@ -253,27 +263,29 @@ class LoopConnections:
 
     def ledger(self) -> Ledger | None:
         """The ledger of the running loop, open or not."""
-        return self._connection(running_loop()).ledger
+        return self._connection(_running_loop()).ledger
 
     def ledger_refusal(self) -> LedgerRefused | None:
         """Why the ledger of the running loop refused the login when it was opened; None if it did not."""
-        return self._connection(running_loop()).refusal
+        return self._connection(_running_loop()).refusal
 
     def outbox(self) -> OutboxHandle | None:
         """The outbox of the running loop, open or not."""
-        return self._connection(running_loop()).outbox()
+        return self._connection(_running_loop()).outbox()
 
     async def prepare(self, envelopes: Sequence[Envelope]) -> list[Envelope]:
         """Check envelopes and let the guards review them, without submitting."""
-        return await self._connection(running_loop()).prepare(envelopes)
+        return await self._connection(_running_loop()).prepare(envelopes)
 
     async def open(self) -> None:
         """Open the engine of this loop, and its ledger if it is reachable. Can be repeated."""
-        await self._connection(running_loop()).open(_OPEN_TIMEOUT_S)
+        await self._connection(_running_loop()).open(_OPEN_TIMEOUT_S)
 
     async def submitter(self) -> Submitter:
-        """The submitter of this loop, opened if necessary."""
-        loop, connection = running_loop(), self._latest
+        """The submitter of this loop, opened if necessary; in inline mode, that of inline mode."""
+        if self.inline_submitter is not None:
+            return self.inline_submitter
+        loop, connection = _running_loop(), self._latest
         if connection is None or connection.loop is not loop:
             connection = self._latest = self._connection(loop)
         try:

@@ -62,7 +62,7 @@ class Job(Generic[R]):
 
     async def info(self) -> JobInfo:
         """The engine's record of the job; raises `UnknownJob` once it has expired."""
-        submitter = await self._backend.submitter()
+        submitter = await self._backend.connections.submitter()
         view = await submitter.get(self.queue, self.id)
         if view is None and self._outbox_of and await self._is_submitted():
             view = await submitter.get(self.queue, self.id)
@@ -78,7 +78,7 @@ class Job(Generic[R]):
 
     async def cancel(self, reason: str = "", actor: str = "api") -> None:
         """Cancel it, whether it waits or runs. Raises `TransitionInvalid` if it has already ended."""
-        submitter = await self._backend.submitter()
+        submitter = await self._backend.connections.submitter()
         await submitter.cancel(self.queue, self.id, actor, reason)
 
     async def result(self, timeout: Duration | None = None) -> R:
@@ -87,7 +87,7 @@ class Job(Generic[R]):
         Raises `WaitTimeout` after `timeout`; the job continues. A suspended job is waited for, since an operator may
         resume it.
         """
-        submitter = await self._backend.submitter()
+        submitter = await self._backend.connections.submitter()
         timeout_ms = None if timeout is None else duration_ms(timeout, "timeout")
         began = time.monotonic()
         left_ms = _WAIT_MS
@@ -106,9 +106,9 @@ class Job(Generic[R]):
                     value: R = self._decode(view.result or b"null")
                     return value
                 case State.CANCELLED:
-                    raise _ended(JobCancelled, view)
+                    raise _to_error(JobCancelled, view)
                 case State.FAILED:
-                    raise _ended(JobFailed, view)
+                    raise _to_error(JobFailed, view)
                 case _ if timeout_ms is not None and left_ms <= 0:
                     raise WaitTimeout(self.id, view.state, timedelta(milliseconds=timeout_ms))
 
@@ -142,7 +142,7 @@ class Job(Generic[R]):
         return f"<Job {self.id} in {self.queue!r}{' (duplicate)' if self.duplicate else ''}>"
 
 
-def _ended(error: type[JobFailed], view: JobInfo) -> JobFailed:
+def _to_error(error: type[JobFailed], view: JobInfo) -> JobFailed:
     if (failure := view.failure) is None:
         return error(view.job_id, view.state, None, None)
     return error(view.job_id, view.state, failure.code, failure.message)

@@ -9,7 +9,7 @@ from typing import Any, Final, TypedDict
 
 from holdfast.clock import to_ms
 from holdfast.core.codec import decode_json, encode_json
-from holdfast.core.job import DEFAULT_QUEUE, DEFAULT_TENANT, EMPTY_META, Envelope, Meta, Priority
+from holdfast.core.job import DEFAULT_QUEUE, DEFAULT_TENANT, EMPTY_META, Envelope, KeyReuse, Meta, Priority
 from holdfast.core.retry import Duration, Retry, duration_ms
 from holdfast.core.text import KEY_LIMIT as KEY_LIMIT
 from holdfast.core.text import NAME_LIMIT as NAME_LIMIT
@@ -39,6 +39,7 @@ class SubmitOptions(TypedDict, total=False):
     hold: bool
     durable: bool
     webhook: str | None
+    on_key_reuse: KeyReuse | str | None
     connection: Any
 
 
@@ -54,12 +55,13 @@ class Options:
     run_at_ms: int = 0
     hold: bool = False
     durable: bool = False
+    on_key_reuse: KeyReuse = KeyReuse.REFUSE
     meta: Meta = EMPTY_META
     #: The user's connection: the job is part of its transaction.
     connection: Any = None
 
-    def envelope(self, job_id: str, task: str, payload: bytes) -> Envelope:
-        """The envelope of one job."""
+    def envelope(self, job_id: str, task: str, payload: bytes, schema: str = "") -> Envelope:
+        """The envelope of one job. `schema`: fingerprint of the schema that the payload was checked with."""
         return Envelope(
             job_id=job_id,
             task=task,
@@ -73,6 +75,8 @@ class Options:
             run_at_ms=self.run_at_ms,
             hold=self.hold,
             durable=self.durable,
+            schema=schema,
+            on_key_reuse=self.on_key_reuse,
         )
 
 
@@ -105,6 +109,7 @@ def make_options(given: SubmitOptions, *, queue: str, priority: Priority, payloa
         run_at_ms=0 if run_at is None else _instant_ms(run_at),
         hold=given.get("hold", False),
         durable=bool(given.get("durable", False)),
+        on_key_reuse=parse_key_reuse(given.get("on_key_reuse")),
         meta=EMPTY_META if meta == EMPTY_META else meta,
         connection=connection,
     )
@@ -120,6 +125,16 @@ def _window_ms(window: Duration | None, key: str | None) -> int:
     if window_ms < 1:
         raise InvalidOption("idempotency_window must be more than 0")
     return window_ms
+
+
+def parse_key_reuse(value: object) -> KeyReuse:
+    """Parse "refuse", "return" or None, which means the default."""
+    if value is None:
+        return KeyReuse.REFUSE
+    try:
+        return KeyReuse(value)  # type: ignore[arg-type]
+    except ValueError as exc:
+        raise InvalidOption(f"on_key_reuse must be one of {', '.join(KeyReuse)}, not {value!r}") from exc
 
 
 def parse_priority(value: object) -> Priority:

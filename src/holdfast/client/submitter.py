@@ -1,7 +1,8 @@
 """Submission of jobs, coalesced into shared engine calls per event loop.
 
 `BatchingSubmitter`: callers that submit at the same moment share a call, so that a hundred concurrent submissions cost
-about as much as a batch of a hundred. A single caller waits for one iteration of the loop and one round trip. Each
+about as much as a batch of a hundred. Each call is judged on its own, in the order of arrival: limits and reused keys
+refuse only the callers concerned. A single caller waits for one iteration of the loop and one round trip. Each
 queue has separate calls: a queue that refuses intake refuses only its own callers.
 
 A durable submission returns once the ledger has the job. Submissions that shared a call wait together, and the next
@@ -17,10 +18,10 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from datetime import timedelta
 from itertools import islice
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from holdfast.core.job import MAX_BATCH, Envelope, JobInfo, JobKey, Receipt
 from holdfast.core.retry import Backoff
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
 
 _log: Final = logging.getLogger("holdfast.client")
+
+T = TypeVar("T")
 
 #: Concurrent shared calls: the next batch forms while they run.
 _MAX_CALLS: Final = 2
@@ -124,9 +127,10 @@ class BatchingSubmitter(Submitter):
         return await future
 
     async def submit_many(self, envelopes: Iterable[Envelope]) -> list[Receipt]:
-        """Submit in concurrent batches. If one fails, its error is raised; the others may be accepted.
+        """Submit in concurrent batches, each accepted whole or not at all.
 
-        Guards review all jobs first: if one is denied, none is accepted.
+        If one fails, its error is raised; the others may be accepted. Guards review all jobs first: if one is denied,
+        none is accepted.
         """
         if self._webhooks is not None:
             envelopes = map(self._webhooks.apply, envelopes)
@@ -165,9 +169,9 @@ class BatchingSubmitter(Submitter):
             self._scheduled = True
             call = self._loop.create_task(self._send_next())
             self._calls.add(call)
-            call.add_done_callback(self._sent)
+            call.add_done_callback(self._on_sent)
 
-    def _sent(self, call: asyncio.Task[None]) -> None:
+    def _on_sent(self, call: asyncio.Task[None]) -> None:
         self._calls.discard(call)
         self._call_soon()
 
@@ -184,7 +188,7 @@ class BatchingSubmitter(Submitter):
 
     async def _send(self, batch: list[_Waiting]) -> None:
         try:
-            receipts = await self._call([envelope for envelope, _ in batch])
+            receipts = await self._call(self._engine.submit_each, [envelope for envelope, _ in batch])
         except asyncio.CancelledError:
             for _, future in batch:
                 future.cancel()
@@ -196,7 +200,10 @@ class BatchingSubmitter(Submitter):
             return
         durable: list[tuple[Envelope, Receipt, asyncio.Future[Receipt]]] = []
         for (envelope, future), receipt in zip(batch, receipts, strict=True):
-            if envelope.durable:
+            if not isinstance(receipt, Receipt):
+                if not future.done():
+                    future.set_exception(receipt)
+            elif envelope.durable:
                 self.on_accepted(receipt)
                 durable.append((envelope, receipt, future))
             elif not future.done():
@@ -209,9 +216,9 @@ class BatchingSubmitter(Submitter):
                 self._waits.add(wait)
                 wait.add_done_callback(self._waits.discard)
 
-    async def _call(self, envelopes: Sequence[Envelope]) -> list[Receipt]:
+    async def _call(self, submit: Callable[[Sequence[Envelope]], Awaitable[T]], envelopes: Sequence[Envelope]) -> T:
         try:
-            return await self._submit_with_restore(envelopes)
+            return await self._submit_with_restore(submit, envelopes)
         except EngineUnavailable as exc:
             # One log line per call, however many callers wait for it (requirement Q11).
             _log.critical("%d jobs could not be submitted: %s", len(envelopes), exc)
@@ -221,7 +228,9 @@ class BatchingSubmitter(Submitter):
             _log.critical("%d jobs were refused: %s", len(envelopes), exc)
             raise
 
-    async def _submit_with_restore(self, envelopes: Sequence[Envelope]) -> list[Receipt]:
+    async def _submit_with_restore(
+        self, submit: Callable[[Sequence[Envelope]], Awaitable[T]], envelopes: Sequence[Envelope]
+    ) -> T:
         """Submit; if the engine has lost a queue's data, restore its keys and repeat.
 
         Jobs that were already accepted are recognised as duplicates.
@@ -229,7 +238,7 @@ class BatchingSubmitter(Submitter):
         restores = _MAX_RESTORES + len({envelope.queue for envelope in envelopes})
         while True:
             try:
-                return await self._engine.submit(envelopes)
+                return await submit(envelopes)
             except FeedDetached as exc:
                 restores -= 1
                 if not restores:
@@ -251,7 +260,7 @@ class BatchingSubmitter(Submitter):
         durable = any(envelope.durable for envelope in envelopes)
         if durable:
             self._check_durable()
-        receipts = await self._call(envelopes)
+        receipts = await self._call(self._engine.submit, envelopes)
         if durable:
             pairs = zip(envelopes, receipts, strict=True)
             keys = [_key(envelope, receipt) for envelope, receipt in pairs if envelope.durable]

@@ -53,13 +53,13 @@ class BoundTask(Generic[P, R]):
         """Submit one call. When this returns, the job is accepted and will not be lost."""
         options, spec = self._options, self.spec
         payload = spec.arguments.encode(args, kwargs, spec.payload_limit)
-        envelope = options.envelope(new_job_ids(1)[0], spec.name, payload)
+        envelope = options.envelope(new_job_ids(1)[0], spec.name, payload, spec.fingerprint)
         if options.connection is not None:
             (job,) = await self._enqueue([envelope])
             return job
-        submitter = await self._backend.submitter()
+        submitter = await self._backend.connections.submitter()
         receipt = await submitter.submit(envelope)
-        return Job(self._backend, receipt.job_id, options.queue, receipt.duplicate, spec.arguments.decode_result)
+        return Job(self._backend, receipt.job_id, options.queue, receipt.duplicate, spec.results.decode)
 
     def bind(self, *args: P.args, **kwargs: P.kwargs) -> BoundCall[R]:
         """Return a call with these options, to be submitted with others by `submit_many`."""
@@ -70,17 +70,18 @@ class BoundTask(Generic[P, R]):
 
         `duplicate` is set where the idempotency key was known. A call is a tuple of positional arguments, or
         `task.options(…).bind(…)` with its own options, which override those of this submission. All calls are checked
-        before the first job is sent. They are sent in batches of 500: if the engine fails in between, some are accepted
-        and some are not.
+        before the first job is sent. They are sent in batches of 500; the jobs of a batch in one queue are accepted
+        whole or not at all. `IntakeLimited.fits` says how many of a refused batch would fit. With more than one batch,
+        some may be accepted and others not.
         """
         if self._options.idempotency_key:
             raise InvalidOption("one idempotency_key cannot serve many jobs; give each its own with options(…).bind(…)")
         payloads, own = await self._payloads(calls)
         if self._options.connection is not None:
             return await self._enqueue(list(self._envelopes(payloads, own)))
-        submitter = await self._backend.submitter()
+        submitter = await self._backend.connections.submitter()
         receipts = await submitter.submit_many(self._envelopes(payloads, own))
-        decode = self.spec.arguments.decode_result
+        decode = self.spec.results.decode
         return [
             Job(self._backend, receipt.job_id, own.get(number, self._options).queue, receipt.duplicate, decode)
             for number, receipt in enumerate(receipts)
@@ -103,12 +104,12 @@ class BoundTask(Generic[P, R]):
     def _enqueue_sync(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job[R]:
         spec = self.spec
         payload = spec.arguments.encode(args, kwargs, spec.payload_limit)
-        envelope = self._options.envelope(new_job_ids(1)[0], spec.name, payload)
+        envelope = self._options.envelope(new_job_ids(1)[0], spec.name, payload, spec.fingerprint)
         (receipt,) = self._backend.enqueue_in_transaction_sync(self._options.connection, [envelope])
         return self._transactional_job(envelope, receipt)
 
     def _transactional_job(self, envelope: Envelope, receipt: Receipt) -> Job[R]:
-        decode = self.spec.arguments.decode_result
+        decode = self.spec.results.decode
         return Job(
             self._backend, receipt.job_id, envelope.queue, receipt.duplicate, decode, outbox_of=envelope.tenant_id
         )
@@ -147,11 +148,11 @@ class BoundTask(Generic[P, R]):
         return self._make(merged)
 
     def _envelopes(self, payloads: list[bytes], own: Mapping[int, Options]) -> Iterator[Envelope]:
-        shared, name = self._options, self.spec.name
+        shared, name, schema = self._options, self.spec.name, self.spec.fingerprint
         for start in range(0, len(payloads), MAX_BATCH):
             batch = payloads[start : start + MAX_BATCH]
             for number, (job_id, payload) in enumerate(zip(new_job_ids(len(batch)), batch, strict=True), start):
-                yield own.get(number, shared).envelope(job_id, name, payload)
+                yield own.get(number, shared).envelope(job_id, name, payload, schema)
 
 
 class Task(BoundTask[P, R]):
@@ -172,7 +173,9 @@ class Task(BoundTask[P, R]):
     def options(self, **given: Unpack[SubmitOptions]) -> BoundTask[P, R]:
         """Return the task with options for its submissions.
 
-        `idempotency_key`: a second submission with it (same tenant and queue) returns the first job.
+        `idempotency_key`: a second submission of this call with it (same tenant and queue) returns the first job.
+        Another call, or another task, with the same key raises `IdempotencyKeyReused`; `on_key_reuse="return"` returns
+        the first job then, too.
         `delay` or `run_at` (aware): earliest start. `retry` replaces the task's policy for this job.
         `context`: JSON values that the task reads as `ctx.context`. `hold`: it must be approved first.
         `durable`: submitting returns when the ledger has the job; `NotDurableYet` if that takes too long.

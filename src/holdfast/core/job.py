@@ -11,11 +11,12 @@ import os
 import re
 import time
 from collections.abc import Mapping
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from typing import Annotated, Any, Final
 
 import msgspec
 
+from holdfast.core.fingerprint import FINGERPRINT_LENGTH
 from holdfast.core.retry import Retry
 from holdfast.core.states import State
 
@@ -33,6 +34,15 @@ class Priority(IntEnum):
     HIGH = 0
     NORMAL = 1
     LOW = 2
+
+
+class KeyReuse(StrEnum):
+    """What a submission gets whose idempotency key belongs to another request."""
+
+    #: `IdempotencyKeyReused`. The default.
+    REFUSE = "refuse"
+    #: The first job, as a duplicate; a `task.duplicate` event records that the arguments differ.
+    RETURN = "return"
 
 
 #: The order of priorities for successive claims. Out of eight claims, one begins with the lowest priority and two with
@@ -151,6 +161,10 @@ class Meta(msgspec.Struct, frozen=True, omit_defaults=True):
     submitted_by: str = ""
     #: The job's own idempotency window, counted from its submission; 0: the engine's.
     key_window_ms: InstantMs = 0
+    #: Since when workers have released it because they do not know its task, or not with this schema; 0: none has.
+    unknown_since_ms: InstantMs = 0
+    #: Task and arguments under the job's idempotency key (`core.fingerprint`); the engine sets it. Empty: no key.
+    key_fingerprint: Annotated[str, msgspec.Meta(max_length=FINGERPRINT_LENGTH)] = ""
 
 
 EMPTY_META: Final = Meta()
@@ -205,6 +219,9 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     hold: bool = False
     #: The caller waits until the ledger has it: the feed entry is marked as urgent.
     durable: bool = False
+    #: Fingerprint of the schema that the arguments were checked with; empty: they were not.
+    schema: str = ""
+    on_key_reuse: KeyReuse = KeyReuse.REFUSE
 
 
 class Receipt(msgspec.Struct, frozen=True, gc=False):
@@ -271,6 +288,8 @@ class JobInfo(msgspec.Struct, frozen=True, kw_only=True):
     failure: Failure | None = None
     next_attempt_at_ms: int = 0
     finished_at_ms: int = 0
+    #: As in the `Envelope`, while the job is open; lost if the engine loses the job and the ledger restores it.
+    schema: str = ""
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -64,6 +64,11 @@ class Principal(msgspec.Struct, frozen=True, kw_only=True):
     def sees_all_tenants(self) -> bool:
         return ALL_TENANTS in self.tenants
 
+    @property
+    def visible_tenants(self) -> tuple[str, ...] | None:
+        """The principal's tenants; None means all."""
+        return None if self.sees_all_tenants else tuple(sorted(self.tenants))
+
     def can_see(self, tenant_id: str) -> bool:
         return self.sees_all_tenants or tenant_id in self.tenants
 

@@ -33,7 +33,7 @@ from holdfast.core.job import (
     decode_meta,
 )
 from holdfast.core.states import EXPEDITED_EVENT, FINAL, FORKED_EVENT, RESTORED_EVENT, State
-from holdfast.core.verdict import POISON_PILL, with_approval, with_retries_reset
+from holdfast.core.verdict import POISON_PILL, failure_of_event, with_approval, with_retries_reset
 
 #: In the data of operators' events; events of a worker's verdict do not have it.
 _ACTOR: Final = "actor"
@@ -123,10 +123,13 @@ def _settle(point: _Point, event: Event) -> JobInfo:
     """Apply a worker's verdict, or a poison pill, as `advance` does."""
     data, view, to = event.data or {}, point.view, event.to_state
     assert to is not None
-    failure, meta, attempt = _failure(data), view.meta, event.attempt or view.attempt
+    failure, meta, attempt = failure_of_event(event), view.meta, event.attempt or view.attempt
     if to is State.QUEUED and not data.get("started"):
         # Released before it started: the attempt's number is used again, and the history does not grow.
         attempt -= 1
+        if data.get("unknown"):
+            since_ms = meta.unknown_since_ms or point.claimed_at_ms
+            meta = msgspec.structs.replace(meta, unknown_since_ms=since_ms)
     else:
         meta = _after_attempt(point, event, failure)
     return msgspec.structs.replace(
@@ -159,6 +162,7 @@ def _after_attempt(point: _Point, event: Event, failure: Failure | None) -> Meta
         lost_leases=meta.lost_leases + poisoned,
         unavailable_count=unavailable_count,
         unavailable_since_ms=unavailable_since_ms,
+        unknown_since_ms=0,
         history=append_attempt(meta.history, attempt),
         approval_request=_part(event.data, "approval_request", ApprovalRequest)
         if to is State.WAITING_APPROVAL
@@ -182,7 +186,7 @@ def _move(point: _Point, event: Event) -> JobInfo:
         state=to,
         worker="",
         meta=_with_dead_letter(meta, data),
-        failure=_failure(data) or (None if to is State.QUEUED else view.failure),
+        failure=failure_of_event(event) or (None if to is State.QUEUED else view.failure),
         next_attempt_at_ms=due_at_ms,
         finished_at_ms=event.at_ms if to in FINAL else 0,
     )
@@ -232,13 +236,6 @@ def _part(data: dict[str, Any] | None, name: str, kind: type[_P]) -> _P | None:
         return msgspec.convert(given, kind) if given else None
     except msgspec.ValidationError:
         return None
-
-
-def _failure(data: dict[str, Any]) -> Failure | None:
-    if not data.get("code"):
-        return None
-    texts = {name: data.get(name) or "" for name in ("message", "type", "stack")}
-    return Failure(code=data["code"], **texts)
 
 
 def _later(run_at_ms: int, now_ms: int) -> int:

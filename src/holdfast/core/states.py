@@ -118,8 +118,13 @@ RESTORED_EVENT: Final = "task.restored"
 #: replica, a truncated AOF). Leads from the ledger's state to the engine's; never out of a final state.
 FORKED_EVENT: Final = "ledger.forked"
 
-#: An adopted message was a second copy of a known job; not a move.
+#: An adopted message was a second copy of a known job, or a submission returned the first job under its idempotency key
+#: although it is another request; not a move.
 DUPLICATE_EVENT: Final = "task.duplicate"
+#: In the event's data if task or arguments differ from those of the first job.
+ARGUMENTS_DIFFER: Final = "arguments_differ"
+COPY_DROPPED: Final = "another message for a known job was dropped"
+REQUEST_DROPPED: Final = "another request with this idempotency key was dropped; its task or arguments differ"
 
 #: All events that a job's history can contain.
 ALL_EVENTS: Final = frozenset(

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import StrEnum
 from random import Random
-from typing import Final, assert_never
+from typing import Any, Final, assert_never
 
 import msgspec
 
-from holdfast.core.job import Approval, ApprovalRequest, Attempt, Claim, Failure, Meta, append_attempt
+from holdfast.core.job import Approval, ApprovalRequest, Attempt, Claim, Event, Failure, Meta, append_attempt
 from holdfast.core.retry import Retry
 from holdfast.core.states import State
 
@@ -86,6 +86,8 @@ class Deferred(msgspec.Struct, frozen=True):
     delay_ms: int = 0
     #: Whether the user's code ran. An unstarted attempt is not used up (requirement S5).
     started: bool = False
+    #: The worker does not know the task, or has another schema of it; another worker may run the job.
+    unknown: bool = False
 
 
 class ApprovalNeeded(msgspec.Struct, frozen=True):
@@ -140,6 +142,14 @@ class Release(msgspec.Struct, frozen=True):
     message: str
     delay_ms: int = 0
     started: bool = False
+    #: As in `Deferred`; the first such release is the start of the grace time.
+    unknown: bool = False
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """Data of the event."""
+        unknown = {"unknown": True} if self.unknown else {}
+        return {"message": self.message, "started": self.started, **unknown}
 
 
 Verdict = Succeed | RetryLater | DeadLetter | Suspend | Hold | Release
@@ -188,8 +198,8 @@ def judge(
     match outcome:
         case Returned(result=result):
             return Succeed(result)
-        case Deferred(message=message, delay_ms=delay_ms, started=started):
-            return Release(message, delay_ms, started)
+        case Deferred(message=message, delay_ms=delay_ms, started=started, unknown=unknown):
+            return Release(message, delay_ms, started, unknown)
         case ApprovalNeeded(message=message, request=request):
             return Hold(message, request)
         case Raised(kind=kind, failure=failure):
@@ -231,13 +241,35 @@ def _judge_failure(
     return Suspend(failure) if on_exhausted is OnExhausted.SUSPEND else DeadLetter(failure)
 
 
+#: Bounds of the delay after which a job is offered again that a worker does not know.
+UNKNOWN_MIN_MS: Final = 1_000
+UNKNOWN_MAX_MS: Final = 30_000
+#: How the message of such a release begins.
+RELEASED_FOR_OTHERS: Final = "released for another worker: "
+
+
+def defer_unknown(claim: Claim, refusal: Raised, grace_ms: int) -> Deferred | Raised:
+    """The outcome of a job that this worker cannot run, but another worker may.
+
+    It is deferred by a quarter of the time that it has waited already, 1 s to 30 s: it is offered about 16 times in the
+    first minute, so that it soon meets a worker that knows it. After the grace time, counted from the first worker that
+    did not know it, the outcome is `refusal`.
+    """
+    waited_ms = max(0, claim.claimed_at_ms - claim.meta.unknown_since_ms) if claim.meta.unknown_since_ms else 0
+    if waited_ms >= grace_ms:
+        return refusal
+    delay_ms = min(max(waited_ms // 4, UNKNOWN_MIN_MS), UNKNOWN_MAX_MS, grace_ms - waited_ms)
+    return Deferred(RELEASED_FOR_OTHERS + refusal.failure.message, delay_ms, unknown=True)
+
+
 def advance(claim: Claim, verdict: Verdict, finished_at_ms: int) -> Meta:
     """The job's `Meta` after this verdict: counters and history (requirement Y6)."""
     meta = claim.meta
     # A new message starts at one delivery, so leases lost on this one are added here.
     lost = meta.lost_leases + claim.lease.deliveries - 1
     if isinstance(verdict, Release) and not verdict.started:
-        return msgspec.structs.replace(meta, lost_leases=lost)
+        since_ms = meta.unknown_since_ms or (claim.claimed_at_ms if verdict.unknown else 0)
+        return msgspec.structs.replace(meta, lost_leases=lost, unknown_since_ms=since_ms)
     failure = verdict.failure if isinstance(verdict, RetryLater | DeadLetter | Suspend) else None
     attempt = Attempt(
         claim.attempt,
@@ -260,6 +292,7 @@ def advance(claim: Claim, verdict: Verdict, finished_at_ms: int) -> Meta:
         retry_count=retry_count,
         unavailable_count=unavailable_count,
         unavailable_since_ms=unavailable_since_ms,
+        unknown_since_ms=0,
         history=append_attempt(meta.history, attempt),
         approval_request=verdict.request if isinstance(verdict, Hold) else None,
     )
@@ -287,11 +320,25 @@ def with_approval(meta: Meta, approval: Approval | None) -> Meta:
 
 def with_retries_reset(meta: Meta) -> Meta:
     """The `Meta` of a suspended job that is resumed: counters reset, history kept (requirement D6)."""
-    return msgspec.structs.replace(meta, retry_count=0, lost_leases=0, unavailable_count=0, unavailable_since_ms=0)
+    return msgspec.structs.replace(
+        meta, retry_count=0, lost_leases=0, unavailable_count=0, unavailable_since_ms=0, unknown_since_ms=0
+    )
 
 
 #: Failure codes of jobs that were cancelled in `waiting_approval`, by event.
 _APPROVAL_CODES: Final = {"approval.rejected": APPROVAL_REJECTED, "approval.expired": APPROVAL_EXPIRED}
+
+
+def failure_of_event(event: Event) -> Failure | None:
+    """The failure that an event states, or the operator's reason for cancelling the job."""
+    data = event.data or {}
+    if data.get("code"):
+        return Failure(*(str(data.get(name) or "") for name in ("code", "message", "type", "stack")))
+    if event.to_state is not State.CANCELLED:
+        return None
+    # Events of earlier releases on Redis do not state the failure.
+    actor, reason = str(data.get("actor") or "unknown"), str(data.get("reason") or "")
+    return operator_failure(State.CANCELLED, actor, reason, event.type)
 
 
 def operator_failure(to: State, actor: str, reason: str, event: str = "") -> Failure:

@@ -4,9 +4,9 @@ Public: the answers of a check for an effect in doubt (`Done`, `NotDone`), and t
 (`create_keys_table`).
 """
 
-from holdfast._platform import unsupported
+from holdfast._platform import unsupported_error
 
-if (_error := unsupported()) is not None:
+if (_error := unsupported_error()) is not None:
     raise _error
 
 from holdfast.effects.functions import Check, Done, InDoubt, NotDone

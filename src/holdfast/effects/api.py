@@ -68,7 +68,7 @@ class Steps:
     async def step(self, name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Return the recorded result, or call the function and record what it returns."""
         require_outside("ctx.step")
-        position, recorded = await self._next(_checked(name))
+        position, recorded = await self._next(_require_name(name))
         if recorded is not None:
             return decode_result(function, recorded.result)
         self._scope.check(f"the step {name!r}")
@@ -98,7 +98,7 @@ class Steps:
 
     async def find(self, name: str) -> tuple[int, Step | None]:
         """The next position, and the step recorded there."""
-        return await self._next(_checked(name))
+        return await self._next(_require_name(name))
 
     async def record(self, position: int, name: str, value: Any) -> Step:
         """Record a step unless its position is recorded; returns the recorded one. Raises `InvalidPayload`."""
@@ -115,14 +115,14 @@ class Steps:
         # Counted before the first await: the order of the calls is the order of the steps.
         self._steps_begun += 1
         position = self._steps_begun
-        step = (await self._recorded()).get(position)
+        step = (await self._load_steps()).get(position)
         if step is not None:
             self._check(step, name)
         return position, step
 
-    async def _recorded(self) -> dict[int, Step]:
+    async def _load_steps(self) -> dict[int, Step]:
         """The recorded steps, read once per run, at the first step."""
-        if self._loading is None or (self._loading.done() and self._failed(self._loading)):
+        if self._loading is None or (self._loading.done() and self._has_failed(self._loading)):
             self._loading = asyncio.ensure_future(self._load())
         return await asyncio.shield(self._loading)
 
@@ -131,7 +131,7 @@ class Steps:
         return {step.position: step for step in await store.steps(self._job)}
 
     @staticmethod
-    def _failed(loading: asyncio.Future[dict[int, Step]]) -> bool:
+    def _has_failed(loading: asyncio.Future[dict[int, Step]]) -> bool:
         return loading.cancelled() or loading.exception() is not None
 
     def _check(self, step: Step, name: str) -> None:
@@ -142,7 +142,7 @@ class Steps:
             )
 
 
-def _checked(name: object) -> str:
+def _require_name(name: object) -> str:
     if not isinstance(name, str) or not name or len(name) > _NAME_LIMIT:
         raise InvalidOption(f"a step's name must be a string of 1 to {_NAME_LIMIT} characters, got {name!r}")
     return name

@@ -217,7 +217,7 @@ class Effect:
         self._scope.in_doubt.pop(self._key, None)
         self._tools.active.pop(ticket.outcome.token, None)
         ticket.ended.set()
-        self._tools.release_later(_unused(ticket))
+        self._tools.release_later(_release_outcome(ticket))
         raise RunEnded(self._claim.job_id, self._what)
 
     def decode(self, value: bytes) -> Any:
@@ -247,7 +247,7 @@ class Effect:
             if isinstance(exc, asyncio.CancelledError | LedgerUnavailable):
                 # The reservation may exist all the same, and will not be used.
                 reserving.add_done_callback(_consume)
-                self._tools.release_later(_unused(ticket))
+                self._tools.release_later(_release_outcome(ticket))
             raise
         if recorded.token != token:
             del self._tools.active[token]
@@ -377,7 +377,7 @@ def _reason(recorded: EffectKey) -> str:
     )
 
 
-def _unused(ticket: EffectTicket) -> EffectOutcome:
+def _release_outcome(ticket: EffectTicket) -> EffectOutcome:
     """The outcome of an unused reservation: its key is free, or in doubt as before."""
     if not ticket.doubt:
         return ticket.outcome

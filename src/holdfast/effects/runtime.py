@@ -85,9 +85,9 @@ class Batcher(Generic[A, B]):
             batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), MAX_BATCH))]
             call = self._loop.create_task(self._send(batch))
             self._calls.add(call)
-            call.add_done_callback(self._sent)
+            call.add_done_callback(self._on_sent)
 
-    def _sent(self, call: asyncio.Task[None]) -> None:
+    def _on_sent(self, call: asyncio.Task[None]) -> None:
         self._calls.discard(call)
         self._flush()
 

@@ -60,7 +60,7 @@ class RunReply(msgspec.Struct, frozen=True):
     message: str = ""
 
     @classmethod
-    def of(cls, outcome: Outcome) -> RunReply:
+    def from_outcome(cls, outcome: Outcome) -> RunReply:
         match outcome:
             case Returned(result=result):
                 return cls(result=result)
@@ -83,8 +83,9 @@ def main(descriptor: int) -> None:
     """Run jobs until the parent closes its end of the socket."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    # The worker has already warned about the same environment.
-    logging.getLogger("holdfast.settings").setLevel(logging.ERROR)
+    # The worker has already warned about the same environment and the same tasks.
+    for name in ("holdfast.settings", "holdfast.tasks"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     connection = socket.socket(fileno=descriptor)
     commands: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=_read, args=(connection, commands), daemon=True).start()
@@ -96,7 +97,7 @@ def main(descriptor: int) -> None:
             # The job's timeout begins now, after the import.
             _send(connection, b"")
             outcome = _run(loaded, command.claim, runner) if isinstance(loaded, TaskSpec) else loaded
-            _send(connection, msgspec.msgpack.encode(RunReply.of(outcome)))
+            _send(connection, msgspec.msgpack.encode(RunReply.from_outcome(outcome)))
 
 
 def _send(connection: socket.socket, message: bytes) -> None:

@@ -38,7 +38,9 @@ from holdfast.errors import (
     GuardFailed,
     HoldfastError,
     InvalidPayload,
+    InvalidResult,
     NoLedger,
+    PayloadTooLarge,
     StepMismatch,
     Unavailable,
     UnknownTask,
@@ -58,6 +60,9 @@ _CODES: Final = {
     FailureKind.UNAVAILABLE: DEPENDENCY_UNAVAILABLE,
     FailureKind.INVALID: TASK_FATAL,
 }
+
+#: Codes of `invalid_result`; no exception of a task gets them.
+_RETURNED: Final = (InvalidResult.code, PayloadTooLarge.code)
 
 #: An operator has to decide, whatever the task's policy for exceptions is.
 _IN_DOUBT: Final = (EffectInDoubt, StepMismatch)
@@ -101,8 +106,16 @@ def invalid_payload(exc: Exception) -> Raised:
 
 
 def invalid_result(exc: Exception) -> Raised:
-    """The function returned a result that cannot be stored. A retry would return the same."""
-    return Raised(FailureKind.FATAL, describe_failure(_payload_code(exc), exc), exc)
+    """The function returned a result that cannot be stored. Not retried: its effects have happened."""
+    code = PayloadTooLarge.code if isinstance(exc, PayloadTooLarge) else InvalidResult.code
+    return Raised(FailureKind.FATAL, describe_failure(code, exc), exc)
+
+
+def has_returned(outcome: Outcome) -> bool:
+    """Whether the function returned, with a result that can be stored or not."""
+    if isinstance(outcome, Raised):
+        return outcome.failure.code in _RETURNED
+    return isinstance(outcome, Returned)
 
 
 def not_awaited(calls: Sequence[str], is_async: bool) -> Raised:
@@ -114,15 +127,15 @@ def not_awaited(calls: Sequence[str], is_async: bool) -> Raised:
 
 
 def unknown_task(task: str, known: tuple[str, ...]) -> Raised:
-    """This worker serves the queue but does not have the task.
+    """This worker serves the queue but does not have the task, and no other worker has claimed the job in time.
 
     The job is dead-lettered, not retried: an operator sees what is missing, and can replay the dead letter once a
-    worker has the task. Deploy workers before the code that submits a new task.
+    worker has the task. Until then `worker.unknown_jobs` releases it for other workers.
     """
     return Raised(FailureKind.INVALID, Failure(UnknownTask.code, str(UnknownTask(task, known)), UnknownTask.__name__))
 
 
-def denied(exc: Denied) -> Raised:
+def to_denied(exc: Denied) -> Raised:
     """A guard denied a job that was already accepted, or that another program wrote."""
     return Raised(FailureKind.DENIED, Failure(GUARD_DENIED, _truncate(str(exc)), Denied.__name__))
 
@@ -265,7 +278,7 @@ async def invoke(spec: TaskSpec, claim: Claim, context: Context | None) -> Outco
     except BaseException as exc:  # noqa: BLE001 - the user's code
         _end(context)
         return outcome_of(exc, spec.policy)
-    return _returned(spec, value, _end(context))
+    return _to_outcome(spec, value, _end(context))
 
 
 def invoke_sync(spec: TaskSpec, claim: Claim, context: Context | None) -> Outcome:
@@ -279,7 +292,7 @@ def invoke_sync(spec: TaskSpec, claim: Claim, context: Context | None) -> Outcom
     except BaseException as exc:  # noqa: BLE001 - the user's code
         _end(context)
         return outcome_of(exc, spec.policy)
-    return _returned(spec, value, _end(context))
+    return _to_outcome(spec, value, _end(context))
 
 
 def _end(context: Context | None) -> list[str]:
@@ -287,17 +300,16 @@ def _end(context: Context | None) -> list[str]:
     return [] if context is None else context.begun.end()
 
 
-def _returned(spec: TaskSpec, value: Any, left: list[str]) -> Outcome:
+def _to_outcome(spec: TaskSpec, value: Any, left: list[str]) -> Outcome:
     if left:
         if inspect.iscoroutine(value):
             value.close()
         return not_awaited(left, inspect.iscoroutinefunction(spec.function))
     try:
-        if inspect.iscoroutine(value):
-            value.close()
-            raise InvalidPayload(
-                f"task {spec.name!r} returned a coroutine; decorate the `async def` itself, or wrap it in one"
-            )
-        return Returned(spec.encode_result(value))
+        return Returned(spec.results.encode(value, spec.payload_limit))
     except Exception as exc:  # noqa: BLE001 - encoding calls the user's models
-        return invalid_result(exc)
+        if not inspect.iscoroutine(value):
+            return invalid_result(exc)
+    value.close()
+    advice = "decorate the `async def` itself, or wrap it in one"
+    return invalid_result(InvalidResult(f"task {spec.name!r} returned a coroutine; {advice}"))

@@ -19,12 +19,13 @@ from typing import Any, Final
 
 import msgspec
 
-from holdfast.core.codec import PAYLOAD_LIMIT, Arguments, encode_json
+from holdfast.core.codec import PAYLOAD_LIMIT, Arguments, Results
 from holdfast.core.job import Claim
 from holdfast.core.retry import Retry
 from holdfast.core.verdict import OnExhausted
 from holdfast.errors import InvalidOption
 from holdfast.execution.context import Context
+from holdfast.execution.task_schema import Schema, describe_arguments, fingerprint_of
 
 
 class ExecutionMode(Enum):
@@ -55,15 +56,16 @@ class TaskSpec:
     """A function, its arguments, and its policy."""
 
     __slots__ = (
-        "_result_label",
         "arguments",
         "context_name",
         "decode",
+        "fingerprint",
         "function",
         "mode",
         "name",
         "payload_limit",
         "policy",
+        "results",
         "timeout_s",
     )
 
@@ -79,11 +81,14 @@ class TaskSpec:
         self.context_name = self.arguments.injected_name
         self.mode = _mode(name, function, policy)
         self.timeout_s = None if policy.timeout_ms is None else policy.timeout_ms / 1000
-        self._result_label = f"the result of task {name!r}"
+        self.results = Results(function, name)
+        #: Of the schema; submissions carry it. An attribute, because every submission reads it.
+        self.fingerprint = fingerprint_of(self.arguments.struct, self.schema)
 
-    def encode_result(self, value: Any) -> bytes:
-        """Encode a result as JSON; raises `InvalidPayload` or `PayloadTooLarge`."""
-        return encode_json(value, self._result_label, self.payload_limit)
+    @property
+    def schema(self) -> Schema | None:
+        """The JSON Schema of the arguments; None if they cannot be described."""
+        return describe_arguments(self.arguments.struct)
 
     def bind(self, claim: Claim, context: Context | None) -> dict[str, Any]:
         """Keyword arguments for one run; raises `InvalidPayload`."""

@@ -28,7 +28,7 @@ _NAME_LIMIT: Final = 200
 
 
 @dataclass(frozen=True, slots=True)
-class _RegisteredGuard:
+class RegisteredGuard:
     """A guard and its policy name."""
 
     policy: str
@@ -42,10 +42,8 @@ class GuardRegistry:
 
     def __init__(self, timeout_s: Callable[[], float]) -> None:
         self._timeout_s = timeout_s
-        self._guards: list[_RegisteredGuard] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._guards)
+        #: In the order of their registration.
+        self.registered: list[RegisteredGuard] = []
 
     @overload
     def __call__(self, guard: G, /) -> G: ...
@@ -92,17 +90,17 @@ class GuardRegistry:
 
     async def judge(self, request: GuardRequest) -> Ruling:
         """Call all guards, to collect all reasons, and combine their decisions. Raises `GuardFailed`."""
-        decisions = [(registered.policy, await self._call_guard(registered, request)) for registered in self._guards]
+        decisions = [(registered.policy, await self._call_guard(registered, request)) for registered in self.registered]
         return combine(decisions)
 
     def _add(self, name: object, guard: Callable[[GuardRequest], Any], *, immediate: bool = False) -> None:
         if not isinstance(name, str) or not 1 <= len(name) <= _NAME_LIMIT:
             raise InvalidOption(f"a guard's name must be a string of 1 to {_NAME_LIMIT} characters, got {name!r}")
-        if any(other.policy == name for other in self._guards):
+        if any(other.policy == name for other in self.registered):
             raise InvalidOption(f"guard {name!r} is already registered; give one of them another name=…")
-        self._guards.append(_RegisteredGuard(name, guard, immediate))
+        self.registered.append(RegisteredGuard(name, guard, immediate))
 
-    async def _call_guard(self, registered: _RegisteredGuard, request: GuardRequest) -> Decision:
+    async def _call_guard(self, registered: RegisteredGuard, request: GuardRequest) -> Decision:
         limit_s = self._timeout_s()
         limit = asyncio.timeout(limit_s)
         try:
@@ -124,7 +122,7 @@ class GuardRegistry:
         return decision
 
 
-async def _call(registered: _RegisteredGuard, request: GuardRequest) -> Any:
+async def _call(registered: RegisteredGuard, request: GuardRequest) -> Any:
     guard = registered.guard
     if registered.immediate:
         return guard(request)

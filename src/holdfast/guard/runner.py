@@ -58,21 +58,21 @@ class GuardRunner:
 
     def applies_to(self, envelope: Envelope) -> bool:
         """Whether the envelope must be reviewed; otherwise it may be submitted unchanged."""
-        return bool(self._guards) or envelope.hold
+        return bool(self._guards.registered) or envelope.hold
 
     async def review(self, envelope: Envelope, source: Source = "submit") -> Envelope:
         """Review an envelope; returns the one to submit.
 
         Raises `Denied`, `GuardFailed`, or `NoLedger` if approval is required.
         """
-        ruling = await self._judge(envelope, source) if self._guards else None
+        ruling = await self._judge(envelope, source) if self._guards.registered else None
         if isinstance(ruling, Denial):
             await self._deny(envelope, ruling)
             raise Denied(envelope.task, ruling.reasons, ruling.policies)
         if isinstance(ruling, ApprovalTerms):
             self._require_approvals(ruling, envelope.task)
             return self._hold(envelope, ruling)
-        if self._guards:
+        if self._guards.registered:
             meta = msgspec.structs.replace(envelope.meta, approved_hash=_hash(envelope))
             envelope = msgspec.structs.replace(envelope, meta=meta)
         # Without a ledger there is no approval request: an operator resumes a job that its submitter holds.
@@ -80,7 +80,7 @@ class GuardRunner:
 
     async def review_all(self, envelopes: Iterable[Envelope]) -> Iterable[Envelope]:
         """Review all envelopes. Raises the error of the first that may not be submitted; then none is."""
-        if not self._guards:
+        if not self._guards.registered:
             return (self._hold(each, None) if each.hold and self.can_request_approval else each for each in envelopes)
         return [await self.review(envelope) for envelope in envelopes]
 
@@ -109,12 +109,12 @@ class GuardRunner:
         """Whether a claim may run without review: it was cleared and is unchanged, or there are no guards."""
         cleared = claim.meta.approved_hash
         if not cleared:
-            return not self._guards
+            return not self._guards.registered
         return cleared == payload_hash(claim.task, claim.tenant_id, claim.payload)
 
     async def review_claim(self, claim: Claim, now_ms: Callable[[], int]) -> ApprovalRequest | Denied | None:
         """Review a claimed job; None if it may run. Raises `GuardFailed`, `NoLedger`, or what a guard raised."""
-        if not self._guards:
+        if not self._guards.registered:
             reason = "its payload is not the one that was cleared, and this worker has no guards to review it"
             return Denied(claim.task, (reason,), ())
         ruling = await self._judge(claim, "claim")

@@ -39,6 +39,7 @@ from holdfast.worker.in_flight import InFlight, StopReason
 from holdfast.worker.renewer import LeaseListener, Renewer
 from holdfast.worker.runner import Runner
 from holdfast.worker.settler import Settler
+from holdfast.worker.unknown_jobs import UnknownJobs
 
 #: The dead letter of a failed job is recorded in the background; the response waits for it this long.
 _RECORDED_MS: Final = 10_000
@@ -62,7 +63,7 @@ class DebugRunner:
     async def run(self, view: JobInfo, actor: str, *, force_fail: bool, transient_fail: bool) -> JobInfo:
         """Run one attempt and return the job.
 
-        Raises `TransitionInvalid` and `UnknownJob` as `engine.claim_job` does.
+        Raises `TransitionInvalid`, `UnknownJob` and `ConcurrencyLimited` as `engine.claim_job` does.
         """
         engine = self._backend.engine
         worker = f"http-{actor}-{uuid4().hex[:8]}"
@@ -73,7 +74,7 @@ class DebugRunner:
                 await self._fail(engine, claim, _FATAL if force_fail else _TRANSIENT)
             else:
                 await self._perform(engine, claim)
-            after = await self._after(engine, view)
+            after = await self._wait_for_change(engine, view)
         finally:
             # The job was claimed: clean up and record it whatever the outcome.
             try:
@@ -131,7 +132,8 @@ class DebugRunner:
             payload_limit=settings.payload_limit,
         )
         guards = self._backend.guard_runner(self._backend.ledger)
-        runner = Runner(self._backend.specs, settler, in_flight, 1, tools=tools, guards=guards)
+        unknown = UnknownJobs(engine, settings.unknown_task_grace_s)
+        runner = Runner(self._backend.specs, settler, in_flight, 1, tools=tools, guards=guards, unknown=unknown)
         runner.set_engine_time(await engine.now_ms())
         interval_s = settings.heartbeat_interval_s
         renewer = Renewer(engine.clone(), [claim.queue], in_flight, interval_s, _RunListener(runner, in_flight))
@@ -144,7 +146,7 @@ class DebugRunner:
             while in_flight or runner.running:  # noqa: ASYNC110
                 await asyncio.sleep(_POLL_S)
 
-    async def _after(self, engine: Engine, view: JobInfo) -> JobInfo:
+    async def _wait_for_change(self, engine: Engine, view: JobInfo) -> JobInfo:
         (now,) = await engine.get(view.queue, [view.job_id])
         if now is not None and now.state in (State.DLQ_PENDING, State.DLQ_RECORDED):
             now = await engine.wait_final(view.queue, view.job_id, _RECORDED_MS)

@@ -215,7 +215,7 @@ class EventHub:
 
     def _handle_gap(self, queue: str, first: FeedEntry) -> None:
         """Restart a queue's ring and send a gap: the feed was trimmed past the position, or has forked."""
-        self._floor[queue] = subscribers.before(first.position)
+        self._floor[queue] = subscribers.position_before(first.position)
         self._buffer = deque(each for each in self._buffer if each.queue != queue)
         for subscriber in self._all():
             if not subscriber.event_filter.queues or queue in subscriber.event_filter.queues:
@@ -304,7 +304,7 @@ class EventHub:
         if not whole:
             subscriber.send(GAP)
         codec = self._codec_for(event_filter)
-        missed = b"".join([each.encoded(codec) for each in (*older, *newer) if event_filter.matches(each)])
+        missed = b"".join([each.encode(codec) for each in (*older, *newer) if event_filter.matches(each)])
         if missed:
             subscriber.send(missed)
 

@@ -168,7 +168,7 @@ def document(operations: Sequence[Operation], app: Holdfast | None = None) -> di
         "info": {"title": "holdfast", "version": __version__, "description": _DESCRIPTION},
         "paths": paths,
         "components": {
-            "schemas": _used(components, paths),
+            "schemas": _drop_unused(components, paths),
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer", "bearerFormat": "hf_<id>_<secret>"}},
         },
         "tags": [{"name": tag} for tag in dict.fromkeys(operation.tag for operation in operations)],
@@ -184,7 +184,7 @@ def _replace_examples(paths: Mapping[str, Any], example: dict[str, Any] | None) 
         content |= {} if body is None else {"example": body}
 
 
-def _used(components: Mapping[str, Any], paths: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_unused(components: Mapping[str, Any], paths: Mapping[str, Any]) -> dict[str, Any]:
     """Drop components without references: structs of query strings, whose fields are parameters."""
     used: set[str] = set()
     waiting = list(references(paths))
@@ -216,12 +216,12 @@ class _Schemas:
             assert self.components.setdefault(name, inner | {"title": name})["title"] == name
             properties[field] = {"$ref": REFS.format(name=name)}
 
-    def of(self, kind: Any) -> dict[str, Any]:
+    def get(self, kind: Any) -> dict[str, Any]:
         return self._by_kind[id(kind)]
 
     def fields(self, kind: type[msgspec.Struct]) -> tuple[dict[str, Any], list[str]]:
         """Fields of a struct, and the names of the required ones."""
-        schema = self.components[self.of(kind)["$ref"].rpartition("/")[2]]
+        schema = self.components[self.get(kind)["$ref"].rpartition("/")[2]]
         return schema["properties"], schema.get("required", [])
 
 
@@ -236,7 +236,7 @@ def _operation(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
     if operation.description:
         described["description"] = operation.description
     if operation.body is not None:
-        content: dict[str, Any] = {"schema": schemas.of(operation.body)}
+        content: dict[str, Any] = {"schema": schemas.get(operation.body)}
         if operation.body_example is not None:
             content["example"] = operation.body_example
         described["requestBody"] = {"required": True, "content": {"application/json": content}}
@@ -313,7 +313,7 @@ def _usual_errors(operation: Operation) -> list[type[HoldfastError]]:
 def _response(spec: ResponseSpec, schemas: _Schemas) -> dict[str, Any]:
     described: dict[str, Any] = {"description": spec.description}
     if spec.kind is not None or spec.content_type != "application/json":
-        schema = {"type": "string"} if spec.kind is None else schemas.of(spec.kind)
+        schema = {"type": "string"} if spec.kind is None else schemas.get(spec.kind)
         content: dict[str, Any] = {"schema": schema}
         if spec.example is not None:
             content["example"] = spec.example
@@ -350,7 +350,7 @@ def _problem(operation: Operation, status: int, codes: Sequence[str], schemas: _
     described: dict[str, Any] = {
         "description": f"{TITLES[status]}: {', '.join(codes)}",
         # One class for all errors in generated clients; the extension lists the codes.
-        "content": {CONTENT_TYPE: {"schema": schemas.of(Problem), "examples": examples}},
+        "content": {CONTENT_TYPE: {"schema": schemas.get(Problem), "examples": examples}},
         CODES: list(codes),
     }
     names = ["Retry-After"] if status in _WAIT else ["WWW-Authenticate"] if status == 401 else []

@@ -101,6 +101,11 @@ class UnsupportedMediaType(HttpError):
 #: The first matching class applies. A text replaces the error's own, which may reveal hosts and drivers.
 _TABLE: Final[tuple[tuple[type[errors.HoldfastError], int, str], ...]] = (
     (errors.NoLedger, 503, ""),
+    (
+        errors.TaskNotAnnounced,
+        404,
+        'no worker has announced this task; GET /api/v1/tasks lists those that are known, "force": true submits it',
+    ),
     (errors.UnknownTask, 404, "task not found; /openapi.json lists the tasks if you send a token"),
     (errors.UnknownJob, 404, ""),
     (errors.PayloadTooLarge, 413, ""),
@@ -186,7 +191,8 @@ def problem_of(error: Exception, instance: str) -> tuple[Problem, list[tuple[byt
         return _problem(500, INTERNAL, "internal error; see the server log", instance), []
     if status == 503:
         _log.warning("request to %s not served: %s", instance, error)
-    text = redact(str(error))
+    is_private = isinstance(error, errors.IntakeLimited) and not error.is_disclosed
+    text = redact(error.public if is_private else str(error))  # type: ignore[attr-defined]
     if not isinstance(error, HttpError):
         text = next(replacement or text for known, _, replacement in _TABLE if isinstance(error, known))
     return _problem(status, error.code, text, instance, **_more(error)), _headers(error, status)
@@ -211,7 +217,7 @@ def _more(error: errors.HoldfastError) -> dict[str, Any]:
             return {"job_id": error.job_id} | {name: state for name, state in states.items() if state}
         case errors.Denied():
             return {"reasons": [redact(reason) for reason in error.reasons], "policies": list(error.policies)}
-        case errors.NotDurableYet():
+        case errors.NotDurableYet() | errors.AlreadyReplayed() | errors.IdempotencyKeyReused():
             return {"job_id": error.job_id}
         case _:
             return {}

@@ -43,7 +43,7 @@ def parse_position(position: str) -> Position:
     return (*(int(number) for number in entry.split("-")), int(index) if index else _WHOLE)
 
 
-def before(position: str) -> Position:
+def position_before(position: str) -> Position:
     """Position before the first event of an entry."""
     return (*parse_position(position)[:-1], -1)
 
@@ -165,7 +165,7 @@ class EventBatch:
             or (event_filter.tasks and event_filter.tasks.isdisjoint(self._tasks))
         ):
             return b""
-        return b"".join([each.encoded(codec) for each in self._events if event_filter.matches(each)])
+        return b"".join([each.encode(codec) for each in self._events if event_filter.matches(each)])
 
 
 class StreamEvent:
@@ -183,7 +183,7 @@ class StreamEvent:
         self._encoded: bytes | None = None
         self._encoded_for_tenants: bytes | None = None
 
-    def encoded(self, codec: EventIdCodec | None) -> bytes:
+    def encode(self, codec: EventIdCodec | None) -> bytes:
         """Encode the event.
 
         A codec hides the other queues in its id from subscribers restricted to some tenants.
@@ -238,7 +238,7 @@ class StreamSubscriber:
 
     def on_event(self, stream_event: StreamEvent, codec: EventIdCodec | None) -> None:
         """Handle an event of the job that this subscriber follows."""
-        self.send(stream_event.encoded(codec))
+        self.send(stream_event.encode(codec))
 
     def wake(self) -> None:
         """Wake the stream: chunks are ready, or the ledger may have new events."""

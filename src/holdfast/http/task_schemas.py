@@ -15,20 +15,14 @@ from itertools import chain, count
 from typing import Any, Final
 
 import msgspec
-from pydantic import BaseModel, PydanticUserError
-from pydantic.json_schema import models_json_schema
 
 from holdfast.app import Holdfast
+from holdfast.execution.task_schema import NOT_DESCRIBED, Schema, resolve_refs, schemas_of
 
 REFS: Final = "#/components/schemas/{name}"
-#: Targets of references until names are final, because msgspec and pydantic name types differently.
-_STRUCTS: Final = "#/structs/{name}"
-_MODELS: Final = "#/models/{model}"
 _WORDS: Final = re.compile(r"[A-Za-z0-9]+")
 
 _SAMPLES: Final[dict[Any, Any]] = {int: 1, float: 1, str: "text", bool: True}
-
-Schema = dict[str, Any]
 
 
 class TaskSchemas:
@@ -47,7 +41,7 @@ class TaskSchemas:
         """Schema for a submission of any task: one variant of `base` per task, named by `pattern`."""
         refs = {}
         for task, stem in self._stems.items():
-            schema = self._for_task(base, task)
+            schema = self._to_task_schema(base, task)
             refs[task] = self._add(pattern.format(stem), stem, schema)
         return {
             "title": title,
@@ -63,7 +57,7 @@ class TaskSchemas:
                 return {"task": task, "payload": {field.encode_name: _SAMPLES[field.type] for field in needed}}
         return None
 
-    def _for_task(self, base: Mapping[str, Any], task: str) -> Schema:
+    def _to_task_schema(self, base: Mapping[str, Any], task: str) -> Schema:
         ref = self._arguments[task]
         needed = self.components[ref.rpartition("/")[2]].get("required")
         own = {"task": {"type": "string", "const": task}, "payload": {"$ref": ref}}
@@ -74,8 +68,8 @@ class TaskSchemas:
         """Add the arguments of a task and all types in them; returns the reference to the arguments."""
         stem = self._stems[task]
         try:
-            own, parts = _schemas_of(struct)
-        except (TypeError, NotImplementedError, KeyError, PydanticUserError):
+            own, parts = schemas_of(struct)
+        except NOT_DESCRIBED:
             # JSON Schema cannot describe the type: accept any object.
             return self._add(f"{stem}Arguments", stem, {"type": "object"})
         refs: dict[str, str] = {}
@@ -87,8 +81,8 @@ class TaskSchemas:
                 self._used_names.add(self._known[key].lower())
         for part, ref in refs.items():
             name = ref.rpartition("/")[2]
-            self.components[name] = _add_title(name, _resolve_refs(parts[part], refs))
-        return self._add(f"{stem}Arguments", stem, _resolve_refs(parts[own], refs))
+            self.components[name] = _add_title(name, resolve_refs(parts[part], refs))
+        return self._add(f"{stem}Arguments", stem, resolve_refs(parts[own], refs))
 
     def _add(self, name: str, stem: str, schema: Schema) -> str:
         name = self._free(name, stem)
@@ -115,26 +109,6 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def _schemas_of(struct: type[msgspec.Struct]) -> tuple[str, dict[str, Schema]]:
-    """Reference to a struct's schema, and all schemas it needs by reference."""
-    models: dict[type[BaseModel], None] = {}
-
-    def collect(kind: type) -> Schema:
-        if not issubclass(kind, BaseModel):
-            raise NotImplementedError
-        models[kind] = None
-        return {"type": "object"}
-
-    msgspec.json.schema_components([struct], schema_hook=collect)
-    refs, described = models_json_schema([(model, "validation") for model in models], ref_template=_MODELS)
-    (own,), parts = msgspec.json.schema_components(
-        [struct], schema_hook=lambda kind: refs[kind, "validation"], ref_template=_STRUCTS
-    )
-    all_parts = {_STRUCTS.format(name=name): part for name, part in parts.items()}
-    all_parts |= {_MODELS.format(model=name): part for name, part in described.get("$defs", {}).items()}
-    return own["$ref"], all_parts
-
-
 def _closure(part: str, parts: Mapping[str, Schema]) -> dict[str, Schema]:
     """A schema and everything it refers to, directly or indirectly."""
     found: dict[str, Schema] = {}
@@ -158,19 +132,6 @@ def references(schema: Any) -> Iterator[str]:
         case list() | tuple():
             for value in schema:
                 yield from references(value)
-
-
-def _resolve_refs(schema: Any, refs: Mapping[str, str]) -> Any:
-    """Copy of a schema with its references replaced."""
-    match schema:
-        case Mapping():
-            return {
-                key: refs.get(value, value) if key == "$ref" else _resolve_refs(value, refs)
-                for key, value in schema.items()
-            }
-        case list() | tuple():
-            return [_resolve_refs(value, refs) for value in schema]
-    return schema
 
 
 def _add_title(name: str, schema: Schema) -> Schema:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
-from holdfast.core.job import Event, Failure, JobInfo, Priority
+from holdfast.core.job import Event, Failure, JobInfo, KeyReuse, Priority
 from holdfast.core.states import State
 from holdfast.ledger.queries import job_list, paging
 from holdfast.ledger.queries.records import EventRow, JobRow
@@ -107,6 +107,16 @@ class SubmitRequest(RequestBase, frozen=True, kw_only=True):
     context: Annotated[Raw, Meta(extra_json_schema={"type": "object"})] | UnsetType = UNSET
     durable: Annotated[bool, Meta(description="Respond only when the job is in the ledger.")] = False
     webhook_url: WebhookUrl | UnsetType = UNSET
+    force: Annotated[
+        bool,
+        Meta(
+            description="If the service has no app: accept a task that no worker has announced, or arguments that do "
+            "not fit."
+        ),
+    ] = False
+    on_key_reuse: Annotated[
+        KeyReuse, Meta(description="If the idempotency key belongs to another request: refuse it, or return its job.")
+    ] = KeyReuse.REFUSE
 
 
 class BulkSubmitItem(SubmitRequest, frozen=True, kw_only=True):
@@ -164,6 +174,13 @@ class JobDetailResponse(JobResponse, frozen=True, kw_only=True):
     context: Any = None
     result: Any = None
     submitted_by: str = ""
+
+
+class SubmittedJobResponse(JobDetailResponse, frozen=True, kw_only=True):
+    """The job of a submission that waited for its end."""
+
+    #: The idempotency key was known; this is the job that was submitted first.
+    duplicate: bool
 
 
 class SubmitResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -293,11 +310,18 @@ def job_of_view(view: JobInfo) -> JobDetailResponse:
         worker=view.worker,
         error=_error(view.failure),
         dlq_id=meta.dlq_id or None,
-        payload=plain(view.payload),
+        # Empty if neither the engine nor the ledger has the arguments.
+        payload=plain(view.payload or None),
         context=meta.context,
         result=plain(view.result),
         submitted_by=meta.submitted_by,
     )
+
+
+def submitted_job(view: JobInfo, duplicate: bool) -> SubmittedJobResponse:
+    """Convert the job of a submission that waited for its end."""
+    job = job_of_view(view)
+    return SubmittedJobResponse(**{name: getattr(job, name) for name in job.__struct_fields__}, duplicate=duplicate)
 
 
 def job_of_row(row: JobRow) -> JobResponse:
@@ -372,6 +396,8 @@ class BulkItemResponse(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     done: bool
+    #: Nothing had to be done, for example because the dead letter was already replayed.
+    skipped: bool = False
     #: The resulting job, if there is one.
     job_id: str = ""
     code: str = ""
@@ -385,6 +411,8 @@ class BulkResponse(msgspec.Struct, frozen=True, kw_only=True):
     matched: int
     done: int
     failed: int
+    #: Items that needed nothing: dead letters that were already replayed, also before this request.
+    skipped: int
     dry_run: bool
     #: Why the remaining items were not processed; empty if all were.
     stopped: str
@@ -394,13 +422,21 @@ class BulkResponse(msgspec.Struct, frozen=True, kw_only=True):
 def bulk_response(report: BulkReport) -> BulkResponse:
     """Convert a report of the operations."""
     results = [
-        BulkItemResponse(id=each.id, done=each.done, job_id=each.job_id, code=each.code, message=each.message)
+        BulkItemResponse(
+            id=each.id,
+            done=each.done,
+            skipped=each.skipped,
+            job_id=each.job_id,
+            code=each.code,
+            message=each.message,
+        )
         for each in report.results
     ]
     return BulkResponse(
         matched=report.matched,
         done=report.done,
         failed=report.failed,
+        skipped=report.skipped,
         dry_run=report.dry_run,
         stopped=report.stopped,
         results=results,

@@ -23,7 +23,8 @@ import msgspec
 
 from holdfast.core.job import Event, Failure
 from holdfast.core.states import EXPEDITED_EVENT, FINAL, FORKED_EVENT, OPERATOR_PREFIX, RESTORED_EVENT, State, event_for
-from holdfast.ledger.fold_events import LAST_ERROR_LIMIT, dead_letter_id, failure_of
+from holdfast.core.verdict import failure_of_event
+from holdfast.ledger.fold_events import LAST_ERROR_LIMIT, dead_letter_id
 
 #: Reasons for which an event is an anomaly.
 AFTER_THE_END: Final = "the job had ended in the ledger"
@@ -308,7 +309,7 @@ def _move(draft: JobDraft, event: Event, to_state: State, data: Mapping[str, Any
         draft.dead_letter = event
         draft.dlq_id = draft.dlq_id or dead_letter_id(event)
     if to_state not in _KEEP_ERRORS and event.type != RESTORED_EVENT:
-        _set_errors(draft, failure_of(event))
+        _set_errors(draft, failure_of_event(event))
 
 
 def _set_errors(draft: JobDraft, failure: Failure | None) -> None:

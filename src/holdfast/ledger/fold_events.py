@@ -19,7 +19,6 @@ from holdfast.core.job import (
     ApprovalRequest,
     Attempt,
     Event,
-    Failure,
     Meta,
     Priority,
     approval_data,
@@ -28,7 +27,7 @@ from holdfast.core.job import (
 )
 from holdfast.core.states import FORKED_EVENT, OPERATOR_PREFIX, RESTORED_EVENT, State
 from holdfast.core.text import clean
-from holdfast.core.verdict import SUPERSEDED, operator_failure
+from holdfast.core.verdict import SUPERSEDED, failure_of_event
 from holdfast.engine.port.feed import FeedEntry
 from holdfast.ledger.port.operators import ApprovalStatus
 
@@ -47,17 +46,6 @@ UNKNOWN_PAYLOAD: Final = "null"
 
 #: Moves whose data is written to the job's row and read from there.
 _IN_THE_ROW: Final = frozenset({State.SUCCEEDED})
-
-
-def failure_of(event: Event) -> Failure | None:
-    """The failure that an event reports, or the operator's reason for cancelling the job."""
-    data = event.data or {}
-    if "code" in data:
-        values = (data["code"], data.get("message"), data.get("type"), data.get("stack"))
-        return Failure(*(str(value or "") for value in values))
-    if event.to_state is State.CANCELLED:
-        return operator_failure(State.CANCELLED, str(data.get("actor") or "unknown"), str(data.get("reason") or ""))
-    return None
 
 
 def dead_letter_event(event: Event, history: Iterable[Event]) -> Event:
@@ -140,7 +128,7 @@ def attempts_of(events: Iterable[Event], engine_history: Sequence[Any] = ()) -> 
 
 def _attempt(begun: Event, end: Event) -> Attempt:
     outcome = RECLAIMED if end.to_state is State.RUNNING else str(end.to_state)
-    return Attempt(begun.attempt, begun.worker, begun.at_ms, end.at_ms, outcome, failure_of(end))
+    return Attempt(begun.attempt, begun.worker, begun.at_ms, end.at_ms, outcome, failure_of_event(end))
 
 
 def sanitize_event(event: Event) -> Event:

@@ -13,6 +13,7 @@ from holdfast.core.job import Event, Failure, new_job_ids
 from holdfast.core.publishing import EventPublishing, PublishedRow
 from holdfast.core.states import State
 from holdfast.core.text import clean, error_fingerprint
+from holdfast.core.verdict import failure_of_event
 from holdfast.ledger.fold import Anomaly, JobDraft
 from holdfast.ledger.fold_events import (
     AsInstant,
@@ -22,7 +23,6 @@ from holdfast.ledger.fold_events import (
     dead_letter_event,
     dead_letter_id,
     envelope_of,
-    failure_of,
 )
 
 #: Names of an anomaly are truncated to this, to fit an index; its event has them in full …
@@ -178,7 +178,7 @@ def dead_letter_row(draft: JobDraft, job_type: str, history: Iterable[Event], in
     assert draft.dead_letter is not None
     history = list(history)
     event = dead_letter_event(draft.dead_letter, history)
-    failure = failure_of(event) or Failure("UNKNOWN", event.message)
+    failure = failure_of_event(event) or Failure("UNKNOWN", event.message)
     engine_history = (event.data or {}).get("history") or ()
     return (
         draft.tenant_id,

@@ -62,26 +62,26 @@ async def status(store: PostgresStore | Path) -> MigrationStatus:
     """Read the version; changes nothing."""
     name = _name(store)
     missing = isinstance(store, Path) and not await asyncio.to_thread(store.exists)
-    found = None if missing else await _run(store, _found, read_only=True)
-    known = _known()
+    found = None if missing else await _run(store, _find_revision, read_only=True)
+    known = _list_migrations()
     pending = [one for one in known.values() if found is None or (found in known and one.version > found)]
     return MigrationStatus(name, found, HEAD, pending)
 
 
-def _known() -> dict[str, Migration]:
+def _list_migrations() -> dict[str, Migration]:
     """Every migration of this release, in order."""
     scripts = ScriptDirectory(str(_SCRIPTS)).walk_revisions()
     return {one.revision: Migration(one.revision, (one.doc or "").rstrip(".")) for one in reversed(list(scripts))}
 
 
 def _change(connection: Connection, name: str, run: Callable[[Config], None]) -> MigrationChange:
-    before = _found(connection)
+    before = _find_revision(connection)
     if before is not None and before > HEAD:
         raise SchemaMismatch(name, before, HEAD)
-    if before is not None and before not in _known():
+    if before is not None and before not in _list_migrations():
         raise SchemaMismatch(name, before, HEAD, advice=UNKNOWN_VERSION)
     run(_config(connection))
-    return MigrationChange(name, before, _found(connection))
+    return MigrationChange(name, before, _find_revision(connection))
 
 
 def _config(connection: Connection) -> Config:
@@ -92,7 +92,7 @@ def _config(connection: Connection) -> Config:
     return config
 
 
-def _found(connection: Connection) -> str | None:
+def _find_revision(connection: Connection) -> str | None:
     if not inspect(connection).has_table(TABLE):
         return None
     row = connection.execute(text(READ_VERSION)).first()

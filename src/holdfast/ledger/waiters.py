@@ -3,7 +3,7 @@
 A waiter checks, waits, and checks again. It may be woken for nothing, but never misses a commit (`source` is a
 `CommitSource`):
 
-    with source.of(queue) as waiter:
+    with source.listen(queue) as waiter:
         while not await check():
             if not await waiter.wait(timeout_s):
                 break
@@ -86,7 +86,7 @@ FindRecorded = Callable[[str, Sequence[JobKey]], Awaitable[set[JobKey]]]
 class CommitSource(Protocol):
     """Where to wait for commits of a queue."""
 
-    def of(self, queue: str) -> AbstractContextManager[CommitWaiter]: ...
+    def listen(self, queue: str) -> AbstractContextManager[CommitWaiter]: ...
 
 
 class _QueueWaiters:
@@ -164,7 +164,7 @@ class RecordedWaiter:
             del self._queues[queue]
 
     async def _check_until_found(self, queue: str, waiters: _QueueWaiters) -> None:
-        with self._commits.of(queue) as waiters.commits:
+        with self._commits.listen(queue) as waiters.commits:
             while waiters.waiting:
                 try:
                     found = await self._find(queue, list(waiters.waiting))
@@ -195,7 +195,7 @@ async def wait_position_change(
 ) -> FeedPosition:
     """`Projection.wait_position_change` on any store."""
     until = time.monotonic() + wait_ms / 1000
-    with commits.of(queue) as waiter:
+    with commits.listen(queue) as waiter:
         while True:
             position = await projection.position(queue)
             left_s = until - time.monotonic()

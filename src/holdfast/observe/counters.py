@@ -45,6 +45,37 @@ class Histogram:
         self.total_s += sum(ordered)
 
 
+#: Tenants whose failures are counted separately. It limits memory, and the size of a scrape.
+MAX_TENANTS: Final = 50
+#: Stands for the rest. Not the name of a tenant, which has no spaces.
+OTHER_TENANTS: Final = "all others"
+
+
+class TenantFailures:
+    """Failed runs by tenant and result, for the tenants that failed last; the rest is one count.
+
+    A tenant that fails often stays among them, however many others fail now and then. One that comes back starts at 0,
+    which Prometheus takes for a restart. The count of the rest never falls.
+    """
+
+    __slots__ = ("by_tenant", "others")
+
+    def __init__(self) -> None:
+        #: Tenant → result → number; the tenant whose last failure is the oldest comes first.
+        self.by_tenant: dict[str, Counter[str]] = {}
+        self.others: Counter[str] = Counter()
+
+    def add(self, tenant: str, result: str) -> None:
+        """Count a failed run."""
+        results = self.by_tenant.pop(tenant, None)
+        if results is None:
+            results = Counter()
+            if len(self.by_tenant) >= MAX_TENANTS:
+                self.others += self.by_tenant.pop(next(iter(self.by_tenant)))
+        results[result] += 1
+        self.by_tenant[tenant] = results
+
+
 class TriggerStats(Protocol):
     """Counters of a trigger's messages (see `triggers.state`)."""
 
@@ -139,6 +170,8 @@ class Counters:
     run_succeeded: Histogram = field(default_factory=Histogram)
     run_retried: Histogram = field(default_factory=Histogram)
     run_dead: Histogram = field(default_factory=Histogram)
+    #: Runs that ended in a retry, a suspension or a dead letter.
+    tenant_failures: TenantFailures = field(default_factory=TenantFailures)
     #: Counters of the triggers of this process, by name.
     triggers: dict[str, TriggerStats] = field(default_factory=dict)
 
@@ -151,6 +184,10 @@ _FIELDS: Final[dict[type, str]] = {
     Hold: "held",
     Release: "released",
 }
+
+
+#: Verdicts that are failures, as metrics name them.
+_FAILURES: Final[dict[type, str]] = {RetryLater: "retry", DeadLetter: "dead", Suspend: "suspended"}
 
 
 def count_settlements(counts: Counters, settlements: Sequence[Settlement], answers: Sequence[SettleResult]) -> None:
@@ -166,4 +203,15 @@ def count_settlements(counts: Counters, settlements: Sequence[Settlement], answe
     for verdict, number in applied.items():
         name = _FIELDS[verdict]
         setattr(counts, name, getattr(counts, name) + number)
+    # Successes cost nothing: batches without failures are not read again.
+    if not applied.keys().isdisjoint(_FAILURES):
+        _count_failures(counts.tenant_failures, settlements, answers)
     counts.stale_settles += answers.count(SettleResult.STALE)
+
+
+def _count_failures(
+    failures: TenantFailures, settlements: Sequence[Settlement], answers: Sequence[SettleResult]
+) -> None:
+    for settlement, answer in zip(settlements, answers, strict=True):
+        if answer is SettleResult.APPLIED and (result := _FAILURES.get(type(settlement.verdict))) is not None:
+            failures.add(settlement.claim.tenant_id, result)

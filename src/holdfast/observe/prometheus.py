@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ from prometheus_client.registry import Collector
 
 from holdfast.aio import serve_tcp
 from holdfast.errors import InvalidOption
-from holdfast.observe.counters import BOUNDS_S, Counters, Histogram, OutboxStats, TriggerStats
+from holdfast.observe.counters import BOUNDS_S, OTHER_TENANTS, Counters, Histogram, OutboxStats, TriggerStats
 
 
 def outbox_metrics(numbers: OutboxStats | None, backlog: int | None) -> Iterator[Metric]:
@@ -119,6 +119,8 @@ class QueueGauges:
     workers: int
     dead_letters: int
     retrying_ratio: float
+    #: How many jobs may run at a time, over all workers; None: no limit.
+    concurrency: int | None = None
     #: Lag of the ledger behind the feed; None without a separate ledger, or if it is unreachable.
     feed_lag_entries: int | None = None
     feed_lag_s: float | None = None
@@ -138,6 +140,9 @@ class StoreGauges:
     #: Unpublished events of the outbox; None without one, or if it is unreachable.
     outbox_backlog: int | None = None
 
+
+#: Maximum length of a tenant's name in a label.
+_TENANT_LIMIT: Final = 200
 
 #: Counters without labels: name, help, field.
 _PLAIN: Final = (
@@ -203,6 +208,23 @@ class MetricsCollector(Collector):
         yield seconds
         dead = counts.dead + counts.malformed + counts.moved_to_dlq
         yield CounterMetricFamily(f"{self._prefix}_task_dlq", "Jobs dead-lettered.", value=dead)
+        yield self._tenant_failures()
+
+    def _tenant_failures(self) -> Metric:
+        failures = self._counts.tenant_failures
+        family = CounterMetricFamily(
+            f"{self._prefix}_tenant_failures",
+            "Runs that ended in a retry, a suspension or a dead letter, by tenant.",
+            labels=["tenant", "result"],
+        )
+        totals: Counter[tuple[str, str]] = Counter()
+        for tenant, results in [*failures.by_tenant.items(), (OTHER_TENANTS, failures.others)]:
+            for result, number in results.items():
+                # Shortened names may be equal: a series that occurs twice would make the whole scrape invalid.
+                totals[_tenant_label(tenant), result] += number
+        for labels, number in sorted(totals.items()):
+            family.add_metric(list(labels), number)
+        return family
 
     def _counters(self) -> Iterator[Metric]:
         counts = self._counts
@@ -240,6 +262,9 @@ class MetricsCollector(Collector):
         lag = self._gauge("queue_lag", "Ready jobs not yet claimed.", labels=["queue"])
         backlog = self._gauge("backlog", "Ready and running jobs.", labels=["queue"])
         threshold = self._gauge("backlog_alert", "Backlog at which an alert is raised.", labels=["queue"])
+        concurrency = self._gauge(
+            "concurrency_limit", "Limit of running jobs, over all workers; absent without one.", labels=["queue"]
+        )
         workers = self._gauge("active_workers", "Workers that claim from the queue.", labels=["queue"])
         dead_letters = self._gauge("dead_letters", "Dead letters kept by the engine.", labels=["queue"])
         ratio = self._gauge("retrying_ratio", "Share of open jobs that wait for a retry.", labels=["queue"])
@@ -257,6 +282,7 @@ class MetricsCollector(Collector):
                 (lag, queue.waiting),
                 (backlog, queue.backlog),
                 (threshold, queue.backlog_alert),
+                (concurrency, queue.concurrency),
                 (workers, queue.workers),
                 (dead_letters, queue.dead_letters),
                 (ratio, queue.retrying_ratio),
@@ -266,7 +292,8 @@ class MetricsCollector(Collector):
             for family, value in pairs:
                 if value is not None:
                     family.add_metric([queue.queue], value)
-        yield from (length, pending, jobs, lag, backlog, threshold, workers, dead_letters, ratio, behind, behind_s)
+        yield from (length, pending, jobs, lag, backlog, threshold, concurrency, workers, dead_letters, ratio)
+        yield from (behind, behind_s)
 
     def _counter(self, name: str, text: str, label: str, values: dict[str, int]) -> Metric:
         family = CounterMetricFamily(f"{self._prefix}_{name}", text, labels=[label])
@@ -278,6 +305,11 @@ class MetricsCollector(Collector):
         self, name: str, text: str, *, value: float | None = None, labels: list[str] | None = None
     ) -> GaugeMetricFamily:
         return GaugeMetricFamily(f"{self._prefix}_{name}", text, value=value, labels=labels)
+
+
+def _tenant_label(tenant: str) -> str:
+    """A tenant's name for a label: valid UTF-8, not too long."""
+    return tenant[:_TENANT_LIMIT].encode("utf-8", "replace").decode()
 
 
 def _buckets(durations: Histogram) -> list[tuple[str, float]]:

@@ -166,7 +166,7 @@ class RunTrace:
         parent = self._tracer.trace.set_span_in_context(self._span)
         self._settling = self._tracer.tracer.start_span("settle", parent)
 
-    def settled(self, answer: SettleResult) -> None:
+    def end_settle(self, answer: SettleResult) -> None:
         """End the settle span with the engine's answer."""
         if self._settling is not None:
             self._settling.set_attribute("holdfast.answer", answer.value)

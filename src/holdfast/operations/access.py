@@ -1,4 +1,4 @@
-"""Tokens (requirement H6), the audit log, visible tenants, and checks that operations share.
+"""Tokens (requirement H6), the audit log, and checks that operations share.
 
 A token is `hf_<id>_<secret>`. Its text is shown once, when it is created; the ledger keeps the SHA-256 of the secret,
 which is 32 random bytes. A token that is missing, unknown, expired or revoked gets the same answer.
@@ -29,11 +29,6 @@ if TYPE_CHECKING:
     from holdfast.ledger.port.ledger import Ledger, LedgerReadPort
     from holdfast.ledger.queries.jobs import Queries
     from holdfast.ledger.queries.operator_filters import AuditFilter, AuditPage
-
-
-def visible_tenants(principal: Principal) -> tuple[str, ...] | None:
-    """Return the principal's tenants; None means all."""
-    return None if principal.sees_all_tenants else tuple(sorted(principal.tenants))
 
 
 def require_verified(principal: Principal, what: str) -> None:
@@ -222,7 +217,7 @@ class AuditOperations:
         principal.require(Permission.READ)
         from holdfast.ledger.queries.operator_filters import AuditFilter
 
-        filters, visible = filters or AuditFilter(), visible_tenants(principal)
+        filters, visible = filters or AuditFilter(), principal.visible_tenants
         if visible is None:
             return await self._queries().audit_log(filters, limit, cursor)
         tenants = (

@@ -20,7 +20,7 @@ from holdfast.engine.port import OperationsPort
 from holdfast.errors import ApprovalVoid, Conflict, EngineUnavailable, TransitionInvalid, UnknownJob
 from holdfast.guard.decisions import payload_hash, request_hash
 from holdfast.ledger.port.operators import ApprovalRow, ApprovalStatus
-from holdfast.operations.access import require_verified, visible_tenants
+from holdfast.operations.access import require_verified
 
 if TYPE_CHECKING:
     from holdfast.ledger.port.ledger import Ledger
@@ -60,13 +60,13 @@ class ApprovalOperations:
         principal.require(Permission.READ)
         from holdfast.ledger.queries.operator_filters import ApprovalFilter
 
-        restricted = (filters or ApprovalFilter()).limited_to(visible_tenants(principal))
+        restricted = (filters or ApprovalFilter()).limited_to(principal.visible_tenants)
         return await self._ledger.queries.approvals(restricted, limit, cursor)
 
     async def show(self, principal: Principal, approval_id: str) -> ApprovalDetail:
         """Return one approval with its job and the job's history. Raises `NotFound`."""
         principal.require(Permission.READ)
-        row = await self._ledger.queries.approval(visible_tenants(principal), approval_id)
+        row = await self._ledger.queries.approval(principal.visible_tenants, approval_id)
         key = JobKey(row.tenant_id, row.queue, row.job_id)
         try:
             job = await self._ledger.queries.job(row.job_id, row.tenant_id, row.queue)
@@ -85,12 +85,12 @@ class ApprovalOperations:
         """
         principal.require(Permission.APPROVE)
         require_verified(principal, "an approval")
-        row = await self._ledger.queries.approval(visible_tenants(principal), approval_id)
+        row = await self._ledger.queries.approval(principal.visible_tenants, approval_id)
         # A rejection is valid even if the job has changed.
         if approve and row.status is ApprovalStatus.REQUESTED:
             await self._check_unchanged(row)
         row = await self._ledger.operators.vote(
-            visible_tenants(principal), approval_id, actor=principal.name, approve=approve, reason=reason
+            principal.visible_tenants, approval_id, actor=principal.name, approve=approve, reason=reason
         )
         if row.status is not ApprovalStatus.REQUESTED:
             await self._deliver_or_log(row)

@@ -28,7 +28,9 @@ class BulkResult(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     done: bool
-    #: The new job, if the item became one.
+    #: Nothing had to be done, as `code` and `message` say.
+    skipped: bool = False
+    #: The new job, if the item became one; of a skipped item, the job that it already became.
     job_id: str = ""
     code: str = ""
     message: str = ""
@@ -43,14 +45,20 @@ class BulkReport(msgspec.Struct, frozen=True, kw_only=True):
     results: list[BulkResult] = []
     #: Why items were not processed; empty if all were.
     stopped: str = ""
+    #: Dead letters that match and were replayed before; they are not among the results.
+    replayed_before: int = 0
 
     @property
     def done(self) -> int:
         return sum(result.done for result in self.results)
 
     @property
+    def skipped(self) -> int:
+        return self.replayed_before + sum(result.skipped for result in self.results)
+
+    @property
     def failed(self) -> int:
-        return len(self.results) - self.done
+        return sum(not result.done and not result.skipped for result in self.results)
 
 
 Progress = Callable[[BulkResult], None]

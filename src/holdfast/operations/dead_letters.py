@@ -1,37 +1,40 @@
 """Dead letters: list, replay as new jobs, keep, or discard with a second principal (D3–D5).
 
 A replay is marked in the ledger, submitted to the engine under its own key, and then marked as submitted. After a
-crash in between, `submit_pending` makes the same job from the same mark. Two concurrent replays of one dead letter make
-one job; of a concurrent replay and discard, one wins.
+crash in between, `submit_pending` makes the same job from the same mark. Concurrent replays of one dead letter make one
+job, and so do repeated ones with one idempotency key; of a concurrent replay and discard, one wins.
 
 `diff_payloads` lists what an edit changes in a payload.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
 from holdfast.core.codec import decode_json
-from holdfast.core.job import Envelope, Meta, Receipt, ReplayOrigin, decode_meta
+from holdfast.core.job import Envelope, KeyReuse, Meta, Receipt, ReplayOrigin
 from holdfast.core.principal import Permission, Principal
+from holdfast.core.text import check_text
 from holdfast.engine.port.jobs import JobPort
 from holdfast.errors import (
+    AlreadyReplayed,
     Conflict,
     EngineUnavailable,
     HoldfastError,
     IntakeRefused,
+    InvalidOption,
     InvalidPayload,
     PayloadTooLarge,
     Unavailable,
-    UnknownJob,
     UsageError,
 )
 from holdfast.guard.decisions import PayloadDecoder
-from holdfast.ledger.port.operators import DeadLetterStatus, ReplayReservation
-from holdfast.operations.access import require_reason, require_verified, visible_tenants
+from holdfast.ledger.port.operators import DeadLetterStatus, ReplayKey, ReplayReservation
+from holdfast.operations.access import require_reason, require_verified
 from holdfast.operations.bulk import DEFAULT_RATE, BulkReport, BulkResult, Progress, no_progress, run_bulk
 
 if TYPE_CHECKING:
@@ -107,6 +110,8 @@ class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
     job_id: str
     #: Number of this replay of the dead letter, from 1.
     number: int
+    #: Whether the idempotency key was known: the job is that of an earlier call.
+    duplicate: bool = False
 
 
 class DeadLetterOperations:
@@ -148,7 +153,7 @@ class DeadLetterOperations:
     async def show(self, principal: Principal, dlq_id: str) -> DeadLetterDetail:
         """Return one dead letter: payload, error, stack, every attempt, every event of its job."""
         principal.require(Permission.READ)
-        return await self._ledger.queries.dead_letter(visible_tenants(principal), dlq_id)
+        return await self._ledger.queries.dead_letter(principal.visible_tenants, dlq_id)
 
     async def diff(self, principal: Principal, dlq_id: str, payload: bytes) -> Sequence[PayloadChange]:
         """Return what an edited payload changes.
@@ -168,19 +173,22 @@ class DeadLetterOperations:
         *,
         reason: str,
         payload: bytes | None = None,
-        expected: int | None = None,
+        again: bool = False,
+        idempotency_key: str | None = None,
     ) -> ReplayResult:
         """Submit the dead letter as a new job, with its original or an edited payload.
 
-        `expected` is the `replay_count` that the caller has read; default: the current one. Of two callers that read
-        the same count, the second gets the first one's job while that is being submitted, and `Conflict` afterwards.
-        Raises `Denied`, `IntakeRefused` and others like any submission; the dead letter is then open again.
+        With an `idempotency_key` the call can be repeated: the same key is the same replay, for the idempotency window
+        of the engine. Raises `ReplayKeyReused` if the key was used with another dead letter, another payload or
+        another `again`. Otherwise raises `AlreadyReplayed`, with the id of that job, if the latest replay is open or
+        has succeeded; `again` replays all the same.
+
+        Raises `Denied`, `IntakeRefused` and others like any submission; the dead letter is then as before, and the key
+        can be used again.
         """
-        dead_letter = await self.show(principal, dlq_id)
         principal.require(Permission.OPERATE)
-        return await self._replay(
-            principal, dead_letter, reason, payload, dead_letter.replay_count if expected is None else expected
-        )
+        key = None if idempotency_key is None else self._replay_key(idempotency_key, dlq_id, payload, again)
+        return await self._replay(principal, principal.visible_tenants, dlq_id, reason, payload, key, again)
 
     async def replay_many(
         self,
@@ -194,15 +202,25 @@ class DeadLetterOperations:
     ) -> BulkReport:
         """Submit every open dead letter that matches as a new job.
 
-        Dead letters that were already replayed are skipped, so an interrupted call can be repeated.
+        Dead letters that were already replayed are skipped and counted, so an interrupted call can be repeated.
         """
 
         async def act(dead_letter: DeadLetterRow) -> BulkResult:
-            # Pass the count as read: if another caller was faster, that caller has made the job.
-            replayed = await self._replay(principal, dead_letter, reason, None, dead_letter.replay_count)
+            try:
+                replayed = await self._replay(principal, [dead_letter.tenant_id], dead_letter.dlq_id, reason)
+            except AlreadyReplayed as exc:
+                # Another caller was faster.
+                return BulkResult(
+                    id=dead_letter.dlq_id, done=False, skipped=True, job_id=exc.job_id, code=exc.code, message=str(exc)
+                )
             return BulkResult(id=dead_letter.dlq_id, done=True, job_id=replayed.job_id)
 
-        return await self._many(principal, filters, DeadLetterStatus.OPEN, act, dry_run, rate_per_s, progress)
+        # Before the others: those that this call replays are not skipped.
+        replayed_before = await self.count(
+            principal, msgspec.structs.replace(filters, statuses=frozenset({DeadLetterStatus.REPLAYED}))
+        )
+        report = await self._many(principal, filters, DeadLetterStatus.OPEN, act, dry_run, rate_per_s, progress)
+        return msgspec.structs.replace(report, replayed_before=replayed_before)
 
     async def submit_pending(self, limit: int = 100) -> int:
         """Submit replays that were reserved and not submitted, in pages of `limit`; return how many.
@@ -231,7 +249,7 @@ class DeadLetterOperations:
 
     async def _submit_reserved(self, row: ReplayReservation) -> bool:
         try:
-            receipt = await self._submitter.submit(await self._envelope(row))
+            receipt = await self._submitter.submit(_envelope(row))
             _check_receipt(row, receipt)
         except IntakeRefused:
             return False
@@ -247,19 +265,19 @@ class DeadLetterOperations:
         """Request the discard of a dead letter; another principal has to confirm it."""
         await self.show(principal, dlq_id)
         self._check_discard(principal, reason)
-        await self._operators.request_discard(visible_tenants(principal), dlq_id, actor=principal.name, reason=reason)
+        await self._operators.request_discard(principal.visible_tenants, dlq_id, actor=principal.name, reason=reason)
 
     async def confirm(self, principal: Principal, dlq_id: str) -> None:
         """Discard a dead letter, as another principal has requested."""
         await self.show(principal, dlq_id)
         self._check_confirm(principal)
-        await self._operators.confirm_discard(visible_tenants(principal), dlq_id, actor=principal.name)
+        await self._operators.confirm_discard(principal.visible_tenants, dlq_id, actor=principal.name)
 
     async def keep(self, principal: Principal, dlq_id: str, reason: str = "") -> None:
         """Withdraw a requested discard."""
         await self.show(principal, dlq_id)
         principal.require(Permission.OPERATE)
-        await self._operators.keep(visible_tenants(principal), dlq_id, actor=principal.name, reason=reason)
+        await self._operators.keep(principal.visible_tenants, dlq_id, actor=principal.name, reason=reason)
 
     async def discard_many(
         self,
@@ -303,23 +321,43 @@ class DeadLetterOperations:
     # Internals -------------------------------------------------------------------------------------
 
     async def _replay(
-        self, principal: Principal, dead_letter: DeadLetterRow, reason: str, payload: bytes | None, expected: int
+        self,
+        principal: Principal,
+        tenants: Sequence[str] | None,
+        dlq_id: str,
+        reason: str,
+        payload: bytes | None = None,
+        key: ReplayKey | None = None,
+        again: bool = False,
     ) -> ReplayResult:
-        self._check_payload(dead_letter.job_type, dead_letter.payload.text.encode() if payload is None else payload)
         row = await self._operators.reserve_replay(
-            [dead_letter.tenant_id],
-            dead_letter.dlq_id,
+            tenants,
+            dlq_id,
             actor=principal.name,
             reason=reason,
             payload=payload,
-            expected=expected,
+            check=self._check_payload,
+            key=key,
+            again=again,
         )
+        if row.pending:
+            await self._submit_replay(principal, row)
+        return ReplayResult(
+            dlq_id=row.dlq_id,
+            tenant_id=row.tenant_id,
+            queue=row.queue,
+            job_id=row.new_job_id,
+            number=row.number,
+            duplicate=row.duplicate,
+        )
+
+    async def _submit_replay(self, principal: Principal, row: ReplayReservation) -> None:
         try:
-            _check_receipt(row, await self._submitter.submit(await self._envelope(row)))
+            _check_receipt(row, await self._submitter.submit(_envelope(row)))
         except EngineUnavailable as exc:
             # It is unknown whether the engine has the job. The mark stays, and the same job is submitted again.
             raise EngineUnavailable(
-                f"the replay of {dead_letter.dlq_id} is recorded, and upkeep submits it once the engine answers: {exc}"
+                f"the replay of {row.dlq_id} is recorded, and upkeep submits it once the engine answers: {exc}"
             ) from exc
         except Unavailable:
             raise
@@ -328,42 +366,15 @@ class DeadLetterOperations:
             await self._operators.cancel_replay(row, actor=principal.name, reason=str(exc))
             raise
         await self._operators.mark_submitted([row])
-        return ReplayResult(
-            dlq_id=row.dlq_id, tenant_id=row.tenant_id, queue=row.queue, job_id=row.new_job_id, number=row.number
-        )
 
-    async def _envelope(self, row: ReplayReservation) -> Envelope:
-        first = await self._first_meta(row)
-        return Envelope(
-            job_id=row.new_job_id,
-            task=row.job_type,
-            payload=row.payload,
-            queue=row.queue,
-            tenant_id=row.tenant_id,
-            idempotency_key=f"dlq:{row.dlq_id}:{row.number}",
-            trace_id=row.trace_id,
-            meta=Meta(
-                priority=row.priority,
-                context=row.context or None,
-                retry=first.retry,
-                max_retries=first.max_retries,
-                webhook=first.webhook,
-                replay=ReplayOrigin(row.dlq_id, row.job_id, row.idempotency_key),
-                # The operator counts as submitter, edited or not, so that another principal has to approve it.
-                submitted_by=row.actor,
-            ),
-        )
-
-    async def _first_meta(self, row: ReplayReservation) -> Meta:
-        """Return the metadata the failed job was submitted with, as far as the ledger still has it."""
-        try:
-            job = await self._ledger.queries.job(row.job_id, row.tenant_id, row.queue)
-        except UnknownJob:
-            return Meta()
-        try:
-            return Meta() if job.meta is None else decode_meta(job.meta.text)
-        except msgspec.DecodeError:
-            return Meta()
+    def _replay_key(self, key: str, dlq_id: str, payload: bytes | None, again: bool) -> ReplayKey:
+        if not key:
+            raise InvalidOption("an idempotency key must not be empty")
+        key = check_text(key, "idempotency_key")
+        # Spaces and the order of names in the payload do not matter.
+        arguments = None if payload is None else decode_json(payload, "the payload")
+        options = msgspec.json.encode([dlq_id, payload is None, arguments, again], order="sorted")
+        return ReplayKey(key, hashlib.sha256(options).hexdigest()[:32], self._engine.options.idempotency_window_ms)
 
     def _check_payload(self, task: str, payload: bytes) -> Any:
         """Return the decoded payload. Raises `InvalidPayload` if its task cannot be called with it."""
@@ -436,6 +447,29 @@ class _EngineSubmitter:
 _MARK_RATE: Final = 10_000.0
 
 
+def _envelope(row: ReplayReservation) -> Envelope:
+    return Envelope(
+        job_id=row.new_job_id,
+        task=row.job_type,
+        payload=row.payload,
+        queue=row.queue,
+        tenant_id=row.tenant_id,
+        idempotency_key=f"dlq:{row.dlq_id}:{row.number}",
+        on_key_reuse=KeyReuse.RETURN,
+        trace_id=row.trace_id,
+        meta=Meta(
+            priority=row.priority,
+            context=row.context or None,
+            retry=row.meta.retry,
+            max_retries=row.meta.max_retries,
+            webhook=row.meta.webhook,
+            replay=ReplayOrigin(row.dlq_id, row.job_id, row.idempotency_key),
+            # The operator counts as submitter, edited or not, so that another principal has to approve it.
+            submitted_by=row.actor,
+        ),
+    )
+
+
 def _check_receipt(row: ReplayReservation, receipt: Receipt) -> None:
     """Raise `Conflict` if another job has the replay's key: then no job was made.
 
@@ -447,7 +481,7 @@ def _check_receipt(row: ReplayReservation, receipt: Receipt) -> None:
 
 def _restrict(principal: Principal, filters: DeadLetterFilter) -> DeadLetterFilter:
     """Return the filter restricted to tenants that the principal may see."""
-    visible = visible_tenants(principal)
+    visible = principal.visible_tenants
     if visible is None:
         return filters
     tenants = visible if filters.tenants is None else tuple(tenant for tenant in filters.tenants if tenant in visible)

@@ -53,7 +53,7 @@ async def resume_waiting(
 ) -> list[str]:
     """Resume every job that is suspended for this key, and no other; return their ids."""
     resumed = []
-    for queue, job_id in dict.fromkeys([(row.queue, row.job_id), *await _suspended(queries, row)]):
+    for queue, job_id in dict.fromkeys([(row.queue, row.job_id), *await _find_suspended(queries, row)]):
         (view,) = await engine.get(queue, [job_id])
         if view is None or view.tenant_id != row.tenant_id or not _waits_for(view, row.key):
             continue
@@ -82,7 +82,7 @@ def _waits_for(view: JobInfo, key: str) -> bool:
     return EffectInDoubt.named(key) in failure.message
 
 
-async def _suspended(queries: Queries, row: EffectKeyRow) -> list[tuple[str, str]]:
+async def _find_suspended(queries: Queries, row: EffectKeyRow) -> list[tuple[str, str]]:
     """Return queue and id of the tenant's jobs that are suspended for an effect, from the ledger."""
     from holdfast.ledger.queries.job_list import JobFilter
     from holdfast.ledger.queries.paging import MAX_LIMIT

@@ -13,10 +13,12 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from holdfast.core.job import Failure, JobInfo, Meta
 from holdfast.core.principal import Permission, Principal
 from holdfast.core.rebuild import IncompleteHistory, rebuild_job
-from holdfast.core.states import OPERATOR_PREFIX, State
+from holdfast.core.states import FINAL, OPERATOR_PREFIX, State
 from holdfast.engine.port import OperationsPort
 from holdfast.engine.port.reads import ReadPort
 from holdfast.errors import (
@@ -73,12 +75,25 @@ class JobOperations:
         principal.require(Permission.READ)
         live = await self._live(principal, job_id, queue)
         if live is not None:
-            return live
+            return await self.add_arguments(live)
         row = await self._find_in_ledger(principal, job_id, queue)
         if row is None:
             raise UnknownJob(job_id)
         (view,) = await self._engine.get(row.queue, [job_id])
         return view if view is not None and principal.can_see(view.tenant_id) else await self._rebuild(row)
+
+    async def add_arguments(self, view: JobInfo) -> JobInfo:
+        """Return the job with its arguments, from the ledger if the engine no longer has them.
+
+        Redis keeps no arguments of a job that succeeded. They stay missing if the ledger does not have the job or does
+        not answer.
+        """
+        if view.payload or view.state not in FINAL or self._ledger is None:
+            return view
+        try:
+            return with_arguments(view, await self._ledger.queries.job(view.job_id, view.tenant_id, view.queue))
+        except (UnknownJob, LedgerUnavailable):
+            return view
 
     async def cancel(
         self, principal: Principal, job_id: str, *, queue: str | None = None, reason: str, expected: State | None = None
@@ -111,7 +126,7 @@ class JobOperations:
         self, principal: Principal, job_id: str, *, queue: str | None = None, reason: str, expected: State | None = None
     ) -> State:
         """Make a waiting job due now; return its state, which stays until a worker claims it."""
-        view = await self._for_operator(principal, job_id, queue)
+        view = await self._find_for_operator(principal, job_id, queue)
         if expected is not None and view.state is not expected:
             raise TransitionInvalid(job_id, view.state, State.RUNNING)
         await self._engine.expedite(
@@ -131,7 +146,7 @@ class JobOperations:
         reason: str,
         expected: State | None,
     ) -> State:
-        view = await self._for_operator(principal, job_id, queue)
+        view = await self._find_for_operator(principal, job_id, queue)
         return await self._engine.move(
             view.queue,
             job_id,
@@ -142,7 +157,7 @@ class JobOperations:
             audit=f"{OPERATOR_PREFIX}{verb}",
         )
 
-    async def _for_operator(self, principal: Principal, job_id: str, queue: str | None) -> JobInfo:
+    async def _find_for_operator(self, principal: Principal, job_id: str, queue: str | None) -> JobInfo:
         # Find it first: a job that the principal may not see is absent, not forbidden.
         view = await self.find(principal, job_id, queue)
         principal.require(Permission.OPERATE)
@@ -187,6 +202,11 @@ class JobOperations:
         if self._ledger is None:
             raise NoLedger(what)
         return self._ledger.queries
+
+
+def with_arguments(view: JobInfo, row: JobDetail) -> JobInfo:
+    """The job with the arguments of its row, if the engine no longer has them."""
+    return view if view.payload else msgspec.structs.replace(view, payload=row.payload.text.encode())
 
 
 def info_from_row(row: JobDetail) -> JobInfo:

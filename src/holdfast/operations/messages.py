@@ -26,7 +26,6 @@ from holdfast.ledger.port.messages import (
     TriggerHeartbeat,
     TriggerPause,
 )
-from holdfast.operations.access import visible_tenants
 
 if TYPE_CHECKING:
     from holdfast.ledger.port.ledger import Ledger
@@ -57,7 +56,7 @@ class OutboxOperations:
         principal.require(Permission.READ)
         store = await self._outbox.open()
         return await store.find(
-            visible_tenants(principal),
+            principal.visible_tenants,
             status=status,
             destination=destination,
             topic=topic,
@@ -70,7 +69,7 @@ class OutboxOperations:
         """Make DEAD and RETRYING events due now, with a new set of attempts; return how many."""
         principal.require(Permission.OPERATE)
         store = await self._outbox.open()
-        return await store.retry_events(visible_tenants(principal), list(dict.fromkeys(ids)), principal.name, reason)
+        return await store.retry_events(principal.visible_tenants, list(dict.fromkeys(ids)), principal.name, reason)
 
     async def retry_dead(self, principal: Principal, *, destination: str = "", reason: str) -> int:
         """Retry all DEAD events, or those of one destination; return how many."""
@@ -79,12 +78,12 @@ class OutboxOperations:
         retried, after = 0, None
         while True:
             page = await store.find(
-                visible_tenants(principal), status=OutboxStatus.DEAD, destination=destination, after=after, limit=_PAGE
+                principal.visible_tenants, status=OutboxStatus.DEAD, destination=destination, after=after, limit=_PAGE
             )
             if not page:
                 return retried
             retried += await store.retry_events(
-                visible_tenants(principal), [event.id for event in page], principal.name, reason
+                principal.visible_tenants, [event.id for event in page], principal.name, reason
             )
             after = page[-1].position
 
@@ -138,7 +137,7 @@ class TriggerOperations:
         """List executions of the principal's tenants, newest first."""
         principal.require(Permission.READ)
         return await self._triggers.executions(
-            visible_tenants(principal), queue_name=queue_name, message_id=message_id, statuses=statuses, limit=limit
+            principal.visible_tenants, queue_name=queue_name, message_id=message_id, statuses=statuses, limit=limit
         )
 
     async def pause(self, principal: Principal, name: str, *, reason: str = "") -> TriggerInfo:

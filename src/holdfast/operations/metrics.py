@@ -135,6 +135,7 @@ async def _queue_gauges(
         waiting=waiting,
         backlog=stats.backlog,
         backlog_alert=settings.backlog_alert if alert is None else alert,
+        concurrency=stats.control.concurrency,
         states={state.value: number for state, number in stats.states.items()},
         workers=stats.workers,
         dead_letters=stats.dead_letters,

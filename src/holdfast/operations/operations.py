@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from holdfast.operations.messages import TriggerOperations
     from holdfast.operations.queues import QueueOperations
     from holdfast.operations.suspended import SuspendedOperations
+    from holdfast.operations.tasks import TaskOperations
 
 
 class Operations:
@@ -64,6 +65,13 @@ class Operations:
         from holdfast.operations.queues import QueueOperations
 
         return QueueOperations(self.engine, self.ledger)
+
+    @cached_property
+    def tasks(self) -> TaskOperations:
+        """Tasks that workers have announced; works without a ledger."""
+        from holdfast.operations.tasks import TaskOperations
+
+        return TaskOperations(self.engine, self.ledger)
 
     @cached_property
     def audit(self) -> AuditOperations:
@@ -122,4 +130,4 @@ class _GuardedSubmitter:
         self._backend = backend
 
     async def submit(self, envelope: Any) -> Any:
-        return await (await self._backend.submitter()).submit(envelope)
+        return await (await self._backend.connections.submitter()).submit(envelope)

@@ -16,7 +16,7 @@ from holdfast.core.principal import Permission, Principal
 from holdfast.core.states import State
 from holdfast.engine.port import OperationsPort
 from holdfast.errors import NoLedger, TransitionInvalid
-from holdfast.operations.access import require_reason, visible_tenants
+from holdfast.operations.access import require_reason
 from holdfast.operations.bulk import BulkReport, BulkResult, Progress, no_progress, run_bulk
 from holdfast.operations.jobs import JobOperations
 
@@ -195,7 +195,7 @@ class SuspendedOperations:
             states=frozenset({State.SUSPENDED}),
             job_type=filters.job_type,
             tenant_id=filters.tenant_id,
-            tenants=visible_tenants(principal),
+            tenants=principal.visible_tenants,
             queues=filters.queues,
             since=filters.since,
             until=filters.until,

@@ -22,7 +22,8 @@ import msgspec
 from holdfast.brokers.factory import build_publisher
 from holdfast.brokers.port import OutgoingMessage, Publisher
 from holdfast.core.job import Envelope, Receipt
-from holdfast.errors import HoldfastError, IntakeRefused, InvalidOption, Unavailable, UsageError
+from holdfast.engine.port.jobs import JobRefused
+from holdfast.errors import HoldfastError, IntakeLimited, IntakeRefused, InvalidOption, Unavailable, UsageError
 from holdfast.ledger.port.messages import ENGINE_DESTINATION, OutboxEvent
 from holdfast.outbox.writer import DUPLICATE, ENCODING, envelope_from_event, payload_of
 from holdfast.settings import Settings
@@ -57,10 +58,10 @@ def make_encoder(settings: Settings) -> Encoder:
     if settings.outbox_envelope == "plain":
         return plain
     source = settings.outbox_source or f"holdfast/{settings.namespace or 'default'}"
-    return lambda event: structured(event, source)
+    return lambda event: to_cloud_event(event, source)
 
 
-def structured(event: OutboxEvent, source: str) -> OutgoingMessage:
+def to_cloud_event(event: OutboxEvent, source: str) -> OutgoingMessage:
     """Encode as a CloudEvent. Raises `ValueError` if the payload does not match its declared encoding."""
     body, is_json = payload_of(event)
     if is_json:
@@ -105,7 +106,8 @@ def _time(at_ms: int) -> str:
 
 _log: Final = logging.getLogger("holdfast.outbox")
 
-SubmitJobs = Callable[[Sequence[Envelope]], Awaitable[list[Receipt]]]
+#: Submits each job on its own; returns a receipt or the refusal for each.
+SubmitJobs = Callable[[Sequence[Envelope]], Awaitable[list[Receipt | JobRefused]]]
 
 
 class Published(msgspec.Struct, frozen=True):
@@ -122,6 +124,8 @@ class PublishFailed(msgspec.Struct, frozen=True):
     permanent: bool = False
     #: Temporary and not caused by the event: retried without limit.
     outage: bool = False
+    #: The queue or the tenant is at its intake limit: as an outage, and no attempt is counted.
+    limited: bool = False
 
 
 Answer = Published | PublishFailed
@@ -188,7 +192,7 @@ class BrokerDestination(Destination):
     async def _publish(self, messages: Sequence[OutgoingMessage], timeout_s: float) -> list[Answer]:
         try:
             async with asyncio.timeout(timeout_s):
-                publisher = await self._connected()
+                publisher = await self._connect()
                 outcomes = await publisher.publish(messages)
         except TimeoutError:
             # Messages still in flight must not arrive after a retry, so this client is closed.
@@ -208,7 +212,7 @@ class BrokerDestination(Destination):
             with suppress(HoldfastError):
                 await publisher.close()
 
-    async def _connected(self) -> Publisher:
+    async def _connect(self) -> Publisher:
         if self._publisher is None:
             publisher = self._build()
             try:
@@ -258,4 +262,13 @@ class EngineDestination(Destination):
             if len(envelopes) > 1:
                 return [answer for each in envelopes for answer in await self._submit([each], until)]
             return [PublishFailed(str(exc) if isinstance(exc, HoldfastError) else repr(exc))]
-        return [Published(f"{DUPLICATE}{receipt.job_id}" if receipt.duplicate else "") for receipt in receipts]
+        return [_answer(receipt) for receipt in receipts]
+
+
+def _answer(receipt: Receipt | JobRefused) -> Answer:
+    if isinstance(receipt, Receipt):
+        return Published(f"{DUPLICATE}{receipt.job_id}" if receipt.duplicate else "")
+    if isinstance(receipt, IntakeLimited):
+        # Readers of the event may see only their own tenant.
+        return PublishFailed(receipt.public, outage=True, limited=True)
+    return PublishFailed(str(receipt), permanent=True)

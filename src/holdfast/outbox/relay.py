@@ -199,7 +199,7 @@ class _DestinationLoop:
             if leased.lanes:
                 self._start(leased)
                 return 0.0
-            return _WAIT_S if self._busy else await self._until_due()
+            return _WAIT_S if self._busy else await self._seconds_until_due()
         except LedgerUnavailable as exc:
             self._log_outage("cannot reach the outbox database, retrying: %s", exc)
         except Exception:  # noqa: BLE001 - top of a loop
@@ -207,7 +207,7 @@ class _DestinationLoop:
             self._paused_until = time.monotonic() + self._outage_backoff.next_s()
         return 0.0
 
-    async def _until_due(self) -> float:
+    async def _seconds_until_due(self) -> float:
         due_ms = await self._store.next_due_ms(self._destinations, dead_blocks=self._settings.outbox_dead_blocks)
         self._outage_backoff.reset()
         if due_ms is None:
@@ -327,7 +327,7 @@ def _to_result(event: OutboxEvent, answer: Answer, settings: Settings, now_ms: i
             attempt_count=event.attempt_count,
             last_error=answer.note,
         )
-    attempts = event.attempt_count + 1
+    attempts = event.attempt_count + (not answer.limited)
     dead = answer.permanent or (attempts >= settings.outbox_max_attempts and not answer.outage)
     return PublishResult(
         tenant_id=event.tenant_id,
@@ -343,7 +343,7 @@ def _backoff_ms(attempts: int, answer: PublishFailed, settings: Settings) -> int
     max_s = settings.outbox_backoff_max_s
     if answer.outage:
         max_s = min(max_s, _OUTAGE_MAX_S)
-    return round(1000 * min(max_s, settings.outbox_backoff_base_s * 2.0 ** min(attempts - 1, 40)))
+    return round(1000 * min(max_s, settings.outbox_backoff_base_s * 2.0 ** min(max(0, attempts - 1), 40)))
 
 
 class _StoreClock:

@@ -21,7 +21,7 @@ from typing import Any, Final
 import msgspec
 
 from holdfast.core.codec import encode_json
-from holdfast.core.job import DEFAULT_TENANT, EMPTY_META, Envelope, InstantMs, Meta, new_job_ids
+from holdfast.core.job import DEFAULT_TENANT, EMPTY_META, Envelope, InstantMs, KeyReuse, Meta, new_job_ids
 from holdfast.core.publishing import lane_of
 from holdfast.core.text import check_name, check_text
 from holdfast.errors import InvalidOption, InvalidPayload, PayloadTooLarge
@@ -143,18 +143,18 @@ class Outbox:
         return [self._row(event, next(fresh)) for event in listed]
 
     def _row(self, event: NewOutboxEvent, fresh_id: str) -> OutboxRow:
-        topic = _checked(event.topic, "topic", _NAME_LIMIT)
-        destination = _checked(event.destination, "destination", _NAME_LIMIT)
+        topic = _require_text(event.topic, "topic", _NAME_LIMIT)
+        destination = _require_text(event.destination, "destination", _NAME_LIMIT)
         if destination == ENGINE_DESTINATION:
             raise InvalidOption(
                 "destination 'holdfast' is for jobs; use task.options(connection=…).submit(…), or another destination"
             )
         # An empty key means no key, as in brokers.
-        key = _checked(event.key, "key", _KEY_LIMIT) if event.key else None
-        event_id = fresh_id if event.event_id is None else _checked(event.event_id, "event_id", _NAME_LIMIT)
+        key = _require_text(event.key, "key", _KEY_LIMIT) if event.key else None
+        event_id = fresh_id if event.event_id is None else _require_text(event.event_id, "event_id", _NAME_LIMIT)
         payload, headers = self._payload(event, _headers(event.headers))
         return OutboxRow(
-            tenant_id=_checked(event.tenant_id, "tenant_id", _NAME_LIMIT),
+            tenant_id=_require_text(event.tenant_id, "tenant_id", _NAME_LIMIT),
             id=event_id,
             destination=destination,
             topic=topic,
@@ -181,7 +181,7 @@ def payload_of(event: OutboxEvent) -> tuple[bytes, bool]:
     return event.payload.encode(), True
 
 
-def _checked(text: object, what: str, limit: int) -> str:
+def _require_text(text: object, what: str, limit: int) -> str:
     if not isinstance(text, str) or not text:
         raise InvalidOption(f"{what} must be a non-empty string, not {text!r}")
     if not text.isprintable():
@@ -197,7 +197,7 @@ def _headers(given: Mapping[str, object] | None) -> dict[str, str]:
     """Validate headers and convert their names to lower case, as consumers see them."""
     headers: dict[str, str] = {}
     for name, value in (given or {}).items():
-        lower = _checked(name, "header name", _NAME_LIMIT).lower()
+        lower = _require_text(name, "header name", _NAME_LIMIT).lower()
         if lower in _RESERVED:
             raise InvalidOption(f"header {name!r} is set by the relay; use event_id and tenant_id instead")
         if not isinstance(value, str) or (value and not value.isprintable()):
@@ -228,6 +228,8 @@ class _Job(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fiel
 
 
 _decoder: Final = msgspec.json.Decoder(_Job)
+#: Header with the fingerprint of the job's schema.
+_SCHEMA: Final = "schema"
 
 
 def job_event_row(envelope: Envelope) -> OutboxRow:
@@ -251,7 +253,8 @@ def job_event_row(envelope: Envelope) -> OutboxRow:
         # One lane per idempotency key, so that jobs are submitted in the order written and the first one wins.
         lane=lane_of(ENGINE_DESTINATION, envelope.queue, None, envelope.idempotency_key or envelope.job_id),
         payload=msgspec.json.encode(job).decode(),
-        headers=None,
+        # Not in the payload, of which older relays refuse unknown keys.
+        headers=msgspec.json.encode({_SCHEMA: envelope.schema}).decode() if envelope.schema else None,
     )
 
 
@@ -280,6 +283,9 @@ def envelope_from_event(event: OutboxEvent) -> Envelope:
         delay_ms=job.delay_ms,
         run_at_ms=job.run_at_ms,
         hold=job.hold,
+        schema=event.headers.get(_SCHEMA, ""),
+        # The writer has committed: there is no caller left to refuse.
+        on_key_reuse=KeyReuse.RETURN,
     )
 
 

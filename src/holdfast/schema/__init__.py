@@ -15,6 +15,7 @@ from holdfast.schema.messages import queue_executions as queue_executions
 from holdfast.schema.messages import trigger_pauses as trigger_pauses
 from holdfast.schema.messages import trigger_presences as trigger_presences
 from holdfast.schema.operators import alerts as alerts
+from holdfast.schema.operators import announced_tasks as announced_tasks
 from holdfast.schema.operators import approval_votes as approval_votes
 from holdfast.schema.operators import approvals as approvals
 from holdfast.schema.operators import operator_events as operator_events

@@ -92,6 +92,21 @@ alerts: Final = Table(
     PrimaryKeyConstraint("tenant_id", "key"),
 )
 
+#: Tasks that workers have announced, one row for each schema of a task. Not per tenant: workers serve every tenant.
+announced_tasks: Final = Table(
+    "announced_tasks",
+    metadata,
+    Column("task", NAME, nullable=False),
+    #: Fingerprint of the schema.
+    Column("fingerprint", NAME, nullable=False),
+    Column("queue", NAME, nullable=False),
+    Column("priority", SmallInteger, nullable=False),
+    #: JSON Schema of the arguments, as text: the order of its properties is that of the parameters. Empty: unknown.
+    Column("schema", Text, nullable=False),
+    Column("seen_at", InstantColumn, nullable=False),
+    PrimaryKeyConstraint("task", "fingerprint"),
+)
+
 #: Tokens for the HTTP API. Not per tenant, since a token may have several tenants. Only the secret's hash is stored.
 tokens: Final = Table(
     "tokens",

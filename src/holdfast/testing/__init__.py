@@ -4,9 +4,9 @@ The pytest plugin has the fixtures `holdfast_app`, `holdfast_clock` and `holdfas
 pytest; import it from `holdfast.testing.contract`.
 """
 
-from holdfast._platform import unsupported
+from holdfast._platform import unsupported_error
 
-if (_error := unsupported()) is not None:
+if (_error := unsupported_error()) is not None:
     raise _error
 
 from holdfast.guard.decisions import ApprovalInterrupt

@@ -29,7 +29,8 @@ from holdfast.app import Holdfast
 from holdfast.client.backend import Backend
 from holdfast.client.submitter import Submitter
 from holdfast.clock import Clock, SystemClock, to_ms
-from holdfast.core.job import MAX_BATCH, Claim, Envelope, JobInfo, Lease, Receipt
+from holdfast.core.fingerprint import is_key_reused
+from holdfast.core.job import MAX_BATCH, Claim, Envelope, JobInfo, KeyReuse, Lease, Receipt
 from holdfast.core.states import State, check_move
 from holdfast.core.verdict import (
     TARGETS,
@@ -37,7 +38,6 @@ from holdfast.core.verdict import (
     Outcome,
     Release,
     RetryLater,
-    Returned,
     Succeed,
     Suspend,
     Verdict,
@@ -47,10 +47,17 @@ from holdfast.core.verdict import (
     with_approval,
 )
 from holdfast.effects.runtime import EffectRuntime
-from holdfast.errors import InvalidOption, TransitionInvalid, UnknownJob, UsageError, WaitTimeout
+from holdfast.errors import (
+    IdempotencyKeyReused,
+    InvalidOption,
+    TransitionInvalid,
+    UnknownJob,
+    UsageError,
+    WaitTimeout,
+)
 from holdfast.execution.backend import backend_of
 from holdfast.execution.context import Context
-from holdfast.execution.invoke import invoke, invoke_sync, suspend_if_in_doubt, timed_out, unknown_task
+from holdfast.execution.invoke import has_returned, invoke, invoke_sync, suspend_if_in_doubt, timed_out, unknown_task
 from holdfast.execution.spec import ExecutionMode, TaskPolicy, TaskSpec
 from holdfast.observe.counters import Counters
 from holdfast.testing.effects import MemoryLedger
@@ -144,7 +151,8 @@ class InlineSubmitter(Submitter):
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._views: dict[tuple[str, str], JobInfo] = {}
-        self._keys: dict[tuple[str, str, str], str] = {}
+        #: By tenant, queue and key: the first job, and the fingerprint of its request.
+        self._keys: dict[tuple[str, str, str], tuple[str, str]] = {}
         self._clock = SystemClock()
         self._random = Random()
         #: Total time that jobs have slept; inline mode does not wait for it.
@@ -160,8 +168,11 @@ class InlineSubmitter(Submitter):
             envelope = await guards.review(envelope)
         if envelope.idempotency_key:
             key = (envelope.tenant_id, envelope.queue, envelope.idempotency_key)
-            first = self._keys.setdefault(key, envelope.job_id)
+            request = self._backend.fingerprint(envelope.task, envelope.payload)
+            first, known = self._keys.setdefault(key, (envelope.job_id, request))
             if first != envelope.job_id:
+                if is_key_reused(known, request) and envelope.on_key_reuse is KeyReuse.REFUSE:
+                    raise IdempotencyKeyReused(envelope.queue, envelope.idempotency_key, first)
                 return Receipt(first, duplicate=True)
         self._keep(self._fresh(envelope))
         if not envelope.hold:
@@ -239,7 +250,7 @@ class InlineSubmitter(Submitter):
             await self._end(running, context)
             raise
         late = await self._end(running, context)
-        return late if isinstance(late, Returned) else timed_out(spec.timeout_s or 0)
+        return late if late is not None and has_returned(late) else timed_out(spec.timeout_s or 0)
 
     @staticmethod
     async def _end(running: asyncio.Future[Outcome], context: Context | None) -> Outcome | None:

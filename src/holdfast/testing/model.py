@@ -11,7 +11,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final, assert_never
 
-from holdfast.core.job import Approval, ApprovalRequest, Claim, Envelope, Lease, Receipt
+from holdfast.core.fingerprint import is_key_reused, raw_fingerprint
+from holdfast.core.job import Approval, ApprovalRequest, Claim, Envelope, KeyReuse, Lease, Receipt
 from holdfast.core.states import FINAL, State, is_legal
 from holdfast.core.verdict import (
     TARGETS,
@@ -24,6 +25,8 @@ from holdfast.core.verdict import (
     Suspend,
     Verdict,
 )
+from holdfast.engine.port.jobs import has_own_key
+from holdfast.errors import IdempotencyKeyReused
 
 #: Model time moves in whole units; all durations end on half a unit. A slow machine therefore never changes on which
 #: side of a deadline a step falls.
@@ -81,17 +84,25 @@ class Model:
     now: int = 0
     jobs: dict[str, ModelJob] = field(default_factory=dict)
     keys: dict[tuple[str, str], str] = field(default_factory=dict)
-    #: Concurrency limit of each tenant.
+    #: Concurrency limit of each tenant, and of the whole queue.
     limits: dict[str, int | None] = field(default_factory=dict)
+    concurrency: int | None = None
 
     # Submitting ------------------------------------------------------------------------------------
 
-    def submit(self, envelope: Envelope) -> Receipt:
+    def submit(self, envelope: Envelope) -> Receipt | IdempotencyKeyReused:
         key = (envelope.tenant_id, envelope.idempotency_key or envelope.job_id)
         if envelope.job_id in self.jobs:
             return Receipt(envelope.job_id)
-        if key in self.keys:
-            return Receipt(self.keys[key], duplicate=True)
+        keyed = has_own_key(envelope)
+        if keyed and key in self.keys:
+            first = self.jobs[self.keys[key]].envelope
+            requests = [raw_fingerprint(each.task, each.payload) for each in (first, envelope)]
+            # A job that is known by its id has no fingerprint.
+            reused = has_own_key(first) and is_key_reused(*requests)
+            if reused and envelope.on_key_reuse is KeyReuse.REFUSE:
+                return IdempotencyKeyReused(envelope.queue, envelope.idempotency_key, first.job_id)
+            return Receipt(first.job_id, duplicate=True)
         state = State.WAITING_APPROVAL if envelope.hold else State.QUEUED
         job = ModelJob(
             envelope, state, run_at=self.now + envelope.delay_ms, approval_request=envelope.meta.approval_request
@@ -99,7 +110,10 @@ class Model:
         if envelope.delay_ms and not envelope.hold:
             job.due_at = job.run_at
         self.jobs[envelope.job_id] = job
-        self.keys[key] = envelope.job_id
+        if keyed:
+            self.keys[key] = envelope.job_id
+        else:
+            self.keys.setdefault(key, envelope.job_id)
         return Receipt(envelope.job_id)
 
     # Running ---------------------------------------------------------------------------------------
@@ -120,8 +134,18 @@ class Model:
         running = sum(job.lease is not None for job in self.jobs.values() if job.envelope.tenant_id == tenant)
         return max(0, limit - running)
 
-    def least(self, waiting: set[str]) -> Counter[str]:
-        """How many of these jobs a large enough claim must return, by tenant."""
+    def free_slots_in_queue(self) -> int:
+        """Count the free slots of the queue, over all tenants."""
+        if self.concurrency is None:
+            return len(self.jobs)
+        return max(0, self.concurrency - sum(job.lease is not None for job in self.jobs.values()))
+
+    def least(self, waiting: set[str]) -> int:
+        """How many of these jobs a large enough claim must return."""
+        return min(self.least_by_tenant(waiting).total(), self.free_slots_in_queue())
+
+    def least_by_tenant(self, waiting: set[str]) -> Counter[str]:
+        """The same for each tenant, if the queue itself has free slots."""
         counts = Counter(self.tenant(job_id) for job_id in waiting)
         return +Counter({tenant: min(count, self.free_slots(tenant)) for tenant, count in counts.items()})
 
@@ -168,6 +192,11 @@ class Model:
 
     def poisoned(self) -> set[str]:
         return {job_id for job_id in self.lost() if self.jobs[job_id].lost_leases + 1 >= MAX_DELIVERIES}
+
+    def requeue(self, job_ids: set[str]) -> None:
+        """Due retries of the pending list without a free slot become ready."""
+        for job_id in job_ids:
+            self.jobs[job_id].due_at = None
 
     def reclaim_job(self, claim: Claim) -> None:
         """Apply a reclaim of an expired lease."""

@@ -1,4 +1,4 @@
-"""Operator rules of `state_machine.EngineMachine`: decide, expedite, claim one job, limit a tenant."""
+"""Operator rules of `state_machine.EngineMachine`: decide, expedite, claim one job, limit a tenant or the queue."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast.core.job import Approval, ApprovalRequest, Claim
 from holdfast.core.states import State
 from holdfast.engine.port import Engine
 from holdfast.engine.port.operators import QueueControl, TenantControl
-from holdfast.errors import TransitionInvalid
+from holdfast.errors import ConcurrencyLimited, TransitionInvalid
 from holdfast.testing.model import Model
 
 T = TypeVar("T")
@@ -85,13 +85,17 @@ class OperatorRules(RuleBasedStateMachine):
     @rule(pick=_picks, worker=st.sampled_from(("a", "b", "c")), lost=st.booleans())
     def claim_job(self, pick: int, worker: str, lost: bool) -> None:
         job = list(self.model.jobs.values())[pick % len(self.model.jobs)]
-        legal = job.state in (State.QUEUED, State.RETRYING)
+        legal, slots = job.state in (State.QUEUED, State.RETRYING), self.model.free_slots_in_queue()
         try:
             claim = self._run(self.engine.claim_job(self._incarnation(worker), self.queue, job.job_id))
         except TransitionInvalid:
             assert not legal
+        except ConcurrencyLimited:
+            assert legal
+            assert slots == 0
         else:
             assert legal
+            assert slots > 0
             assert claim.job_id == job.job_id
             self.model.start(claim)
             self._receive(worker, [claim], lost)
@@ -99,6 +103,11 @@ class OperatorRules(RuleBasedStateMachine):
     @rule(tenant=st.sampled_from(TENANTS), concurrency=st.sampled_from((None, None, 0, 1, 2)))
     def limit_tenant(self, tenant: str, concurrency: int | None) -> None:
         self.model.limits[tenant] = concurrency
+        self.set_limits()
+
+    @rule(concurrency=st.sampled_from((None, None, 0, 1, 2, 3)))
+    def limit_queue(self, concurrency: int | None) -> None:
+        self.model.concurrency = concurrency
         self.set_limits()
 
     @rule()
@@ -117,4 +126,6 @@ class OperatorRules(RuleBasedStateMachine):
             for tenant, limit in self.model.limits.items()
             if limit is not None
         }
-        self._run(self.engine.set_control(self.queue, QueueControl(tenants=tenants)))
+        self._run(
+            self.engine.set_control(self.queue, QueueControl(concurrency=self.model.concurrency, tenants=tenants))
+        )

@@ -25,7 +25,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 
 from holdfast.core.history import check_history
-from holdfast.core.job import ApprovalRequest, Claim, Envelope, Event, Failure, JobInfo, Meta, Priority
+from holdfast.core.job import (
+    ApprovalRequest,
+    Claim,
+    Envelope,
+    Event,
+    Failure,
+    JobInfo,
+    KeyReuse,
+    Meta,
+    Priority,
+    Receipt,
+)
 from holdfast.core.rebuild import rebuild_job
 from holdfast.core.states import FINAL, OPERATOR_PREFIX, OPERATOR_TARGETS, State
 from holdfast.core.verdict import (
@@ -73,16 +84,20 @@ verdicts: st.SearchStrategy[Verdict] = st.one_of(
     st.just(DeadLetter(FAILURE)),
     st.just(Suspend(FAILURE)),
     st.builds(Hold, st.just("really?"), st.sampled_from((None, *REQUESTS))),
-    st.builds(Release, st.just("draining"), delays, st.booleans()),
+    st.builds(Release, st.just("draining"), delays, st.booleans(), st.booleans()),
 )
 submissions = st.fixed_dictionaries(
     {
-        "idempotency_key": st.sampled_from(("", "", "k1", "k2")),
+        # The last two stand for the ids of the first jobs.
+        "idempotency_key": st.sampled_from(("", "", "k1", "k2", "0", "1")),
+        "other_arguments": sometimes,
+        "on_key_reuse": st.sampled_from(list(KeyReuse)),
         "tenant_id": st.sampled_from(TENANTS),
         "delay_ms": st.sampled_from((0, *DELAYS_MS)),
         "priority": st.sampled_from(list(Priority)),
         "hold": sometimes,
         "request": st.sampled_from((None, *REQUESTS)),
+        "schema": st.sampled_from(("", "0a1b2c3d", "4e5f6071")),
     }
 )
 
@@ -134,13 +149,25 @@ class EngineMachine(OperatorRules):
             self._submit([*self.envelopes[:2], *envelopes])
 
     def _submit(self, envelopes: list[Envelope]) -> None:
-        assert self._run(self.engine.submit(envelopes)) == [self.model.submit(envelope) for envelope in envelopes]
+        answers = self._run(self.engine.submit_each(envelopes))
+        assert [_answer(each) for each in answers] == [_answer(self.model.submit(envelope)) for envelope in envelopes]
 
-    def _envelope(self, number: int, priority: Priority, request: ApprovalRequest | None, **fields: Any) -> Envelope:
+    def _envelope(
+        self,
+        number: int,
+        priority: Priority,
+        request: ApprovalRequest | None,
+        idempotency_key: str,
+        other_arguments: bool,
+        **fields: Any,
+    ) -> Envelope:
+        if idempotency_key.isdecimal():
+            idempotency_key = f"{self.queue}-{int(idempotency_key):03}"
         return Envelope(
             job_id=f"{self.queue}-{number:03}",
             task="noop",
-            payload=b'{"n":%d}' % number,
+            payload=b'{"n":%d}' % (-1 if other_arguments else 0),
+            idempotency_key=idempotency_key,
             queue=self.queue,
             meta=Meta(priority=priority, approval_request=request if fields["hold"] else None),
             **fields,
@@ -153,12 +180,14 @@ class EngineMachine(OperatorRules):
         self._receive(worker, self._claim(worker, limit), lost)
 
     def _claim(self, worker: str, limit: int) -> list[Claim]:
-        least, allowed = self.model.least(self.model.ready()).total(), self.model.claimable()
+        least, allowed = self.model.least(self.model.ready()), self.model.claimable()
+        slots = self.model.free_slots_in_queue()
         free = {tenant: self.model.free_slots(tenant) for tenant in TENANTS}
         claims = self._run(self.engine.claim(self._incarnation(worker), [self.queue], limit, 0))
         given = {claim.job_id for claim in claims}
         assert given <= allowed, f"{given - allowed} may not run"
         assert len(given) == len(claims) >= min(limit, least)
+        assert len(claims) <= slots, "the queue exceeds its concurrency"
         for tenant, share in Counter(claim.tenant_id for claim in claims).items():
             assert share <= free[tenant], f"{tenant} exceeds its concurrency"
         for claim in claims:
@@ -177,16 +206,19 @@ class EngineMachine(OperatorRules):
     def reclaim(self, worker: str, lost: bool) -> None:
         poisoned, expired = self.model.poisoned(), self.model.lost()
         due = self.model.due(in_pending=True)
-        expected = self.model.least(due)
+        expected, most = self.model.least(due), self.model.least_by_tenant(due)
         claims = self._run(self.engine.reclaim(self._incarnation(worker), [self.queue], 100))
         given = {claim.job_id for claim in claims}
         assert given - due == expired - poisoned
-        assert Counter(self.model.tenant(job_id) for job_id in given & due) == expected
+        shares = Counter(self.model.tenant(job_id) for job_id in given & due)
+        assert shares.total() == expected
+        assert shares <= most
         for claim in claims:
             if claim.job_id in due:
                 self.model.start(claim)
             else:
                 self.model.reclaim_job(claim)
+        self.model.requeue(due - given)
         for job_id in poisoned:
             self.model.poison(job_id)
         self._receive(worker, claims, lost)
@@ -295,6 +327,7 @@ class EngineMachine(OperatorRules):
         if sys.exc_info()[0] is None and hasattr(self, "model"):
             self._compare_with_histories()
             self.model.limits.clear()
+            self.model.concurrency = None
             self.set_limits()
             self._finish_open_jobs()
             history = check_history(self._events(), ended=True)
@@ -317,6 +350,7 @@ class EngineMachine(OperatorRules):
             if view and view.state not in FINAL:
                 rebuilt = rebuild_job(self.queue, histories[view.job_id])
                 assert _comparable(rebuilt) == _comparable(view), f"{rebuilt}\n{view}"
+                assert view.schema == self.model.jobs[view.job_id].envelope.schema
 
     def _finish_open_jobs(self) -> None:
         """Finish all open jobs, to check that none is stuck."""
@@ -396,12 +430,18 @@ def _comparable(view: JobInfo) -> tuple[Any, ...]:
     engine's choice.
     """
     meta, worker = view.meta, view.worker if view.state is State.RUNNING else ""
-    policy = (meta.retry_count, meta.unavailable_count, meta.priority, meta.context, meta.dlq_id)
+    counts = (meta.retry_count, meta.unavailable_count, meta.unknown_since_ms > 0)
+    policy = (*counts, meta.priority, meta.context, meta.dlq_id)
     approvals = (meta.approval_request, meta.approved_hash, meta.approvals or {})
     history = [(past.number, past.worker, past.outcome, past.failure) for past in meta.history]
     identity = (view.job_id, view.task, view.tenant_id, view.payload, view.idempotency_key, view.trace_id)
     ended_with = view.failure if view.state in (State.RETRYING, State.DLQ_PENDING, State.DLQ_RECORDED) else None
     return identity, view.state, view.attempt, worker, policy, approvals, history, ended_with
+
+
+def _answer(answer: object) -> object:
+    """An answer for comparison: errors are not equal to one another."""
+    return answer if isinstance(answer, Receipt) else (type(answer), getattr(answer, "job_id", None))
 
 
 _MOVES_OUT: Final[dict[State, tuple[State, ...]]] = {

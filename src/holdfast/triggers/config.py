@@ -40,7 +40,7 @@ _MIN_PREFETCH: Final = 10
 
 
 class AckPolicy(StrEnum):
-    """What to do with a message that was denied or failed permanently."""
+    """What to do with a message that failed permanently; of a denied one only `dlq` matters."""
 
     ACK = "ack"
     #: Let the broker drop it.

@@ -53,6 +53,10 @@ class ExecutionLog:
         self._waiting.append(execution)
         self._has_rows.set()
 
+    async def write(self, execution: Execution) -> None:
+        """Write a row before returning, and not through the buffer. Raises `Unavailable`."""
+        await self._record([execution])
+
     async def close(self, timeout_s: float) -> None:
         """Write the buffered rows within the timeout; log how many were not written."""
         self._closing.set()

@@ -4,18 +4,19 @@
       │       │       │         ├─ failed: retry after base × multiplier^n; finally a dead letter with its history
       │       │       │         ├─ failed permanently: by the ack policy
       │       │       │         └─ a dependency is down: held until it is back
-      │       │       └─ denied: by the ack policy
+      │       │       └─ denied: recorded, then a dead letter under the policy `dlq`, else acknowledged
       │       └─ duplicate: acknowledged; key in use elsewhere: check again later
       └─ unparsable, too large: a dead letter
 
-A message is acknowledged only after the runtime accepted it, its dead letter was written, or the ack policy drops it.
+A message is acknowledged only after the runtime accepted it, its dead letter was written, its denial was recorded, or
+the ack policy drops it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 import msgspec
@@ -28,6 +29,7 @@ from holdfast.core.text import clean
 from holdfast.errors import (
     Denied,
     Fatal,
+    IntakeLimited,
     IntakeRefused,
     LedgerUnavailable,
     PayloadTooLarge,
@@ -95,11 +97,15 @@ class MessageHandler:
         dedup: IdempotencyStore | None,
         counts: TriggerCounters,
         record: Callable[[Execution], None] | None,
+        record_now: Callable[[Execution], Awaitable[None]] | None,
         clock: Clock,
         monotonic: Callable[[], float],
         payload_limit: int,
     ) -> None:
-        """`check` raises `Denied`; None: no guards run. `dedup` None: duplicates are not detected."""
+        """`check` raises `Denied`; None: no guards run. `dedup` None: duplicates are not detected.
+
+        `record` buffers an execution record, `record_now` writes it; both are None without a ledger.
+        """
         self._config = config
         self._adapter = adapter
         self._act = act
@@ -107,6 +113,7 @@ class MessageHandler:
         self._dedup = dedup
         self._counts = counts
         self._record = record
+        self._record_now = record_now
         self._clock = clock
         self._monotonic = monotonic
         self._payload_limit = payload_limit
@@ -162,16 +169,23 @@ class MessageHandler:
             item.ending = Disposition(AckPolicy.DLQ, ExecutionStatus.UNPARSABLE, error_reason(exc))
             return None
         except _ForeignTenant as exc:
-            await self._dispose(item, self._config.ack_policy, ExecutionStatus.REJECTED, exc, str(exc))
+            await self._deny(item, exc, str(exc))
             return None
         try:
             run = await self._run(item, call)
         except _KeyBusy:
             return RetryAfter(min(_CHECK_CAP_S, _CHECK_FIRST_S * 2.0 ** min(item.key_checks, 16)))
         except Denied as exc:
-            await self._dispose(item, self._config.ack_policy, ExecutionStatus.REJECTED, exc)
+            await self._deny(item, exc)
         except PayloadTooLarge as exc:
             await self._dispose(item, AckPolicy.DLQ, ExecutionStatus.FAILED, exc)
+        except IntakeLimited as exc:
+            self._log_step(logging.DEBUG, item, "held", "on hold: %s", error_reason(exc))
+            if not exc.tenant_id:
+                return OnHold(error_reason(exc))
+            # Messages of other tenants continue; this one is repeated without using up an attempt.
+            item.limited = item.limited or Backoff()
+            return RetryAfter(item.limited.next_s())
         except (Unavailable, IntakeRefused, SchemaMismatch) as exc:
             self._log_step(logging.DEBUG, item, "held", "on hold: %s", error_reason(exc))
             return OnHold(error_reason(exc))
@@ -181,9 +195,9 @@ class MessageHandler:
             if is_own_cancellation(exc):
                 raise
             # The runtime cancelled itself; this worker continues.
-            return await self._failed(item, RuntimeError("the run was cancelled"))
+            return await self._on_failure(item, RuntimeError("the run was cancelled"))
         except Exception as exc:  # noqa: BLE001 - any exception of a runtime is a failed attempt
-            return await self._failed(item, exc)
+            return await self._on_failure(item, exc)
         else:
             status = ExecutionStatus.DUPLICATE if run.duplicate else ExecutionStatus.SUCCESS
             item.run, item.ending = run, Disposition(AckPolicy.ACK, status)
@@ -239,7 +253,7 @@ class MessageHandler:
             await self._conclude(item, item.ticket, item.run)
         return item.run
 
-    async def _failed(self, item: InFlightMessage, exc: Exception) -> RetryAfter | None:
+    async def _on_failure(self, item: InFlightMessage, exc: Exception) -> RetryAfter | None:
         """Retry after base × multiplier^n; dead-letter after the last attempt, regardless of the ack policy."""
         reason, attempts, config = error_reason(exc), item.retries + 1, self._config
         item.add_failure(f"attempt {attempts} at {to_datetime(self._clock.now_ms()).isoformat()}: {reason}")
@@ -307,6 +321,11 @@ class MessageHandler:
 
     # Endings -----------------------------------------------------------------------------------------
 
+    async def _deny(self, item: InFlightMessage, exc: Exception, reason: str = "") -> None:
+        """A denied message is not redelivered: the guard would deny it again, without end."""
+        how = AckPolicy.DLQ if self._config.ack_policy is AckPolicy.DLQ else AckPolicy.ACK
+        await self._dispose(item, how, ExecutionStatus.REJECTED, exc, reason)
+
     async def _dispose(
         self, item: InFlightMessage, how: AckPolicy, status: ExecutionStatus, exc: Exception, reason: str = ""
     ) -> None:
@@ -322,6 +341,13 @@ class MessageHandler:
             item.backoff = Backoff()
             base, multiplier = self._config.retry_backoff_base, self._config.retry_backoff_multiplier
             return RetryAfter(retry_delay_s(base, multiplier, item.raw.deliveries - 2, _REQUEUE_CAP_S))
+        if ending.status is ExecutionStatus.REJECTED and self._record_now is not None:
+            try:
+                await self._record_now(self._execution(item, ending))
+            except Unavailable as exc:
+                item.backoff = item.backoff or Backoff()
+                self._log_step(logging.WARNING, item, "denied", "denial not recorded, retrying: %s", error_reason(exc))
+                return RetryAfter(item.backoff.next_s())
         try:
             await self._answer_broker(item, ending)
         except Exception as exc:  # noqa: BLE001 - a client error must not lose the message or stop the worker
@@ -359,7 +385,8 @@ class MessageHandler:
         if ending.status is ExecutionStatus.DUPLICATE:
             counts.dedup_hits += 1
         counts.durations.add_one(self._monotonic() - item.began_s)
-        if self._record is not None:
+        # A denial is recorded before the broker is answered.
+        if self._record is not None and ending.status is not ExecutionStatus.REJECTED:
             self._record(self._execution(item, ending))
 
     def _execution(self, item: InFlightMessage, ending: Disposition) -> Execution:

@@ -16,7 +16,7 @@ import msgspec
 from holdfast.brokers.port import RawMessage
 from holdfast.core.retry import Backoff
 from holdfast.core.text import clean
-from holdfast.errors import Denied, Fatal, IntakeRefused, Unavailable, UsageError
+from holdfast.errors import Denied, Fatal, IntakeLimited, IntakeRefused, Unavailable, UsageError
 from holdfast.ledger.port.messages import ExecutionStatus
 from holdfast.observe.counters import Histogram
 from holdfast.observe.redact import redact_and_truncate
@@ -66,6 +66,7 @@ class InFlightMessage:
         "history",
         "key_checks",
         "level",
+        "limited",
         "raw",
         "retries",
         "run",
@@ -96,6 +97,8 @@ class InFlightMessage:
         self.key_checks = 0
         #: Delay between attempts to write its dead letter. Also set once its requeue has been delayed.
         self.backoff: Backoff | None = None
+        #: Delay between attempts while its tenant is at an intake limit.
+        self.limited: Backoff | None = None
 
     @property
     def key(self) -> str:
@@ -115,7 +118,7 @@ REASON_LIMIT: Final = 1_000
 def error_reason(exc: BaseException) -> str:
     """The reason as one redacted line. Further lines of an error are cut: they may quote the message."""
     try:
-        text = str(exc)
+        text = exc.public if isinstance(exc, IntakeLimited) else str(exc)
     except Exception:  # noqa: BLE001 - an error without text is still a failed attempt
         text = ""
     text = " ".join(text.split()) if isinstance(exc, Denied) else text.partition("\n")[0]

@@ -23,7 +23,7 @@ import msgspec
 
 from holdfast.aio import is_own_cancellation
 from holdfast.core.codec import encode_json
-from holdfast.core.job import DEFAULT_QUEUE, EMPTY_META, Envelope, Meta, Priority, new_job_ids
+from holdfast.core.job import DEFAULT_QUEUE, EMPTY_META, Envelope, KeyReuse, Meta, Priority, new_job_ids
 from holdfast.core.text import check_name
 from holdfast.errors import EngineUnavailable, InvalidOption, InvalidPayload, PayloadTooLarge, UnknownTask
 from holdfast.execution.backend import backend_of
@@ -92,9 +92,11 @@ class TaskRuntime(Runtime):
             idempotency_key=call.key,
             trace_id=call.trace_id,
             meta=_meta(call, target.priority),
+            # A producer cannot be refused: the first message stands.
+            on_key_reuse=KeyReuse.RETURN,
         )
         try:
-            receipt = await (await self._backend.submitter()).submit(envelope)
+            receipt = await (await self._backend.connections.submitter()).submit(envelope)
         except asyncio.CancelledError as exc:
             if is_own_cancellation(exc):
                 raise
@@ -109,7 +111,7 @@ class TaskRuntime(Runtime):
             known = tasks.get(name)
             if known is None and tasks:
                 raise UnknownTask(name, tuple(tasks))
-            target = _known(known) if known is not None else self._unknown(name)
+            target = _target_of(known) if known is not None else self._unknown(name)
             # Cache tasks only: the number of event names is unbounded.
             if known is not None:
                 self._targets[name] = target
@@ -120,10 +122,10 @@ class TaskRuntime(Runtime):
         return _Target(name, DEFAULT_QUEUE, Priority.NORMAL, lambda call: encode_json(call.arguments(), label, limit))
 
 
-def _known(task: Task[..., Any]) -> _Target:
+def _target_of(task: Task[..., Any]) -> _Target:
     arguments, limit = task.spec.arguments, task.spec.payload_limit
     filled = [name for name in arguments.names if name in OFFERED]
-    missing = [name for name in _needed(arguments) if name not in OFFERED]
+    missing = [name for name in _required_names(arguments) if name not in OFFERED]
     encode: _Encode
     if filled and missing:
         raise InvalidOption(
@@ -131,7 +133,7 @@ def _known(task: Task[..., Any]) -> _Target:
             f"only {', '.join(sorted(OFFERED))}"
         )
     if filled:
-        encode = _by_name(arguments, frozenset(filled), limit)
+        encode = _encode_by_name(arguments, frozenset(filled), limit)
     elif len(arguments.names) == 1:
         encode = _only_one(arguments, limit)
     else:
@@ -139,7 +141,7 @@ def _known(task: Task[..., Any]) -> _Target:
     return _Target(task.name, task.queue, task.priority, encode)
 
 
-def _by_name(arguments: Arguments, filled: frozenset[str], limit: int) -> _Encode:
+def _encode_by_name(arguments: Arguments, filled: frozenset[str], limit: int) -> _Encode:
     def encode(call: RuntimeCall) -> bytes:
         given = {name: value for name, value in call.arguments().items() if name in filled}
         return arguments.encode((), given, limit)
@@ -165,7 +167,7 @@ def _members(task: str, arguments: Arguments, limit: int) -> _Encode:
     return encode
 
 
-def _needed(arguments: Arguments) -> list[str]:
+def _required_names(arguments: Arguments) -> list[str]:
     return [field.name for field in msgspec.structs.fields(arguments.struct) if field.required]
 
 

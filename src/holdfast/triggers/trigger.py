@@ -102,6 +102,7 @@ class QueueTrigger:
             dedup=None if submits_jobs else dedup,
             counts=self.counts,
             record=self._record if book is not None else None,
+            record_now=self._record_now if book is not None else None,
             clock=measured,
             monotonic=time.monotonic if clock is None else lambda: measured.now_ms() / 1000,
             payload_limit=payload_limit,
@@ -292,6 +293,10 @@ class QueueTrigger:
     def _record(self, execution: Any) -> None:
         assert self._records is not None
         self._records.put(execution)
+
+    async def _record_now(self, execution: Any) -> None:
+        assert self._records is not None
+        await self._records.write(execution)
 
     # Pausing -----------------------------------------------------------------------------------------
 

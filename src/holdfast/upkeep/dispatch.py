@@ -19,8 +19,9 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from random import Random
 from typing import Any, Final, TypeVar
 
-from holdfast.core.job import EMPTY_META, MAX_BATCH, Envelope, JobKey, Meta, Receipt, new_job_ids
+from holdfast.core.job import EMPTY_META, MAX_BATCH, Envelope, JobKey, KeyReuse, Meta, Receipt, new_job_ids
 from holdfast.engine.port import Engine
+from holdfast.engine.port.jobs import JobRefused
 from holdfast.errors import FeedDetached, LedgerUnavailable
 from holdfast.ledger.port.ledger import Ledger
 from holdfast.ledger.reopen_intake import LedgerProbe, RecoveringSubmitter, reopen_intake
@@ -155,31 +156,37 @@ class WebhookDispatcher:
     ) -> int:
         rows = await find(_LIMIT)
         if rows:
-            deliveries = [delivery for row in rows for delivery in deliveries_of(row, self._subscribers)]
-            if not await self._is_recorded(await self._submit_all(deliveries)):
+            deliveries = [list(deliveries_of(row, self._subscribers)) for row in rows]
+            keys = iter(await self._submit_all([each for of_row in deliveries for each in of_row]))
+            # A delivery over an intake limit has no key: the next pass submits it again.
+            keys_of = [[next(keys) for _ in of_row] for of_row in deliveries]
+            rows = [row for row, of_row in zip(rows, keys_of, strict=True) if None not in of_row]
+            if not rows or not await self._is_recorded(
+                [key for of_row in keys_of for key in of_row if key is not None]
+            ):
                 return 0
             # Only now: a marked row is never read again.
             await mark(rows)
         return len(rows)
 
-    async def _submit_all(self, deliveries: Sequence[WebhookDelivery]) -> list[JobKey]:
-        """Submit the deliveries; returns the keys of their jobs, new or known."""
+    async def _submit_all(self, deliveries: Sequence[WebhookDelivery]) -> list[JobKey | None]:
+        """Submit the deliveries; returns the keys of their jobs, new or known. None: over an intake limit."""
         ids = new_job_ids(len(deliveries))
         envelopes = [self._envelope(job_id, delivery) for job_id, delivery in zip(ids, deliveries, strict=True)]
-        keys: list[JobKey] = []
+        keys: list[JobKey | None] = []
         for start in range(0, len(envelopes), MAX_BATCH):
             batch = envelopes[start : start + MAX_BATCH]
-            receipts = await self._submit(batch)
-            keys += [JobKey(each.tenant_id, QUEUE, got.job_id) for each, got in zip(batch, receipts, strict=True)]
+            for each, got in zip(batch, await self._submit(batch), strict=True):
+                keys.append(JobKey(each.tenant_id, QUEUE, got.job_id) if isinstance(got, Receipt) else None)
         return keys
 
-    async def _submit(self, envelopes: Sequence[Envelope]) -> list[Receipt]:
+    async def _submit(self, envelopes: Sequence[Envelope]) -> list[Receipt | JobRefused]:
         try:
-            return await self._engine.submit(envelopes)
+            return await self._engine.submit_each(envelopes)
         except FeedDetached as exc:
             # The first delivery ever, or the first after a wipe.
             await reopen_intake(self._engine, self._ledger, exc.queue, self._probe, insist=True)
-            return await self._engine.submit(envelopes)
+            return await self._engine.submit_each(envelopes)
 
     async def _is_recorded(self, keys: Sequence[JobKey]) -> bool:
         """Whether the ledger has all of these jobs; if not, the next pass submits them again."""
@@ -200,4 +207,5 @@ class WebhookDispatcher:
             # The delivery's attempts are spans in the trace of the job it notifies about.
             meta=Meta(traceparent=delivery.traceparent) if delivery.traceparent else EMPTY_META,
             durable=True,
+            on_key_reuse=KeyReuse.RETURN,
         )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from holdfast.core.job import Envelope, Receipt
 from holdfast.core.retry import Backoff
 from holdfast.engine.port import Engine
+from holdfast.engine.port.jobs import JobRefused
 from holdfast.errors import FeedDetached, LedgerUnavailable
 from holdfast.execution.backend import BackendOwner, backend_of
 from holdfast.ledger.port.messages import OutboxOpener
@@ -93,13 +94,13 @@ class RelayService:
                 await _wait(self._stopped, backoff.next_s())
         return None
 
-    async def _submit(self, envelopes: Sequence[Envelope]) -> list[Receipt]:
+    async def _submit(self, envelopes: Sequence[Envelope]) -> list[Receipt | JobRefused]:
         try:
-            return await self._engine.submit(envelopes)
+            return await self._engine.submit_each(envelopes)
         except FeedDetached as exc:
             # The first job of the queue, or its first after a wipe.
             await reopen_intake(self._engine, self._ledger, exc.queue, self._probe)
-            return await self._engine.submit(envelopes)
+            return await self._engine.submit_each(envelopes)
 
 
 @asynccontextmanager

@@ -65,6 +65,8 @@ def _log_ending(claim: Claim, verdict: Verdict, error: BaseException | None) -> 
             _log.log(level, "job %s (%s) %s: %s", *arguments, exc_info=error, extra=_fields(claim, failure))
         case Hold(message=message):
             _log.info("job %s (%s) waits for approval: %s", claim.job_id, claim.task, message, extra=log_fields(claim))
+        case Release(unknown=True):
+            pass  # `UnknownJobs` logs one warning for all jobs of a task
         case Release(message=message):
             _log.debug("job %s (%s) was released: %s", claim.job_id, claim.task, message, extra=log_fields(claim))
 

@@ -87,8 +87,10 @@ class Fetcher:
 
     async def run(self) -> None:
         """Fetch until cancelled."""
-        while True:
-            raise_if_cancelled()
+        this_task = asyncio.current_task()
+        assert this_task is not None
+        # A library may have swallowed the cancellation.
+        while not this_task.cancelling():
             try:
                 await self._run_once()
             except EngineUnavailable as exc:
@@ -97,6 +99,7 @@ class Fetcher:
             except Exception:  # noqa: BLE001 - top of a loop
                 _log.exception("fetching failed unexpectedly, retrying")
                 await self._recover()
+        raise asyncio.CancelledError
 
     async def reclaim(self) -> int:
         """Reclaim expired leases now, up to the free capacity; returns how many."""
@@ -152,8 +155,8 @@ class Fetcher:
         while True:
             ahead = self._rate.prefetch(runner.finished)
             capacity = runner.concurrency + ahead
-            worthwhile = max(1, min(ahead, capacity // 4, self._left()))
-            if (space := min(capacity - runner.load, self._left())) >= worthwhile:
+            worthwhile = max(1, min(ahead, capacity // 4, self._count_left()))
+            if (space := min(capacity - runner.load, self._count_left())) >= worthwhile:
                 return min(space, MAX_BATCH)
             self._capacity_freed.clear()
             runner.wake_at = capacity - worthwhile
@@ -170,9 +173,9 @@ class Fetcher:
         return {run.claim.lease for run in self._in_flight}
 
     def _space(self) -> int:
-        return min(self._runner.concurrency - self._runner.load, self._left(), MAX_BATCH)
+        return min(self._runner.concurrency - self._runner.load, self._count_left(), MAX_BATCH)
 
-    def _left(self) -> int:
+    def _count_left(self) -> int:
         # Counts runs, not claims: jobs that were released, or lost before they started, do not use up the quota.
         return MAX_BATCH if self._quota is None else self._quota - self._runner.finished - self._runner.load
 

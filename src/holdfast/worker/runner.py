@@ -22,20 +22,21 @@ from typing import Final, assert_never
 
 from holdfast.aio import DaemonThreads
 from holdfast.core.job import Claim
-from holdfast.core.verdict import ApprovalNeeded, Deferred, Outcome, Raised, Returned, Settlement, Succeed, judge
+from holdfast.core.verdict import ApprovalNeeded, Deferred, Outcome, Raised, Settlement, Succeed, judge
 from holdfast.effects.runtime import EffectRuntime
 from holdfast.errors import Denied, NoLedger
 from holdfast.execution.child_processes import ProcessPool
 from holdfast.execution.context import Context
 from holdfast.execution.invoke import (
     approval_impossible,
-    denied,
     failure_outcome,
     guard_failed,
+    has_returned,
     invoke,
     invoke_sync,
     suspend_if_in_doubt,
     timed_out,
+    to_denied,
     unknown_task,
 )
 from holdfast.execution.spec import ExecutionMode, TaskPolicy, TaskSpec
@@ -45,6 +46,7 @@ from holdfast.observe.tracing import Tracer
 from holdfast.worker.failure_log import log_ending
 from holdfast.worker.in_flight import InFlight, Run, StopReason
 from holdfast.worker.settler import Settler
+from holdfast.worker.unknown_jobs import UnknownJobs, is_invalid
 
 _log: Final = logging.getLogger("holdfast.worker")
 
@@ -74,11 +76,13 @@ class Runner:
         cancel_grace_s: float = CANCEL_GRACE_S,
         random: Random | None = None,
         in_memory: bool = False,
+        unknown: UnknownJobs | None = None,
     ) -> None:
+        """`unknown` decides about jobs that another worker may be able to run; None: they are dead-lettered."""
         self.concurrency = concurrency
         self.running = 0
         self.started = 0
-        #: Jobs whose code has run, or whose task is unknown here.
+        #: Jobs whose code has run, or that could not be run by any worker.
         self.finished = 0
         #: Called when `load` falls to `wake_at`.
         self.wake: Callable[[], None] = _do_nothing
@@ -91,6 +95,7 @@ class Runner:
         #: Reviews claims that are not approved yet; None: there are no guards.
         self._guards = guards
         self._tracer = tracer
+        self._unknown = unknown
         self._cancel_grace_s = cancel_grace_s
         self._random = random or Random()
         self._loop = asyncio.get_running_loop()
@@ -130,14 +135,22 @@ class Runner:
             run = Run(claim, spec or self._unknown_spec)
             self._in_flight.add(run)
             if spec is None:
-                self.finished += 1
-                self._judge(run, unknown_task(claim.task, tuple(self._specs)))
+                self._judge_unknown(run)
             elif self._draining:
                 self._judge(run, _NOT_STARTED)
             elif self.running < self.concurrency:
                 self._start(run)
             else:
                 self._waiting.append(run)
+
+    def _judge_unknown(self, run: Run) -> None:
+        claim, known = run.claim, tuple(self._specs)
+        outcome = (
+            unknown_task(claim.task, known) if self._unknown is None else self._unknown.judge_unknown(claim, known)
+        )
+        if isinstance(outcome, Raised):
+            self.finished += 1
+        self._judge(run, outcome)
 
     def set_concurrency(self, concurrency: int) -> None:
         """Change the number of concurrent jobs; running jobs continue."""
@@ -173,7 +186,7 @@ class Runner:
             outcome = guard_failed(exc)
         else:
             if isinstance(found, Denied):
-                outcome = denied(found)
+                outcome = to_denied(found)
             elif found is not None:
                 outcome = ApprovalNeeded(found.reason, found)
         if outcome is None and run.stopped is not None:
@@ -245,8 +258,26 @@ class Runner:
 
     def _finish(self, run: Run, outcome: Outcome) -> None:
         if not run.judged:
-            if run.stopped is not None and not isinstance(outcome, Returned):
-                outcome = _stopped(run, outcome)
+            if run.stopped is not None and not has_returned(outcome):
+                outcome = _to_stopped(run, outcome)
+            elif type(outcome) is Raised and self._unknown is not None and is_invalid(outcome):
+                run.task = self._loop.create_task(self._finish_invalid(run, outcome, self._unknown))
+                return
+            self._judge(run, outcome)
+        self._free(run)
+
+    async def _finish_invalid(self, run: Run, refusal: Raised, unknown: UnknownJobs) -> None:
+        """End a run whose payload does not fit: its code was not called."""
+        if run.timer is not None:
+            run.timer.cancel()
+        try:
+            outcome = await unknown.judge_invalid(run.claim, run.spec, refusal)
+        except asyncio.CancelledError:
+            outcome = _NOT_STARTED
+        except GeneratorExit:
+            self._free(run)
+            raise
+        if not run.judged:
             self._judge(run, outcome)
         self._free(run)
 
@@ -304,7 +335,7 @@ class Runner:
         elif run.begun and not run.judged:
             if reason is StopReason.TIMEOUT:
                 _log_uninterrupted(run)
-            self._judge(run, _stopped(run, _STOPPED))
+            self._judge(run, _to_stopped(run, _STOPPED))
 
     def release_queued(self, message: str) -> int:
         """Release runs that have not started; no attempt is used up (requirement S5)."""
@@ -351,7 +382,7 @@ class Runner:
             return
         _log.error("job %s ignored cancellation; abandoned", run.claim.job_id)
         if not run.judged:
-            self._judge(run, _stopped(run, _STOPPED))
+            self._judge(run, _to_stopped(run, _STOPPED))
         task = run.task
         task.add_done_callback(_consume)
         try:
@@ -378,7 +409,7 @@ def _consume(task: asyncio.Task[None]) -> None:
         task.exception()
 
 
-def _stopped(run: Run, outcome: Outcome) -> Outcome:
+def _to_stopped(run: Run, outcome: Outcome) -> Outcome:
     """The outcome of a run that was ended from outside, whatever it raised."""
     match run.stopped:
         case StopReason.TIMEOUT:

@@ -37,7 +37,7 @@ def record_durations(counts: Counters, runs: Sequence[Run], answers: Sequence[Se
         if answer is SettleResult.APPLIED and run.settlement is not None:
             durations[type(run.settlement.verdict)].append(run.took_s)
         if run.trace is not None:
-            run.trace.settled(answer)
+            run.trace.end_settle(answer)
     for verdict, field in _FIELDS.items():
         if durations[verdict]:
             getattr(counts, field).add(durations[verdict])
@@ -109,9 +109,9 @@ class Settler:
             del self._waiting[:MAX_BATCH]
             call = self._loop.create_task(self._send(batch))
             self._calls.add(call)
-            call.add_done_callback(self._sent)
+            call.add_done_callback(self._on_sent)
 
-    def _sent(self, call: asyncio.Task[None]) -> None:
+    def _on_sent(self, call: asyncio.Task[None]) -> None:
         self._calls.discard(call)
         if not call.cancelled():
             if (exc := call.exception()) is not None:

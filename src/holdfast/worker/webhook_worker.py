@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
 
+from holdfast.core.announcement import AnnouncedTask
 from holdfast.core.retry import Retry
 from holdfast.engine.port import Engine
 from holdfast.execution.spec import TaskPolicy, TaskSpec
@@ -130,6 +131,10 @@ class _WebhookBackend:
 
     def guard_runner(self, ledger: Ledger | None) -> None:
         """Return None: deliveries are not guarded."""
+
+    def announcements(self) -> list[AnnouncedTask]:
+        """Return none: only upkeep submits deliveries."""
+        return []
 
     async def open(self) -> None:
         """Do nothing: the caller has opened the engine."""

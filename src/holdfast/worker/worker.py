@@ -20,6 +20,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
+from holdfast.core.announcement import AnnouncedTask
 from holdfast.core.job import DEFAULT_QUEUE, JobInfo, Lease
 from holdfast.core.retry import Backoff
 from holdfast.effects.runtime import EffectRuntime
@@ -44,11 +45,13 @@ from holdfast.upkeep.engine_tasks import EnginePruner, Promoter
 from holdfast.upkeep.ledger_tasks import LedgerTasks
 from holdfast.upkeep.loop import QueueSelection
 from holdfast.upkeep.relay_service import run_relay
+from holdfast.worker.announcer import run_announcer
 from holdfast.worker.fetcher import Fetcher
 from holdfast.worker.in_flight import Drain, InFlight, Run, StopReason
 from holdfast.worker.renewer import LeaseListener, Renewer
 from holdfast.worker.runner import CANCEL_GRACE_S, Runner
 from holdfast.worker.settler import Settler
+from holdfast.worker.unknown_jobs import UnknownJobs
 
 if TYPE_CHECKING:
     from holdfast.worker.webhook_worker import WebhookWorker
@@ -96,6 +99,7 @@ class WorkerBackend(Protocol):
     @property
     def outbox(self) -> OutboxOpener | None: ...
     def guard_runner(self, ledger: Ledger | None) -> GuardRunner | None: ...
+    def announcements(self) -> Sequence[AnnouncedTask]: ...
     async def open(self) -> None: ...
 
 
@@ -129,7 +133,7 @@ class Worker(LeaseListener):
         self._app = app
         self._backend = backend
         self._queues = tuple(dict.fromkeys(queues))
-        self._concurrency = _checked(backend.settings.concurrency if concurrency is None else concurrency)
+        self._concurrency = _require_concurrency(backend.settings.concurrency if concurrency is None else concurrency)
         self._upkeep = upkeep
         self._max_jobs = max_jobs
         self._max_rss = max_rss
@@ -184,18 +188,18 @@ class Worker(LeaseListener):
 
     @property
     def finished(self) -> int:
-        """Jobs whose code has run, or whose task is unknown here."""
+        """Jobs whose code has run, or that could not be run by any worker."""
         return 0 if self._runner is None else self._runner.finished
 
     @property
     def concurrency(self) -> int:
-        """Limit of concurrent jobs: the lowest that an operator set for a queue, else the worker's own."""
-        ordered = [control.concurrency for control in self._controls.values() if control.concurrency is not None]
-        return max(1, min(ordered)) if ordered else self._concurrency
+        """Limit of concurrent jobs: the lowest that an operator set for workers of a queue, else the worker's own."""
+        limits = [each.worker_concurrency for each in self._controls.values() if each.worker_concurrency is not None]
+        return max(1, min(limits)) if limits else self._concurrency
 
     def set_concurrency(self, concurrency: int) -> None:
         """Change the number of concurrent jobs; what an operator set for a queue has precedence."""
-        self._concurrency = _checked(concurrency)
+        self._concurrency = _require_concurrency(concurrency)
         self._apply_concurrency()
 
     def drain(self) -> None:
@@ -261,6 +265,7 @@ class Worker(LeaseListener):
             tracer=tracer_for(self._backend.settings.tracing),
             cancel_grace_s=self._cancel_grace_s,
             in_memory=self._backend.settings.in_memory,
+            unknown=UnknownJobs(engine, self._backend.settings.unknown_task_grace_s),
         )
         fetcher = self._fetcher = Fetcher(
             engine,
@@ -276,7 +281,9 @@ class Worker(LeaseListener):
         )
         renewer.start()
         fetching = asyncio.create_task(fetcher.run())
-        helpers = [asyncio.create_task(self._housekeep()), *self._start_upkeep(engine)]
+        announcing = run_announcer(engine, self._backend.ledger, self._backend.announcements())
+        helpers = [asyncio.create_task(each) for each in (self._housekeep(), announcing)]
+        helpers += self._start_upkeep(engine)
         if ledger_tasks is not None:
             ledger_tasks.start()
         webhooks = self._start_webhook_worker(engine)
@@ -465,7 +472,7 @@ class Worker(LeaseListener):
             self._runner.set_concurrency(self.concurrency)
 
 
-def _checked(concurrency: int) -> int:
+def _require_concurrency(concurrency: int) -> int:
     if type(concurrency) is not int or concurrency < 1:
         raise InvalidOption(f"concurrency must be a whole number of 1 or more, got {concurrency!r}")
     return concurrency

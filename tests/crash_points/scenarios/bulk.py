@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from holdfast import Context, Fatal, Holdfast
 from holdfast.core.states import State
-from holdfast.errors import Conflict, IntakeRefused, TransitionInvalid, Unavailable
+from holdfast.errors import IntakeRefused, TransitionInvalid, Unavailable
 from holdfast.ledger.port.operators import DeadLetterStatus
 from holdfast.ledger.queries.job_list import JobFilter
 from holdfast.ledger.queries.operator_filters import AuditFilter, DeadLetterFilter
@@ -66,16 +66,16 @@ class Bulk(Scenario):
 
     async def replay_refused(self, process: Process, record: RunRecord) -> None:
         """A refused replay must not be submitted later."""
-        dead_letter = await wait_dead_letter(process, record, "fixed-1")
+        # Repeated until it was refused: a call may find a store unreachable, or its reply is lost. With a key, a call
+        # finds the replay that an interrupted one has reserved.
         while True:
-            try:
-                await process.operations.dead_letters.replay(ANN, dead_letter.dlq_id, reason="fixed", expected=0)
-            except (IntakeRefused, Conflict):
-                # Conflict: it was refused before, and the reply was lost.
+            dead_letter = await wait_dead_letter(process, record, "fixed-1")
+            if dead_letter.replay_count and dead_letter.status is DeadLetterStatus.OPEN:
                 return
-            except Unavailable:
-                # It may be marked already. Upkeep settles that.
-                continue
+            with suppress(IntakeRefused, Unavailable):
+                await process.operations.dead_letters.replay(
+                    ANN, dead_letter.dlq_id, reason="fixed", idempotency_key="refused"
+                )
 
     async def resume_intake(self, process: Process, record: RunRecord) -> None:
         await self._control(process, intake_paused=False)

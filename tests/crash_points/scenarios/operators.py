@@ -65,7 +65,7 @@ class DeadLetters(Scenario):
         """Repeat until it is marked as replayed. A call that found the engine unreachable has left the mark."""
         while not (dead_letter := await wait_dead_letter(process, record, "replayed")).replay_count:
             with suppress(Conflict, Unavailable):
-                await process.operations.dead_letters.replay(ANN, dead_letter.dlq_id, reason="fixed", expected=0)
+                await process.operations.dead_letters.replay(ANN, dead_letter.dlq_id, reason="fixed")
 
     async def discard(self, process: Process, record: RunRecord) -> None:
         dead_letter = await wait_dead_letter(process, record, "discarded")

@@ -47,7 +47,7 @@ class Verbs(Scenario):
             )
             for key, job_id in zip(self.keys, ids, strict=True)
         ]
-        submitter = await retry_call(backend_of(process.app).submitter)
+        submitter = await retry_call(backend_of(process.app).connections.submitter)
         for key, receipt in zip(self.keys, await retry_call(lambda: submitter.submit_many(envelopes)), strict=True):
             record.accept(key, receipt.job_id)
 

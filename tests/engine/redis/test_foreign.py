@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from holdfast.core.history import check_history
-from holdfast.core.job import Priority
+from holdfast.core.job import Priority, decode_meta
 from holdfast.core.states import HEARTBEAT_EVENT, State
 from holdfast.core.verdict import MESSAGE_MALFORMED, RetryLater, SettleResult
 from holdfast.engine.port.jobs import RetryVia
 from holdfast.engine.port.operators import QueueControl
+from holdfast.errors import IdempotencyKeyReused
 from holdfast.testing.contract.harness import FAILURE, Rig, ids
 from tests.engine.harness import RedisHarness
 
@@ -226,6 +227,38 @@ async def test_the_same_idempotency_key_again_is_dropped(foreign: ForeignWriter)
     assert sorted(ids(await foreign.rig.claim())) == sorted([own, "j2"])
     duplicate = await foreign.rig.engine.submit([foreign.rig.envelope(idempotency_key="k", tenant_id="acme")])
     assert (duplicate[0].job_id, duplicate[0].duplicate) == ("j2", True)
+
+
+async def test_a_message_with_the_key_of_another_request_is_recorded(foreign: ForeignWriter) -> None:
+    await foreign.write({**WELL_FORMED, "idempotency_key": "k"})
+    # The same request: numbers and the order of keys are compared as values.
+    await foreign.write({**WELL_FORMED, "task_id": "j2", "idempotency_key": "k", "payload": '{"n": 1.0}'})
+    await foreign.write({**WELL_FORMED, "task_id": "j3", "idempotency_key": "k", "payload": '{"n": 2}'})
+    await foreign.write({**WELL_FORMED, "task_id": "j4", "idempotency_key": "k", "type": "scan"})
+    claims = await foreign.rig.claim()
+    assert ids(claims) == ["j1"]
+    events = [event for event in await foreign.rig.events("j1") if event.type == "task.duplicate"]
+    assert [(event.data or {}).get("arguments_differ") for event in events] == [None, True, True]
+    assert all((event.data or {})["message_id"] for event in events)
+    # The key of an adopted message has a fingerprint, too; it reaches the feed, and so the ledger.
+    with pytest.raises(IdempotencyKeyReused):
+        await foreign.rig.engine.submit([foreign.rig.envelope(idempotency_key="k", payload=b'{"n":2}')])
+    again = foreign.rig.envelope(idempotency_key="k", task=WELL_FORMED["type"], payload=WELL_FORMED["payload"].encode())
+    assert (await foreign.rig.engine.submit([again]))[0].duplicate
+    (created,) = [event for event in await foreign.rig.events("j1") if event.type == "task.created"]
+    assert decode_meta((created.data or {})["meta"]).key_fingerprint
+
+
+@pytest.mark.parametrize("tenant", ["default", "acme"])
+async def test_a_key_that_is_the_id_of_a_job_without_a_key(foreign: ForeignWriter, tenant: str) -> None:
+    own = await foreign.rig.submit_one(tenant_id=tenant)
+    await foreign.write({**WELL_FORMED, "idempotency_key": own, "tenant_id": tenant})
+    await foreign.write({**WELL_FORMED, "task_id": "j2", "idempotency_key": own, "tenant_id": "other"})
+    assert sorted(ids(await foreign.rig.claim())) == sorted([own, "j2"])
+    assert (await foreign.rig.event_types(own)).count("task.duplicate") == 1
+    await foreign.write({**WELL_FORMED, "task_id": "j3", "tenant_id": tenant})
+    await foreign.write({**WELL_FORMED, "task_id": "j4", "idempotency_key": "j3", "tenant_id": tenant})
+    assert ids(await foreign.rig.claim()) == ["j3"]
 
 
 # Malformed -------------------------------------------------------------------------------------------

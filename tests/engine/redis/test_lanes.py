@@ -207,7 +207,7 @@ def test_the_lane_cache_is_bounded() -> None:
     assert set(lanes.all()) == {1, 2}, "the lanes of a tenant that returns are still cached"
     for number in range(2_000):
         lanes.add([f"t{number}".encode(), number % 64])
-    assert len(lanes.of_tenants(f"t{number}" for number in range(2_000))) <= 64
+    assert len(lanes.find_lanes(f"t{number}" for number in range(2_000))) <= 64
     assert len(lanes._by_tenant) <= 1_000
 
 
@@ -266,11 +266,11 @@ async def test_retries_in_the_pending_list_respect_a_tenants_concurrency(redis_h
     await rig.engine.set_control(QUEUE, QueueControl(tenants={"acme": TenantControl(concurrency=1)}))
     await redis_harness.advance(60_000)
     done: list[str] = []
-    while reclaimed := await rig.reclaim():
-        assert len(reclaimed) == 1
+    while claimed := await rig.claim_due():
+        assert len(claimed) == 1
         assert await rig.reclaim() == await rig.claim() == []
-        assert await rig.succeed(*reclaimed) == [SettleResult.APPLIED]
-        done += ids(reclaimed)
+        assert await rig.succeed(*claimed) == [SettleResult.APPLIED]
+        done += ids(claimed)
     assert sorted(done) == sorted(ids(claims))
 
 

@@ -91,7 +91,8 @@ async def test_every_job_has_its_state(harness: RedisHarness) -> None:
     infos = await parked.engine.get("parked", ["retaken", "waits"])
     assert [info and info.state for info in infos] == [State.RUNNING, State.RETRYING]
     control = await orders.engine.get_control("orders")
-    assert (control.concurrency, control.tenants) == (5, {"acme": TenantControl(concurrency=1, weight=2)})
+    assert (control.concurrency, control.worker_concurrency) == (None, 5)
+    assert control.tenants == {"acme": TenantControl(concurrency=1, weight=2)}
 
 
 async def test_the_whole_feed_is_read_and_rebuilds_every_job(harness: RedisHarness) -> None:

@@ -103,7 +103,8 @@ def test_migration_loses_no_data(path: Path, version: int) -> None:
         # Jobs that wait for a ledger did not have the id of their dead letter.
         assert after == before | {key: after[key] for key in after.keys() - before.keys() if key == "dlq_id"}
     assert query_file(path, events) == histories
-    assert query_file(path, "SELECT * FROM submission_keys") == keys
+    # Keys of earlier releases have no fingerprint.
+    assert query_file(path, "SELECT * FROM submission_keys") == [(*key, "") for key in keys]
     assert set(query_file(path, "SELECT job_id, dlq_id FROM jobs")) >= set(dlq_ids)
     assert (
         query_file(path, "SELECT tenant_id, dlq_id, job_id, payload, error, stack, history, acked_at FROM dlq_items")
@@ -119,6 +120,20 @@ def test_migration_loses_no_data(path: Path, version: int) -> None:
         "events": events_written,
         "notices": notices,
     }
+
+
+@pytest.mark.parametrize("version", [3])
+async def test_a_key_of_the_fourth_release_belongs_to_every_request(path: Path, tmp_path: Path) -> None:
+    upgrade(path)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("ALTER TABLE submission_keys DROP COLUMN fingerprint")
+        connection.execute("PRAGMA user_version = 4")
+    open_writer(tmp_path / "new.db", prepare_schema).close()
+    assert upgrade(path)
+    assert schema(path) == schema(tmp_path / "new.db")
+    async with open_engine(path, ManualClock(NOW_MS)) as engine:
+        (receipt,) = await engine.submit([envelope(idempotency_key="k1", payload=b'{"other":1}')])
+        assert (receipt.job_id, receipt.duplicate) == ("queued", True)
 
 
 async def test_a_migrated_file_works(path: Path) -> None:
@@ -142,7 +157,7 @@ async def test_a_migrated_file_works(path: Path) -> None:
         await engine.move(QUEUE, "dlq_recorded", State.FAILED, actor="ann", reason="seen")
         infos = await engine.get(QUEUE, ["dlq_pending", "dlq_recorded"])
         assert all(info and info.state is State.FAILED and info.meta.dlq_id for info in infos)
-        assert await engine.get_control("mails") == QueueControl(paused=True, concurrency=3)
+        assert await engine.get_control("mails") == QueueControl(paused=True, worker_concurrency=3)
         # Dead letters of the same kind have the same fingerprint, including earlier ones.
         fingerprints = query_file(path, "SELECT error_code, fingerprint FROM dlq_items WHERE job_id = 'failed'")
         failure = Failure("TASK_ERROR", "no luck", "LuckError")
@@ -199,3 +214,19 @@ def test_only_holdfast_files_are_migrated(tmp_path: Path) -> None:
     fresh = tmp_path / "fresh.db"
     assert upgrade(fresh)
     assert query_file(fresh, "SELECT count(*) FROM jobs") == [(0,)]
+
+
+@pytest.mark.parametrize("version", [4])
+async def test_the_concurrency_that_was_set_stays_a_number_for_each_worker(tmp_path: Path, version: int) -> None:
+    """The column was renamed, and its name now means the limit over all workers."""
+    path = tmp_path / "old.db"
+    async with open_engine(path) as engine:
+        await engine.set_control("mails", QueueControl(paused=True))
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("ALTER TABLE queues DROP COLUMN worker_concurrency")
+        connection.execute("UPDATE queues SET concurrency = 3")
+        connection.execute(f"PRAGMA user_version = {version}")
+        connection.commit()
+    assert upgrade(path)
+    async with open_engine(path) as engine:
+        assert await engine.get_control("mails") == QueueControl(paused=True, worker_concurrency=3)

@@ -225,7 +225,7 @@ def test_property_08_a_job_gets_the_full_context() -> None:
                 message_id = rig.broker.write("orders", json.dumps(value).encode(), sent)
                 await rig.run(1)
                 (row,) = rig.rows
-                info = await (await backend_of(app).submitter()).get("default", row.agent_run_id)
+                info = await (await backend_of(app).connections.submitter()).get("default", row.agent_run_id)
                 assert info is not None
                 assert (info.task, info.tenant_id, info.trace_id) == ("handle", tenant, row.trace_id)
                 arguments = decode_json(info.payload, "the payload")
@@ -239,7 +239,7 @@ def test_property_08_a_job_gets_the_full_context() -> None:
             runner.run(scenario())
 
         async def open_() -> None:
-            await backend_of(app).submitter()
+            await backend_of(app).connections.submitter()
 
         runner.run(open_())
         try:
@@ -296,7 +296,7 @@ def test_property_09_the_event_name_comes_from_the_header_or_the_configuration(
     run_example(scenario())
 
 
-# 10: the guard runs before every attempt; denials follow the policy and are recorded ---------------------
+# 10: the guard runs before every attempt; a denied message is recorded, then dead-lettered or acknowledged --
 
 
 class _Case(NamedTuple):
@@ -353,7 +353,6 @@ def test_property_10_the_guard_runs_before_every_attempt(cases: list[_Case], pol
             assert [entry for entry, message in log if message == number] == entries
             assert rig.settle_actions(ids[number]) == actions
             rows = [row for row in rig.rows if row.message_id == ids[number]]
-            # A repeated denial is the same outcome and adds no row.
             statuses = [ExecutionStatus.REJECTED] * bool(denied) + [ExecutionStatus.SUCCESS] * (entries[-1] == "run")
             assert sorted(row.status for row in rows) == sorted(statuses)
             for row in rows:
@@ -370,18 +369,14 @@ def _expected_course(case: _Case, policy: str) -> tuple[list[str], list[str], in
     """Return what happens to a message: guard calls and runs, settle actions, and the number of denials."""
     entries: list[str] = []
     actions: list[str] = []
-    answers, failures, denied = list(case.answers), case.failures, 0
+    answers, failures = list(case.answers), case.failures
     while True:
         entries.append("guard")
         if answers and answers.pop(0) != "allow":
-            denied += 1
-            actions.append(policy)
-            if policy != "requeue":
-                return entries, actions, denied
-            continue
+            return entries, [*actions, "dlq" if policy == "dlq" else "ack"], 1
         entries.append("run")
         if not failures:
-            return entries, [*actions, "ack"], denied
+            return entries, [*actions, "ack"], 0
         failures -= 1
 
 
@@ -393,7 +388,7 @@ _OUTCOMES: Final = ("success", "later", "fatal", "denied", "exhausted", "unparsa
 @PROPERTY
 @given(policy=POLICIES, outcomes=st.lists(st.sampled_from(_OUTCOMES), min_size=1, max_size=6), times=st.integers(1, 3))
 def test_property_11_each_ack_policy_settles_as_configured(policy: str, outcomes: list[str], times: int) -> None:
-    """`times`: how often a message is denied or fails permanently before it would succeed."""
+    """`times`: how often a message is denied or fails permanently before it would succeed. Denial is final."""
     denials = dict.fromkeys(range(len(outcomes)), 0)
 
     async def guard(request: GuardRequest) -> Decision | None:
@@ -419,7 +414,9 @@ def test_property_11_each_ack_policy_settles_as_configured(policy: str, outcomes
         by_policy = ["requeue"] * times + ["ack"] if policy == "requeue" else [policy]
         expected = {
             message_id: by_policy
-            if outcome in ("fatal", "denied")
+            if outcome == "fatal"
+            else ["dlq" if policy == "dlq" else "ack"]
+            if outcome == "denied"
             else ["dlq"]
             if outcome in ("exhausted", "unparsable")
             else ["ack"]
@@ -442,7 +439,7 @@ def test_property_11_each_ack_policy_settles_as_configured(policy: str, outcomes
         assert ran == {
             number
             for number, outcome in enumerate(outcomes)
-            if outcome in ("success", "later") or (outcome in ("fatal", "denied") and policy == "requeue")
+            if outcome in ("success", "later") or (outcome == "fatal" and policy == "requeue")
         }
         rig.close()
 

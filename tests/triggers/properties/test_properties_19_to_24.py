@@ -285,7 +285,7 @@ def test_property_21_every_stage_is_logged_with_the_trace(
             "retries": ["received", "parsed", "retry", "handed_over", "ack"],
             "exhausted": ["received", "parsed", *["retry"] * max_retries, "failed", "dlq"],
             "fatal": ["received", "parsed", "failed", policy],
-            "denied": ["received", "parsed", "denied", policy],
+            "denied": ["received", "parsed", "denied", "dlq" if policy == "dlq" else "ack"],
             "unparsable": ["received", "unparsable", "dlq"],
         }
         expected: dict[str, tuple[list[str], set[str]]] = {}

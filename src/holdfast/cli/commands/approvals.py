@@ -14,7 +14,7 @@ from holdfast.cli.command import AsJson, command
 from holdfast.cli.event_view import event_document, event_rows, iso
 from holdfast.cli.output import as_json as raw_json
 from holdfast.cli.output import emit_facts, emit_json, emit_rows, note, shorten, span
-from holdfast.cli.prefixes import abbreviated, queries_of
+from holdfast.cli.prefixes import queries_of, with_whole_id
 from holdfast.cli.session import EngineTarget, open_operations
 from holdfast.core.codec import encode_json
 from holdfast.ledger.port.operators import ApprovalRow, ApprovalStatus
@@ -86,7 +86,7 @@ async def show(at: EngineTarget, approval_id: ApprovalId, as_json: AsJson = Fals
     """Show one approval request: payload, details from the task, requester, reason, votes, and the job's history."""
     async with open_operations(at) as (operations, principal):
         requests = operations.approvals
-        detail = await abbreviated(
+        detail = await with_whole_id(
             queries_of(operations),
             "approval",
             principal,
@@ -136,7 +136,7 @@ async def reject(at: EngineTarget, approval_id: ApprovalId, reason: Reason = "",
 async def _vote(at: EngineTarget, approval_id: str, *, approve: bool, reason: str, as_json: bool) -> None:
     async with open_operations(at) as (operations, principal):
         requests = operations.approvals
-        row = await abbreviated(
+        row = await with_whole_id(
             queries_of(operations),
             "approval",
             principal,

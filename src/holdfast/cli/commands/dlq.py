@@ -39,15 +39,16 @@ from holdfast.cli.parse import (
     dead_letter_filter,
     edit_payload,
 )
-from holdfast.cli.prefixes import abbreviated, queries_of, whole_dead_letter_ids
+from holdfast.cli.prefixes import FULL_LENGTH, queries_of, whole_dead_letter_ids, with_whole_id
 from holdfast.cli.session import EngineTarget, open_operations
-from holdfast.errors import HoldfastError, InvalidOption, Unavailable
+from holdfast.errors import AlreadyReplayed, HoldfastError, InvalidOption, Unavailable
 from holdfast.ledger.port.operators import DeadLetterStatus
 from holdfast.operations.bulk import BulkReport, BulkResult
 
 if TYPE_CHECKING:
     from holdfast.core.principal import Principal
     from holdfast.operations.dead_letters import DeadLetterOperations
+    from holdfast.operations.operations import Operations
 
 
 dlq = typer.Typer(help="List, show, replay and discard dead letters.", no_args_is_help=True)
@@ -148,7 +149,7 @@ async def show(at: EngineTarget, dlq_id: DlqId, as_json: AsJson = False) -> None
     """Show one dead letter: payload, error, stack, and the history of its job."""
     async with open_operations(at) as (operations, principal):
         dead_letters = operations.dead_letters
-        dead_letter = await abbreviated(
+        dead_letter = await with_whole_id(
             queries_of(operations),
             "dead letter",
             principal,
@@ -204,6 +205,15 @@ async def replay(
     reason: Reason = "",
     rate: Rate = "50/s",
     app: AppName = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="Also replay ids whose latest replay is open or has succeeded.")
+    ] = False,
+    key: Annotated[
+        str | None,
+        typer.Option(
+            "--key", metavar="KEY", help="Idempotency key: the same key is the same replay.", show_default=False
+        ),
+    ] = None,
     dry_run: DryRun = False,
     yes: Yes = False,
     as_json: AsJson = False,
@@ -211,6 +221,7 @@ async def replay(
     """Submit dead letters as new jobs: by their ids, all open ones that match a filter, or all open ones.
 
     The new job shares the effects of the original. The changes of an edited payload are shown before it is submitted.
+    A dead letter whose latest replay is open or has succeeded is refused; of several, it is skipped and counted.
     Ctrl-C stops a bulk replay; repeat the command to continue with the rest.
     """
     ids, per_s = dlq_ids or [], parse_rate(rate)
@@ -218,21 +229,21 @@ async def replay(
     single = selects_ids(ids, filtered=any(value is not None for value in given), everything=everything)
     if (edit is not None or change) and len(ids) != 1:
         raise InvalidOption("--edit and --set work on one dead letter; pass exactly one id")
+    if key is not None and len(ids) != 1:
+        raise InvalidOption("--key works on one dead letter; pass exactly one id")
+    if again and not single:
+        raise InvalidOption("--again works on ids; pass the ids of the dead letters")
     async with open_operations(at, app) as (operations, principal):
         dead_letters = operations.dead_letters
-        ids = await whole_dead_letter_ids(operations, principal, ids)
+        ids = await _full_ids(operations, principal, ids)
+        replay_one = partial(_replay_one, dead_letters, principal, reason=reason, again=again, key=key)
         if edit is not None or change:
-            report = await _replay_edited(
-                dead_letters, principal, ids[0], edit, change or [], reason, dry_run=dry_run, yes=yes
-            )  # fmt: skip
+            payload = await _edited_payload(dead_letters, principal, ids[0], edit, change or [])
+            if not dry_run:
+                confirm(f"Replay {ids[0]} with this payload?", yes=yes)
+            report = await _each(ids, dry_run, partial(replay_one, payload=payload), dead_letters, principal)
         elif single:
-            report = await _each(
-                ids,
-                dry_run,
-                lambda dlq_id: _replay_one(dead_letters, principal, dlq_id, reason, None),
-                dead_letters,
-                principal,
-            )
+            report = await _each(ids, dry_run, replay_one, dead_letters, principal)
         else:
             criteria = await dead_letter_filter(operations, *given, None)
             many = partial(dead_letters.replay_many, principal, criteria, reason=reason, rate_per_s=per_s)
@@ -278,7 +289,7 @@ async def discard(
             return BulkResult(id=dlq_id, done=True)
 
         if single:
-            ids = await whole_dead_letter_ids(operations, principal, ids)
+            ids = await _full_ids(operations, principal, ids)
             report = await _each(ids, dry_run, request, dead_letters, principal)
         else:
             criteria = await dead_letter_filter(operations, *given, None)
@@ -325,7 +336,7 @@ async def confirm_discard(
             return BulkResult(id=dlq_id, done=True)
 
         if single:
-            ids = await whole_dead_letter_ids(operations, principal, ids)
+            ids = await _full_ids(operations, principal, ids)
             report = await _each(ids, dry_run, confirm_one, dead_letters, principal)
         else:
             criteria = await dead_letter_filter(operations, *given, None)
@@ -353,9 +364,16 @@ async def keep(
             await operations.dead_letters.keep(principal, dlq_id, reason)
             return BulkResult(id=dlq_id, done=True)
 
-        ids = await whole_dead_letter_ids(operations, principal, ids)
+        ids = await _full_ids(operations, principal, ids)
         report = await _each(ids, dry_run, act, operations.dead_letters, principal)
     print_report(report, "dead letter", as_json=as_json)
+
+
+async def _full_ids(operations: Operations, principal: Principal, ids: list[str]) -> list[str]:
+    """Return full ids; a single one may be a prefix."""
+    if len(ids) == 1 and len(ids[0]) < FULL_LENGTH:
+        return await whole_dead_letter_ids(operations, principal, ids)
+    return ids
 
 
 async def _each(
@@ -378,35 +396,38 @@ async def _each(
         except HoldfastError as exc:
             if len(chosen) == 1 or isinstance(exc, Unavailable):
                 raise
-            results.append(BulkResult(id=dlq_id, done=False, code=exc.code, message=str(exc)))
+            replayed = exc.job_id if isinstance(exc, AlreadyReplayed) else ""
+            results.append(
+                BulkResult(
+                    id=dlq_id, done=False, skipped=bool(replayed), job_id=replayed, code=exc.code, message=str(exc)
+                )
+            )
     return BulkReport(matched=len(chosen), dry_run=False, results=results)
 
 
-async def _replay_edited(
-    dead_letters: DeadLetterOperations,
-    principal: Principal,
-    dlq_id: str,
-    edit: str | None,
-    pairs: list[str],
-    reason: str,
-    *,
-    dry_run: bool,
-    yes: bool,
-) -> BulkReport:
+async def _edited_payload(
+    dead_letters: DeadLetterOperations, principal: Principal, dlq_id: str, edit: str | None, pairs: list[str]
+) -> bytes:
+    """Return the edited payload, and print what it changes."""
     dead_letter = await dead_letters.show(principal, dlq_id)
     payload = edit_payload(dead_letter.payload.text, edit, pairs)
-    changes = await dead_letters.diff(principal, dlq_id, payload)
-    note(changes_text(changes))
-    if dry_run:
-        return BulkReport(matched=1, dry_run=True)
-    confirm(f"Replay {dlq_id} with this payload?", yes=yes)
-    return BulkReport(
-        matched=1, dry_run=False, results=[await _replay_one(dead_letters, principal, dlq_id, reason, payload)]
-    )
+    note(changes_text(await dead_letters.diff(principal, dlq_id, payload)))
+    return payload
 
 
 async def _replay_one(
-    dead_letters: DeadLetterOperations, principal: Principal, dlq_id: str, reason: str, payload: bytes | None
+    dead_letters: DeadLetterOperations,
+    principal: Principal,
+    dlq_id: str,
+    *,
+    reason: str,
+    payload: bytes | None = None,
+    again: bool,
+    key: str | None,
 ) -> BulkResult:
-    done = await dead_letters.replay(principal, dlq_id, reason=reason, payload=payload)
+    done = await dead_letters.replay(
+        principal, dlq_id, reason=reason, payload=payload, again=again, idempotency_key=key
+    )
+    if done.duplicate:
+        note("duplicate idempotency key: no new job was created")
     return BulkResult(id=dlq_id, done=True, job_id=done.job_id)

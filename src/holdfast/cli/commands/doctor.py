@@ -146,7 +146,13 @@ async def _worker(engine: InspectionPort, queue: str) -> Finding:
     if ready > 0 and stats.workers == 0:
         advice = f"holdfast worker APP --queue {queue}"
         return Finding(f"queue {queue}", False, f"{waiting}, no workers", advice, warning=True)
-    return Finding(f"queue {queue}", True, f"{waiting}, {number_of(stats.workers, 'worker')}")
+    message = f"{waiting}, {number_of(stats.workers, 'worker')}"
+    limit, running = stats.control.concurrency, stats.states.get(State.RUNNING, 0)
+    if ready > 0 and limit is not None and running >= limit:
+        message += f"; at its concurrency limit, {running} of {limit} running"
+        if limit == 0:
+            return Finding(f"queue {queue}", False, message, f"holdfast queues concurrency {queue} N", warning=True)
+    return Finding(f"queue {queue}", True, message)
 
 
 def _document(finding: Finding) -> dict[str, str | bool]:

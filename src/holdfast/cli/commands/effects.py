@@ -69,7 +69,7 @@ async def list_effects(
     async with _open_ledger(at) as (engine, ledger, principal):
         keys = [
             row
-            for row in await _effect_queries(ledger).unresolved(tenant, limit=MANY)
+            for row in await _effect_queries(ledger).find_unresolved(tenant, limit=MANY)
             if principal.can_see(row.tenant_id)
         ]
         found = await with_lost_holders(engine, keys)

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from holdfast.cli.command import AsJson, OneQueue, command
-from holdfast.cli.output import emit_json, visible
+from holdfast.cli.output import emit_json, shorten, visible
 from holdfast.cli.session import EngineTarget, StoreSession, open_stores
 from holdfast.core.job import Event
+from holdfast.core.states import State
 from holdfast.errors import EffectInDoubt, UnknownJob
 from holdfast.ledger.port.effects import EffectState
+from holdfast.observe.redact import redact_and_truncate
 from holdfast.operations.effects import MANY, with_lost_holders
 
 if TYPE_CHECKING:
@@ -93,6 +95,7 @@ async def _explain(
         job_id=job_id,
         now_ms=await session.engine.now_ms(),
         task=job.job_type,
+        arguments=shorten(redact_and_truncate(job.payload.text, 2_000), 400),
         queue=job.queue,
         **await _queue(session, job.queue),
         live=live,
@@ -109,11 +112,12 @@ async def _explain(
 
 
 async def _queue(session: StoreSession, queue: str) -> dict[str, Any]:
-    """Pause and workers of the queue; only a principal of all tenants may see the number of workers."""
+    """Controls of the queue, and its workers and running jobs, which only a principal of all tenants may see."""
     if not session.principal.sees_all_tenants:
         return {"paused": (await session.engine.get_control(queue)).paused}
     stats = await session.engine.stats(queue)
-    return {"paused": stats.control.paused, "workers": stats.workers}
+    facts = {"paused": stats.control.paused, "workers": stats.workers}
+    return facts | {"concurrency": stats.control.concurrency, "running": stats.states.get(State.RUNNING, 0)}
 
 
 def _replay_of(job: JobDetail) -> str | None:
@@ -163,7 +167,7 @@ async def _in_doubt(
     from holdfast.ledger.queries.operators import EffectQueries
 
     rows = await with_lost_holders(
-        session.engine, await EffectQueries(queries.engine).unresolved(job.tenant_id, limit=MANY)
+        session.engine, await EffectQueries(queries.engine).find_unresolved(job.tenant_id, limit=MANY)
     )
     message = " ".join(str((event.data or {}).get("message") or "") for event in events[-1:])
     return tuple(

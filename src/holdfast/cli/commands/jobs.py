@@ -18,8 +18,7 @@ from holdfast.core.job import JobInfo
 from holdfast.core.rebuild import IncompleteHistory, rebuild_job
 from holdfast.core.states import FINAL, State
 from holdfast.errors import InvalidOption, UnknownJob
-from holdfast.operations.access import visible_tenants
-from holdfast.operations.jobs import JobOperations, unreachable_error
+from holdfast.operations.jobs import JobOperations, unreachable_error, with_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -109,7 +108,7 @@ async def list_jobs(
             states=frozenset(state or ()),
             job_type=job_type,
             tenant_id=tenant,
-            tenants=visible_tenants(session.principal),
+            tenants=session.principal.visible_tenants,
             queues=frozenset(queue or ()),
             since=None if since is None else parse_time_or_age(since, "--since", now_ms),
             until=None if until is None else parse_time_or_age(until, "--until", now_ms),
@@ -146,7 +145,7 @@ async def show(
 ) -> None:
     """Show one job with its history: attempts, errors, what it waits for, its outcome, its dead letter.
 
-    Read from the ledger; without one, what the engine still has (on Redis, not the arguments of a job that succeeded).
+    Without a ledger, what the engine still has (on Redis, not the arguments of a job that succeeded).
     """
     async with open_stores(at) as session:
         view, history = await session.with_job(
@@ -390,7 +389,7 @@ async def _load_job(
         await session.queries.steps(row.key),
         await session.queries.effects(row.key),
     )
-    return live or _rebuild(row, history), history
+    return _rebuild(row, history) if live is None else with_arguments(live, row), history
 
 
 def _rebuild(row: JobDetail, history: JobHistoryView) -> JobInfo:

@@ -109,13 +109,37 @@ async def limit(
 @command(
     queues,
     "concurrency",
-    examples=("holdfast queues concurrency mail 5", "holdfast queues concurrency mail none"),
+    examples=(
+        "holdfast queues concurrency mail 5 --reason 'the mail server accepts 5 connections'",
+        "holdfast queues concurrency mail none",
+    ),
 )
 async def concurrency(
     at: EngineTarget, name: Name, most: Limit, new: New = False, reason: Reason = "", as_json: AsJson = False
 ) -> None:
-    """Limit the concurrent jobs of the queue per worker process. All workers follow within seconds."""
+    """Run at most N jobs of the queue at a time, over all workers and tenants. `worker-concurrency` is per process.
+
+    The limit is never exceeded: jobs of a worker that was killed count until another worker has reclaimed them. If more
+    jobs than N are running, no job starts until enough of them have ended.
+    """
     await _control(at, [name], "concurrency", reason, {"concurrency": _number(most, "N")}, new=new, as_json=as_json)
+
+
+@command(
+    queues,
+    "worker-concurrency",
+    examples=("holdfast queues worker-concurrency mail 50", "holdfast queues worker-concurrency mail none"),
+)
+async def worker_concurrency(
+    at: EngineTarget, name: Name, most: Limit, new: New = False, reason: Reason = "", as_json: AsJson = False
+) -> None:
+    """Run N jobs at a time in each worker process of the queue. `concurrency` is over all workers.
+
+    Workers follow within seconds. A worker of several queues runs the lowest number that is set for one of them. none
+    uses the worker's own --concurrency.
+    """
+    changes = {"worker_concurrency": _number(most, "N")}
+    await _control(at, [name], "worker_concurrency", reason, changes, new=new, as_json=as_json)
 
 
 @command(
@@ -149,7 +173,7 @@ async def tenant(
     ] = None,
     concurrency: Annotated[
         str | None,
-        typer.Option(metavar="N", help="Limit of its concurrent jobs, or none.", show_default=False),
+        typer.Option(metavar="N", help="Limit of its running jobs over all workers, or none.", show_default=False),
     ] = None,
     limit: Annotated[
         str | None,
@@ -233,7 +257,7 @@ def _row(view: QueueInfo, states: Sequence[State]) -> tuple[str, ...]:
         view.queue,
         *(str(view.states.get(state, 0)) for state in states),
         *("–" if value is None else str(value) for value in (view.delayed, view.workers, view.dead_letters)),
-        _words(view.control),
+        _words(view.control, view.states.get(State.RUNNING, 0) if view.workers is not None else None),
     )
 
 
@@ -242,6 +266,7 @@ def _plain(control: QueueControl) -> dict[str, Any]:
         "paused": control.paused,
         "intake_paused": control.intake_paused,
         "concurrency": control.concurrency,
+        "worker_concurrency": control.worker_concurrency,
         "intake_limit": control.intake_limit,
         "backlog_alert": control.backlog_alert,
         "tenants": {
@@ -251,11 +276,13 @@ def _plain(control: QueueControl) -> dict[str, Any]:
     }
 
 
-def _words(control: QueueControl) -> str:
+def _words(control: QueueControl, running: int | None = None) -> str:
+    """The controls in words. `running` counts the jobs of all tenants; None: unknown."""
     words = [
         *(["paused"] if control.paused else []),
         *(["intake paused"] if control.intake_paused else []),
-        *_limits(control.concurrency, control.intake_limit),
+        *_limits(control.concurrency, control.intake_limit, running),
+        *([f"worker concurrency {control.worker_concurrency}"] if control.worker_concurrency is not None else []),
         *([f"alert at {control.backlog_alert}"] if control.backlog_alert is not None else []),
         *(f"tenant {name}: {_part(part)}" for name, part in sorted(control.tenants.items())),
     ]
@@ -268,8 +295,9 @@ def _part(part: TenantControl) -> str:
     )
 
 
-def _limits(concurrency: int | None, intake_limit: int | None) -> list[str]:
+def _limits(concurrency: int | None, intake_limit: int | None, running: int | None = None) -> list[str]:
+    reached = " (reached)" if concurrency is not None and running is not None and running >= concurrency else ""
     return [
-        *([f"concurrency {concurrency}"] if concurrency is not None else []),
+        *([f"concurrency {concurrency}{reached}"] if concurrency is not None else []),
         *([f"intake limit {intake_limit}"] if intake_limit is not None else []),
     ]

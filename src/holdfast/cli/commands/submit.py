@@ -12,8 +12,10 @@ from holdfast.cli.command import AsJson, command
 from holdfast.cli.output import emit_json, note
 from holdfast.cli.parse import PriorityName, duration, parse_instant, payload
 from holdfast.cli.session import EngineTarget
+from holdfast.client.job import Job
 from holdfast.client.options import SubmitOptions
 from holdfast.client.submitter import BatchingSubmitter
+from holdfast.core.job import KeyReuse
 from holdfast.execution.backend import backend_of
 
 
@@ -28,6 +30,7 @@ def register(app: typer.Typer) -> None:
             "holdfast submit send_mail --key order-17 --delay 5m --priority low --arg to=ada@example.org",
             "holdfast submit report --run-at 2030-01-31T08:00:00Z - < arguments.json",
             "holdfast submit add '[1, 2]' --wait 30 --json | jq .result",
+            "holdfast submit rebuild_index --queue batch --force",
         ),
     )(submit)
 
@@ -57,19 +60,23 @@ async def submit(
         str | None,
         typer.Option(
             metavar="APP",
-            help="App with the task: checks name and arguments before submitting.",
+            help="App with the task. Default: name and arguments are checked against what workers have announced.",
             show_default=False,
         ),
     ] = None,
     queue: Annotated[
         str | None,
-        typer.Option(
-            "--queue", "-q", help="Queue. Default: the task's queue with --app, else 'default'.", show_default=False
-        ),
+        typer.Option("--queue", "-q", help="Queue. Default: the task's own queue.", show_default=False),
     ] = None,
     key: Annotated[
         str | None, typer.Option(help="Idempotency key: submitting it again returns the same job.", show_default=False)
     ] = None,
+    on_key_reuse: Annotated[
+        KeyReuse,
+        typer.Option(
+            help="If the key belongs to another task or to other arguments: fail, or print the first job's id."
+        ),
+    ] = KeyReuse.REFUSE,
     delay: Annotated[
         str | None,
         typer.Option(metavar="DURATION", help="Delay before the first run: 90, 5m, 1h30m.", show_default=False),
@@ -84,6 +91,13 @@ async def submit(
         bool,
         typer.Option(
             "--durable", help="Return only once the ledger has the job, so that a wipe of the engine cannot lose it."
+        ),
+    ] = False,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force",
+            help="Without an app: submit even if no worker has announced the task or its arguments do not fit.",
         ),
     ] = False,
     wait: Annotated[
@@ -102,6 +116,7 @@ async def submit(
     options: SubmitOptions = {
         "queue": queue,
         "idempotency_key": key,
+        "on_key_reuse": on_key_reuse,
         "delay": None if delay is None else duration(delay, "--delay"),
         "run_at": None if run_at is None else parse_instant(run_at, "--run-at"),
         "priority": None if priority is None else priority.value,
@@ -109,11 +124,15 @@ async def submit(
         "durable": durable,
     }
     async with at.app(app) if app else Holdfast(settings=at.settings()) as holdfast:
-        submitter = await backend_of(holdfast).submitter()
+        backend = backend_of(holdfast)
+        submitter = await backend.connections.submitter()
         if durable and isinstance(submitter, BatchingSubmitter):
             # Printed before the ledger confirms, in case the user interrupts.
             submitter.on_accepted = lambda receipt: note(f"accepted {receipt.job_id}, waiting for the ledger")
-        job = await holdfast.submit_raw(task, encoded, **options)
+        announced = None if app else await backend.announced.require(task, encoded, force=force)
+        envelope = backend.envelope(task, encoded, announced, **options)
+        accepted = await submitter.submit(envelope)
+        job: Job[Any] = Job(backend, accepted.job_id, envelope.queue, accepted.duplicate)
         receipt: dict[str, Any] = {"job_id": job.id, "queue": job.queue, "duplicate": job.duplicate}
         if wait is not None:
             note(f"submitted {job.id}, waiting up to {wait:g} s")

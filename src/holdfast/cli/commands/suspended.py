@@ -22,7 +22,7 @@ from holdfast.cli.confirm import (
 )
 from holdfast.cli.event_view import iso
 from holdfast.cli.job_view import print_job, timeline_rows
-from holdfast.cli.output import emit_json, emit_rows, job_document, joined, note, shorten, span, visible
+from holdfast.cli.output import emit_json, emit_rows, job_document, join_parts, note, shorten, span, visible
 from holdfast.cli.parse import Code, OneOfQueues, Task, Tenant, Words, parse_time_or_age
 from holdfast.cli.prefixes import whole_job_ids
 from holdfast.cli.session import EngineTarget, open_operations
@@ -211,7 +211,7 @@ def _filter(
 
 def _row(job: SuspendedJob, now_ms: int) -> tuple[str, ...]:
     age_ms = max(0, now_ms - round(job.created_at.timestamp() * 1000))
-    error = joined(job.error_code, shorten(job.error))
+    error = join_parts(job.error_code, shorten(job.error))
     return (job.job_id, job.task, job.queue, job.tenant_id, str(job.attempt), span(age_ms), error)
 
 

@@ -50,14 +50,14 @@ async def workers(at: EngineTarget, queue: Queues = None, as_json: AsJson = Fals
     async with open_operations(at) as (operations, principal):
         views = await operations.queues.workers(principal, queue or ())
         now_ms = await operations.engine.now_ms()
-    found = _by_worker(views)
+    found = _group_by_worker(views)
     if as_json:
         emit_json([_document(info) for info in found])
     else:
         emit_rows(_COLUMNS, [_row(info, now_ms) for info in found], empty="no worker claims jobs here")
 
 
-def _by_worker(views: Iterable[WorkerInfo]) -> Sequence[_WorkerInfo]:
+def _group_by_worker(views: Iterable[WorkerInfo]) -> Sequence[_WorkerInfo]:
     found: dict[str, _WorkerInfo] = {}
     for view in views:
         info = found.setdefault(view.worker, _WorkerInfo(view.worker, parse_identity(view.worker)))

@@ -50,6 +50,8 @@ class SubmissionKey(msgspec.Struct, frozen=True):
     key: str
     job_id: str
     expires_at_ms: int
+    #: Empty: not known; the key then belongs to every request.
+    fingerprint: str = ""
 
 
 class FeedReadPort(EnginePart, Protocol):

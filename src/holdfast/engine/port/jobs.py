@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
+from holdfast.core.announcement import AnnouncedTask
+from holdfast.core.fingerprint import raw_fingerprint
 from holdfast.core.job import Claim, Envelope, Lease, Receipt
 from holdfast.core.verdict import Settlement, SettleResult
-from holdfast.errors import InvalidOption
+from holdfast.errors import IdempotencyKeyReused, IntakeLimited, InvalidOption
 from holdfast.observe.counters import Counters
 
 if TYPE_CHECKING:
@@ -24,7 +26,6 @@ MAX_TENANTS: Final = 64
 
 #: Why a submission is refused.
 INTAKE_PAUSED: Final = "intake is paused by an operator; retry after it is resumed"
-INTAKE_FULL: Final = "the backlog is at its limit; retry when jobs have finished"
 FEED_BEHIND: Final = "its feed is full because the ledger does not read it; restore the ledger"
 FEED_DETACHED: Final = (
     "its feed has no reader in this epoch (new store, wipe, restart or fail-over); restore the idempotency keys, then "
@@ -70,6 +71,8 @@ class EngineOptions:
     feed_tail: int = 0
     #: With a reader, submissions are refused when the unread feed is larger than this.
     feed_max_bytes: int = 512 * 1024 * 1024
+    #: Fingerprint of task and payload, kept with an idempotency key (E1). An app computes it from its tasks.
+    fingerprint: Callable[[str, bytes], str] = raw_fingerprint
     #: Events to publish in embedded mode, where the engine's file is the ledger; otherwise the projector publishes.
     publishing: EventPublishing | None = None
 
@@ -83,6 +86,20 @@ class EngineOptions:
         ):
             if getattr(self, name) < 1:
                 raise InvalidOption(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+#: Why one job of a batch was not accepted although others may be.
+JobRefused = IdempotencyKeyReused | IntakeLimited
+
+
+def has_own_key(envelope: Envelope) -> bool:
+    """Whether the job has an idempotency key; its own id is the same as none."""
+    return bool(envelope.idempotency_key) and envelope.idempotency_key != envelope.job_id
+
+
+def joins_backlog(envelope: Envelope) -> bool:
+    """Whether the job is ready when it is accepted, so that it counts towards intake limits."""
+    return not (envelope.hold or envelope.delay_ms or envelope.run_at_ms)
 
 
 class Promotion(msgspec.Struct, frozen=True):
@@ -104,16 +121,30 @@ class JobPort(EnginePart, Protocol):
     """Submission, leases and retries of jobs. One batch of one queue is one atomic step."""
 
     async def submit(self, envelopes: Sequence[Envelope]) -> list[Receipt]:
-        """Accept new jobs, in order; return one receipt each.
+        """Accept new jobs, in order; return one receipt each. A batch of one queue is accepted whole or not at all.
 
-        For a known `(tenant, queue, idempotency_key)` the receipt names the first job and is a duplicate. Repeating
-        the same envelopes (after a lost reply) changes nothing and gives no duplicates.
+        For a known `(tenant, queue, idempotency_key)` the receipt names the first job and is a duplicate. A key is
+        known if an earlier job had it, or if it is the id of a job without a key. A submission without a key is
+        identified by its id only. Repeating the same envelopes (after a lost reply) changes nothing and gives no
+        duplicates.
+
+        Raises `IdempotencyKeyReused` when a known key belongs to another task or to other arguments, by their
+        fingerprints; with `on_key_reuse=RETURN` the receipt is that of a duplicate, and a `task.duplicate` event
+        records it.
 
         Raises `IntakeRefused` when a queue's intake is paused, `IntakeLimited` when the backlog of the queue or tenant
         would exceed its limit (duplicates still get their receipts), and `FeedFull` when the feed is at its limit.
         With `options.ledger`, raises `FeedDetached` when the feed has no reader in this epoch (new store, wipe,
         restart or fail-over): restore the idempotency keys, then call `attach_reader`. Envelopes of other queues may
         have been accepted.
+        """
+        ...
+
+    async def submit_each(self, envelopes: Sequence[Envelope]) -> list[Receipt | JobRefused]:
+        """Like `submit`, but the envelopes are judged one by one, in order, as if each were a call.
+
+        An envelope that `submit` would refuse with `IdempotencyKeyReused` or `IntakeLimited` has that error instead of
+        a receipt; it does not affect the others. Errors that concern a whole queue are raised.
         """
         ...
 
@@ -173,6 +204,13 @@ class JobPort(EnginePart, Protocol):
 
     async def deregister_worker(self, worker: str, queues: Sequence[str]) -> None:
         """Deregister a worker that has stopped, unless it still has leases."""
+        ...
+
+    async def announce_tasks(self, tasks: Sequence[AnnouncedTask]) -> None:
+        """Store tasks as a worker has them, with the current time.
+
+        Other schemas of these tasks are kept for 30 days, tasks that no worker has any more for ever. Can be repeated.
+        """
         ...
 
     async def prune(self, queues: Sequence[str]) -> int:

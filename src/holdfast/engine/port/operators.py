@@ -33,8 +33,10 @@ class QueueControl(msgspec.Struct, frozen=True, omit_defaults=True):
     paused: bool = False
     #: Submissions are refused.
     intake_paused: bool = False
-    #: How many jobs a worker process runs at a time; None: the worker's setting.
+    #: How many jobs of the queue run at a time, over all workers and tenants; None: no limit.
     concurrency: int | None = None
+    #: How many jobs each worker process that serves the queue runs at a time; None: the worker's setting.
+    worker_concurrency: int | None = None
     #: Backlog at which submissions are refused; None: no limit.
     intake_limit: int | None = None
     #: Backlog at which an alert is raised; None: as in the settings.
@@ -46,7 +48,8 @@ def check_control(control: QueueControl) -> None:
     """Raise `InvalidOption` for invalid controls. Both engines check before they store any."""
     if len(control.tenants) > MAX_TENANTS:
         raise InvalidOption(f"a queue has controls for at most {MAX_TENANTS} tenants, got {len(control.tenants)}")
-    limits = {name: getattr(control, name) for name in ("concurrency", "intake_limit", "backlog_alert")}
+    names = ("concurrency", "worker_concurrency", "intake_limit", "backlog_alert")
+    limits = {name: getattr(control, name) for name in names}
     for tenant, each in control.tenants.items():
         if not 1 <= each.weight <= MAX_WEIGHT:
             raise InvalidOption(f"the weight of tenant {tenant!r} must be 1 to {MAX_WEIGHT}, got {each.weight}")
@@ -99,8 +102,9 @@ class OperatorPort(EnginePart, Protocol):
     async def claim_job(self, worker: str, queue: str, job_id: str) -> Claim:
         """Lease one queued or retrying job as `claim` does, due or not.
 
-        Other jobs that are ready before it do not matter. Raises `UnknownJob`, or `TransitionInvalid` (to `running`)
-        for a job in any other state.
+        Neither jobs that are ready before it matter, nor a pause, nor its tenant's limit. Raises `UnknownJob`,
+        `TransitionInvalid` (to `running`) for a job in any other state, or `ConcurrencyLimited` if the queue runs as
+        many jobs as its `concurrency` allows.
         """
         ...
 

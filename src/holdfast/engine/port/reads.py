@@ -7,6 +7,7 @@ from typing import Final, Protocol, TypeVar
 
 import msgspec
 
+from holdfast.core.announcement import AnnouncedTask
 from holdfast.core.job import JobInfo
 from holdfast.core.states import State
 from holdfast.engine.port.jobs import EnginePart
@@ -123,6 +124,10 @@ class ReadPort(EnginePart, Protocol):
 
     async def workers(self, queues: Sequence[str]) -> list[WorkerInfo]:
         """Return the workers that claim from these queues, by name."""
+        ...
+
+    async def announced_tasks(self) -> list[AnnouncedTask]:
+        """Return the tasks that workers have announced, by name; of each its schemas, the latest first."""
         ...
 
     async def queues(self) -> list[str]:

@@ -31,7 +31,8 @@ class Claims:
         self._store = store
         self._adopter = Adopter(store)
         self._round = 0
-        self._paused: set[str] = set()
+        #: Queues that yield nothing before a wake entry: paused, or at their concurrency limit.
+        self._blocked: set[str] = set()
         #: Queues whose last claim returned fewer jobs than its limit.
         self._short: set[str] = set()
 
@@ -153,9 +154,12 @@ class Claims:
     async def _claims_from_reply(self, worker: str, queue: str, limit: int, reply: list[Any]) -> list[Claim]:
         store = self._store
         if reply[0] == b"paused":
-            self._paused.add(queue)
+            self._blocked.add(queue)
             return []
-        self._paused.discard(queue)
+        if reply[0] == b"limited":
+            self._blocked.add(queue)
+        else:
+            self._blocked.discard(queue)
         now_ms = int(reply[1])
         store.lanes(queue).set_in_use(reply[2])
         streams = zip(reply[3::2], reply[4::2], strict=True)
@@ -180,12 +184,13 @@ class Claims:
     def _wait_streams(self, queues: Sequence[str]) -> dict[bytes, bytes]:
         """The streams to wait for.
 
-        For a paused queue only the wake stream, because its ready jobs would end every wait.
+        For a paused queue, or one at its concurrency limit, only the wake stream: new jobs would end every wait in
+        vain. Resuming it, or a free slot, writes a wake entry.
         """
         streams: list[bytes] = []
         for queue in queues:
             keys = self._store.keys(queue)
-            streams += (keys.wake,) if queue in self._paused else (*keys.wake_streams, keys.wake)
+            streams += (keys.wake,) if queue in self._blocked else (*keys.wake_streams, keys.wake)
         return dict.fromkeys(streams, b">")
 
     # recover ---------------------------------------------------------------------------------------

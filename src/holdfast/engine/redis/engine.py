@@ -21,14 +21,17 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from holdfast.core.announcement import AnnouncedTask
+from holdfast.core.fingerprint import raw_fingerprint
 from holdfast.core.job import Approval, Claim, Envelope, JobInfo, Lease, Receipt
 from holdfast.core.states import State
 from holdfast.core.verdict import Settlement, SettleResult
 from holdfast.engine.port import Engine
 from holdfast.engine.port.feed import EngineSnapshot, FeedEntry, SubmissionKey
-from holdfast.engine.port.jobs import EngineOptions, Promotion
+from holdfast.engine.port.jobs import EngineOptions, JobRefused, Promotion
 from holdfast.engine.port.operators import QueueControl
 from holdfast.engine.port.reads import Finding, Notice, QueueStats, WorkerInfo, feed_finding
+from holdfast.engine.redis.announcements import Announcements
 from holdfast.engine.redis.claims import Claims
 from holdfast.engine.redis.diagnosis import Diagnosis, unreachable_finding
 from holdfast.engine.redis.feed import Feed
@@ -82,13 +85,16 @@ class RedisEngine(Engine):
         self._operators = Operators(self._store)
         self._controls = Controls(self._store)
         self._reads = Reads(self._store)
+        self._announcements = Announcements(self._store)
         self._feed = Feed(self._store)
         self._upkeep = EngineUpkeep(self._store, self._claims, self._settlements)
         self._recovery = EngineRecovery(self._store)
         self._completion = CompletionWaiter(self._store, self._reads)
 
     @classmethod
-    def from_settings(cls, settings: Settings) -> RedisEngine:
+    def from_settings(
+        cls, settings: Settings, fingerprint: Callable[[str, bytes], str] = raw_fingerprint
+    ) -> RedisEngine:
         """Create an engine from settings."""
         names = KeyNames(
             namespace=settings.namespace,
@@ -102,7 +108,7 @@ class RedisEngine(Engine):
         return cls(
             settings.url,
             names,
-            settings.engine_options(),
+            replace(settings.engine_options(), fingerprint=fingerprint),
             connect_timeout_s=settings.connect_timeout_s,
             reply_timeout_s=settings.reply_timeout_s,
         )
@@ -136,6 +142,9 @@ class RedisEngine(Engine):
     async def submit(self, envelopes: Sequence[Envelope]) -> list[Receipt]:
         return await self._intake.submit(envelopes)
 
+    async def submit_each(self, envelopes: Sequence[Envelope]) -> list[Receipt | JobRefused]:
+        return await self._intake.submit_each(envelopes)
+
     async def claim(
         self,
         worker: str,
@@ -164,6 +173,9 @@ class RedisEngine(Engine):
 
     async def deregister_worker(self, worker: str, queues: Sequence[str]) -> None:
         await self._claims.deregister_worker(worker, queues)
+
+    async def announce_tasks(self, tasks: Sequence[AnnouncedTask]) -> None:
+        await self._announcements.announce(tasks)
 
     # Operators -------------------------------------------------------------------------------------
 
@@ -224,6 +236,9 @@ class RedisEngine(Engine):
 
     async def queues(self) -> list[str]:
         return await self._reads.queues()
+
+    async def announced_tasks(self) -> list[AnnouncedTask]:
+        return await self._announcements.read()
 
     async def for_each_queue(
         self, queues: Iterable[str], step: Callable[[str], Awaitable[T]]

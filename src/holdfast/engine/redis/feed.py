@@ -12,7 +12,16 @@ from typing import Any, Final
 import msgspec
 
 from holdfast.core.job import DEFAULT_TENANT, Event, decode_meta
-from holdfast.core.states import DUPLICATE_EVENT, HEARTBEAT_EVENT, RESTORED_EVENT, State, event_for
+from holdfast.core.states import (
+    ARGUMENTS_DIFFER,
+    COPY_DROPPED,
+    DUPLICATE_EVENT,
+    HEARTBEAT_EVENT,
+    REQUEST_DROPPED,
+    RESTORED_EVENT,
+    State,
+    event_for,
+)
 from holdfast.engine.port.feed import FeedEntry
 from holdfast.engine.redis.net.client import Purpose
 from holdfast.engine.redis.store import RedisStore
@@ -102,11 +111,11 @@ def parse_feed_entry(entry: list[Any]) -> FeedEntry:
 def _events(fields: dict[bytes, bytes]) -> list[Event]:
     kind, moves = fields[b"kind"].decode(), _unpack(fields[b"moves"])
     if skipped := fields.get(b"skipped"):
-        moves = _without(moves, set(_unpack(skipped)), _WIDTHS[kind])
+        moves = _drop_skipped(moves, set(_unpack(skipped)), _WIDTHS[kind])
     return list(_READERS[kind](moves, int(fields[b"at"]), fields[b"worker"].decode()))
 
 
-def _created(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
+def _decode_created(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
     for _, job_id, task, payload, due, _, tenant, key, trace, meta in _strides(moves, _WIDTHS["created"]):
         *hold, how, ms = due.split() if " " in due else (*due.split(), "", "0")
         run_at_ms = at_ms + int(ms) if how == "in" else int(ms)
@@ -154,7 +163,7 @@ def _creation(
     )
 
 
-def _claimed(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
+def _decode_claimed(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
     for job_id, head, tenant in _strides(moves, 3):
         state, attempts, retries = _head(head)
         yield _claim(job_id, state, at_ms, tenant, worker, attempts + 1, retries)
@@ -180,7 +189,7 @@ def _retry_claimed(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]
         yield _claim(job_id, State.RETRYING, at_ms, tenant, worker, attempts + deliveries, int(retries))
 
 
-def _reclaimed(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
+def _decode_reclaimed(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
     for job_id, head, deliveries, owner, message_id, known_retries, tenant in moves:
         _, attempts, retries = _head(head)
         yield Event(
@@ -198,7 +207,7 @@ def _reclaimed(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
         )
 
 
-def _adopted(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
+def _decode_adopted(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
     dead_letters: dict[str, dict[str, Any]] = {}
     for kind, job_id, tenant, *rest in moves:
         match kind:
@@ -209,17 +218,10 @@ def _adopted(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
                 yield _claim(job_id, State.QUEUED, at_ms, tenant, claimer, attempt, 0)
             case "reclaimed":
                 *lease, claimer, retries = rest
-                yield from _reclaimed([[job_id, "", *lease, retries, tenant]], at_ms, claimer)
+                yield from _decode_reclaimed([[job_id, "", *lease, retries, tenant]], at_ms, claimer)
             case "duplicate":
-                yield Event(
-                    type=DUPLICATE_EVENT,
-                    job_id=job_id,
-                    at_ms=at_ms,
-                    tenant_id=tenant or DEFAULT_TENANT,
-                    worker=worker,
-                    message="another message for a known job was dropped",
-                    data={"message_id": rest[0]},
-                )
+                # The previous version wrote only the message's id.
+                yield _duplicate(job_id, at_ms, tenant, worker, rest[0], differs=rest[1:] == [1])
             case _:
                 to_state = State(kind)
                 from_state = _NEXT_FROM.get(to_state, State.QUEUED)
@@ -230,7 +232,21 @@ def _adopted(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
                 yield _step(job_id, from_state, to_state, at_ms, tenant, worker, data)
 
 
-def _settled(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
+def _duplicate(job_id: str, at_ms: int, tenant: str, worker: str, message_id: str, *, differs: bool) -> Event:
+    """`message_id` is empty for a submission."""
+    data: dict[str, Any] = {"message_id": message_id} if message_id else {}
+    return Event(
+        type=DUPLICATE_EVENT,
+        job_id=job_id,
+        at_ms=at_ms,
+        tenant_id=tenant or DEFAULT_TENANT,
+        worker=worker,
+        message=REQUEST_DROPPED if differs else COPY_DROPPED,
+        data=data | {ARGUMENTS_DIFFER: True} if differs else data,
+    )
+
+
+def _decode_settled(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
     """Settles of an engine without a ledger: a dead-lettered job becomes final in the same step."""
     for event in _settled_for_ledger(moves, at_ms, worker):
         yield event
@@ -263,7 +279,7 @@ def _dead_letter(fields: list[str]) -> dict[str, Any]:
     return {"dlq_id": values["dlq_id"], "history": msgspec.json.decode(values["history"])}
 
 
-def _moved(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
+def _decode_moved(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
     for job_id, from_state, target, attempt, retries, data, tenant in _strides(moves, 7):
         details = msgspec.json.decode(data) if data else None
         states = State(from_state), State(target)
@@ -291,7 +307,7 @@ def _operator(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
         )
 
 
-def _restored(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
+def _decode_restored(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
     for job_id, from_state, to_state, attempt, retries, due_at_ms, tenant in moves:
         yield Event(
             type=RESTORED_EVENT,
@@ -349,17 +365,17 @@ def _step(
 
 
 _READERS: Final[dict[str, Callable[[list[Any], int, str], Iterator[Event]]]] = {
-    "created": _created,
+    "created": _decode_created,
     "created_plain": _created_plain,
-    "claimed": _claimed,
-    "adopted": _adopted,
-    "settled": _settled,
+    "claimed": _decode_claimed,
+    "adopted": _decode_adopted,
+    "settled": _decode_settled,
     "settled_for_ledger": _settled_for_ledger,
-    "reclaimed": _reclaimed,
+    "reclaimed": _decode_reclaimed,
     "retried": _retry_claimed,
-    "moved": _moved,
+    "moved": _decode_moved,
     "operator": _operator,
-    "restored": _restored,
+    "restored": _decode_restored,
     "heartbeat": _heartbeat,
     # Kinds written by the previous version.
     "retaken": _retry_claimed,
@@ -386,7 +402,7 @@ def _strides(values: list[Any], width: int) -> Iterator[tuple[Any, ...]]:
     return zip(*(iter(values),) * width, strict=True)
 
 
-def _without(moves: list[Any], skipped: set[int], width: int) -> list[Any]:
+def _drop_skipped(moves: list[Any], skipped: set[int], width: int) -> list[Any]:
     """Return the moves without the skipped ones, whose positions count from 1."""
     return [
         value

@@ -10,20 +10,34 @@ the worker is killed in between, the message stays in the pending list and is re
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import msgspec
 
-from holdfast.core.job import DEFAULT_TENANT, EMPTY_META, MAX_BATCH, Claim, Envelope, Priority, Receipt
-from holdfast.engine.port.jobs import FEED_BEHIND, FEED_DETACHED, INTAKE_FULL, INTAKE_PAUSED
+from holdfast.core.job import DEFAULT_TENANT, EMPTY_META, MAX_BATCH, Claim, Envelope, KeyReuse, Priority, Receipt
+from holdfast.engine.port.jobs import (
+    FEED_BEHIND,
+    FEED_DETACHED,
+    INTAKE_PAUSED,
+    EngineOptions,
+    JobRefused,
+)
 from holdfast.engine.redis import wire
 from holdfast.engine.redis.keys import RETRY_CONSUMER, STREAMS_PER_LANE, QueueKeys
 from holdfast.engine.redis.net.client import ConnectionLost, Purpose
 from holdfast.engine.redis.store import RedisStore
-from holdfast.errors import EngineUnavailable, FeedDetached, FeedFull, IntakeLimited, IntakeRefused
+from holdfast.errors import (
+    EngineUnavailable,
+    FeedDetached,
+    FeedFull,
+    IdempotencyKeyReused,
+    IntakeLimited,
+    IntakeRefused,
+)
 
 
 class Intake:
@@ -33,21 +47,27 @@ class Intake:
         self._store = store
 
     async def submit(self, envelopes: Sequence[Envelope]) -> list[Receipt]:
+        return cast("list[Receipt]", await self._submit_all(envelopes, _WHOLE))
+
+    async def submit_each(self, envelopes: Sequence[Envelope]) -> list[Receipt | JobRefused]:
+        return await self._submit_all(envelopes, _EACH)
+
+    async def _submit_all(self, envelopes: Sequence[Envelope], mode: bytes) -> list[Receipt | JobRefused]:
         first = envelopes[0].queue if envelopes else ""
         if len(envelopes) <= MAX_BATCH and all(envelope.queue == first for envelope in envelopes):
-            return await self._submit(first, envelopes) if envelopes else []
-        receipts: dict[int, Receipt] = {}
+            return await self._submit(first, envelopes, mode) if envelopes else []
+        receipts: dict[int, Receipt | JobRefused] = {}
         by_queue: dict[str, list[int]] = {}
         for index, envelope in enumerate(envelopes):
             by_queue.setdefault(envelope.queue, []).append(index)
         for queue, indexes in by_queue.items():
             for start in range(0, len(indexes), MAX_BATCH):
                 part = indexes[start : start + MAX_BATCH]
-                answers = await self._submit(queue, [envelopes[index] for index in part])
+                answers = await self._submit(queue, [envelopes[index] for index in part], mode)
                 receipts.update(zip(part, answers, strict=True))
         return [receipts[index] for index in range(len(envelopes))]
 
-    async def _submit(self, queue: str, envelopes: Sequence[Envelope]) -> list[Receipt]:
+    async def _submit(self, queue: str, envelopes: Sequence[Envelope], mode: bytes) -> list[Receipt | JobRefused]:
         store = self._store
         await store.register_queue(queue)
         keys, options = store.keys(queue), store.options
@@ -62,7 +82,7 @@ class Intake:
             keys.lanes,
         ]
         names += [keys.job(envelope.job_id) for envelope in envelopes]
-        width, jobs, key_names = _plain(envelopes) or _full(keys, envelopes)
+        width, jobs, key_names, keyed = _plain(envelopes) or _full(keys, envelopes, options.fingerprint)
         names += key_names
         durable = [position for position, envelope in enumerate(envelopes, 1) if envelope.durable]
         arguments = [store.nonce(), store.feed_limit, options.feed_max_bytes, len(envelopes), width, wire.pack(jobs)]
@@ -72,8 +92,11 @@ class Intake:
             wire.pack(durable) if durable else b"",
             store.names.group,
             RETRY_CONSUMER,
+            _schemas(envelopes),
+            mode,
+            wire.pack(keyed) if keyed else b"",
         )
-        lanes = store.lanes(queue).for_submission({envelope.tenant_id for envelope in envelopes})
+        lanes = store.lanes(queue).find_submission_lanes({envelope.tenant_id for envelope in envelopes})
         call = partial(store.run_with_lanes, Purpose.SUBMIT, "submit", queue, names, arguments, lanes)
         try:
             reply = await call()
@@ -93,27 +116,42 @@ class Intake:
         with suppress(EngineUnavailable):
             await self._store.client.epoch(Purpose.SUBMIT, keys.control)
 
-    def _receipts(self, queue: str, envelopes: Sequence[Envelope], reply: list[Any]) -> list[Receipt]:
+    def _receipts(self, queue: str, envelopes: Sequence[Envelope], reply: list[Any]) -> list[Receipt | JobRefused]:
         counters = self._store.counters
-        if reply[0] == b"limited":
-            counters.intake_refused += len(envelopes)
-            raise IntakeLimited(queue, _limit_reason(*reply[1:]))
+        if reply[0] in _JOB_REFUSALS:
+            if reply[0] == b"limited":
+                counters.intake_refused += len(envelopes)
+            raise _job_refusal(queue, envelopes, *reply)
         if reply[0] != b"ok":
             counters.intake_refused += len(envelopes)
             raise _REFUSALS[reply[0]](queue)
-        receipts = [Receipt(envelope.job_id) for envelope in envelopes]
+        receipts: list[Receipt | JobRefused] = [Receipt(envelope.job_id) for envelope in envelopes]
         counters.submitted += len(envelopes)
         for position, answer in zip(reply[2::2], reply[3::2], strict=True):
             counters.submitted -= 1
-            if answer != b"known":
+            if type(answer) is list:
+                if answer[0] == b"limited":
+                    counters.intake_refused += 1
+                receipts[position - 1] = _job_refusal(queue, envelopes, *answer)
+            elif answer != b"known":
                 counters.duplicates += 1
                 receipts[position - 1] = Receipt(answer.decode(), duplicate=True)
         return receipts
 
 
-def _limit_reason(limit: int, backlog: int, tenant: bytes) -> str:
-    owner = f"tenant {tenant.decode()!r}" if tenant else "the queue"
-    return f"{INTAKE_FULL} ({owner} has {backlog:,}, the limit is {limit:,})"
+_WHOLE: Final = b"whole"
+_EACH: Final = b"each"
+_JOB_REFUSALS: Final = (b"limited", b"reused")
+
+
+def _job_refusal(queue: str, envelopes: Sequence[Envelope], kind: bytes, *rest: Any) -> JobRefused:
+    if kind == b"reused":
+        first, position = rest
+        return IdempotencyKeyReused(queue, envelopes[position - 1].idempotency_key, first.decode())
+    limit, backlog, tenant, *fits = rest
+    if not fits:
+        return IntakeLimited(queue, limit, backlog, tenant.decode())
+    return IntakeLimited(queue, limit, backlog, tenant.decode(), fits=fits[0], count=len(envelopes))
 
 
 _REFUSALS: Final[dict[bytes, Callable[[str], IntakeRefused]]] = {
@@ -121,8 +159,10 @@ _REFUSALS: Final[dict[bytes, Callable[[str], IntakeRefused]]] = {
     b"full": lambda queue: FeedFull(queue, FEED_BEHIND),
     b"detached": lambda queue: FeedDetached(queue, FEED_DETACHED),
 }
+_is_fingerprint: Final = re.compile(r"[0-9a-f]{1,32}\Z").match
 _NORMAL: Final = int(Priority.NORMAL)
-_Packing = tuple[int, list[Any], Collection[bytes]]
+#: Values per job, these values, names of keys, and the values of the jobs that have a key.
+_Packing = tuple[int, list[Any], Collection[bytes], list[Any]]
 
 
 def _plain(envelopes: Sequence[Envelope]) -> _Packing | None:
@@ -143,18 +183,26 @@ def _plain(envelopes: Sequence[Envelope]) -> _Packing | None:
         ):
             return None
         jobs += (_NORMAL, envelope.job_id, envelope.task, envelope.payload.decode())
-    return (4, jobs, ()) if len(set(jobs[1::4])) == len(envelopes) else None
+    return (4, jobs, (), []) if len(set(jobs[1::4])) == len(envelopes) else None
 
 
-def _full(keys: QueueKeys, envelopes: Sequence[Envelope]) -> _Packing:
-    """Ten values per job, and the names of idempotency keys."""
+def _full(keys: QueueKeys, envelopes: Sequence[Envelope], fingerprint: Callable[[str, bytes], str]) -> _Packing:
+    """Ten values per job; names of idempotency keys, and of the records of the jobs whose ids they are."""
     jobs: list[Any] = []
     key_indexes: dict[bytes, int] = {}
-    for envelope in envelopes:
-        key_index = 0
-        if envelope.idempotency_key:
+    by_id: list[bytes] = []
+    keyed: list[Any] = []
+    for number, envelope in enumerate(envelopes, 1):
+        key_index, meta = 0, envelope.meta
+        # A job's own id is the same as no key (`has_own_key`).
+        if envelope.idempotency_key and envelope.idempotency_key != envelope.job_id:
             name = keys.idempotency(envelope.tenant_id, envelope.idempotency_key)
             key_index = key_indexes.setdefault(name, len(envelopes) + len(key_indexes) + 1)
+            if len(key_indexes) > len(by_id):
+                by_id.append(keys.job(envelope.idempotency_key))
+            request = fingerprint(envelope.task, envelope.payload)
+            meta = msgspec.structs.replace(meta, key_fingerprint=request)
+            keyed += (number, request, int(envelope.on_key_reuse is KeyReuse.RETURN))
         jobs += (
             int(envelope.meta.priority),
             envelope.job_id,
@@ -165,9 +213,20 @@ def _full(keys: QueueKeys, envelopes: Sequence[Envelope]) -> _Packing:
             envelope.tenant_id,
             envelope.idempotency_key or envelope.job_id,
             envelope.trace_id,
-            wire.encode_meta(envelope.meta),
+            wire.encode_meta(meta),
         )
-    return 10, jobs, key_indexes
+    return 10, jobs, [*key_indexes, *by_id], keyed
+
+
+def _schemas(envelopes: Sequence[Envelope]) -> bytes:
+    """The packed fingerprints of the schemas: by task, or by number if a job has another one than those before it."""
+    schemas: dict[str | int, str] = {}
+    for number, envelope in enumerate(envelopes, 1):
+        if schemas.setdefault(envelope.task, envelope.schema) != envelope.schema:
+            schemas[number] = envelope.schema
+    # It becomes a part of the record's first line.
+    known = {key: schema if _is_fingerprint(schema) else "" for key, schema in schemas.items()}
+    return wire.pack(known) if any(known.values()) else b""
 
 
 def _due(envelope: Envelope) -> str:
@@ -215,8 +274,9 @@ class Adopter:
     ) -> list[Claim]:
         store, keys = self._store, self._store.keys(queue)
         options = store.options
-        adoptions = [_Adoption(message, queue, worker, keep_ids, options.payload_limit) for message in messages]
-        names = [*keys.streams, keys.feed, keys.result, keys.dlq, keys.dlq_pending, keys.control, keys.waiters]
+        adoptions = [_Adoption(message, queue, worker, keep_ids, options) for message in messages]
+        names = [*keys.streams, keys.feed, keys.result, keys.dlq, keys.dlq_pending, keys.control]
+        names += [keys.waiters, keys.wake]
         names += [keys.job(adoption.job_id) for adoption in adoptions]
         arguments: list[Any] = [
             store.names.group,
@@ -230,14 +290,18 @@ class Adopter:
             int(bool(store.names.stream_dlq)),
         ]
         key_indexes: dict[bytes, int] = {}
+        by_id: list[bytes] = []
         for adoption in adoptions:
             key_index = 0
             if adoption.explicit_key:
                 name = keys.idempotency(adoption.body.tenant_id, adoption.explicit_key)
                 key_index = key_indexes.setdefault(name, len(adoptions) + len(key_indexes) + 1)
+                if len(key_indexes) > len(by_id):
+                    by_id.append(keys.job(adoption.explicit_key))
             arguments += adoption.arguments(key_index)
+        names += [*key_indexes, *by_id]
         lanes = {message.stream_index // STREAMS_PER_LANE for message in messages} - {0}
-        statuses = await store.run_with_lanes(Purpose.CLAIM, "adopt", queue, [*names, *key_indexes], arguments, lanes)
+        statuses = await store.run_with_lanes(Purpose.CLAIM, "adopt", queue, names, arguments, lanes)
         claims: list[Claim] = []
         clashes: list[PendingMessage] = []
         for adoption, message, status in zip(adoptions, messages, statuses, strict=True):
@@ -261,18 +325,21 @@ class Adopter:
 class _Adoption:
     """One foreign message, decoded as a job or as a dead letter."""
 
-    def __init__(self, message: PendingMessage, queue: str, worker: str, keep_id: bool, payload_limit: int) -> None:
+    def __init__(self, message: PendingMessage, queue: str, worker: str, keep_id: bool, options: EngineOptions) -> None:
         self._stream_index, self._entry = message.stream_index, message.entry
         self._deliveries, self._owner = message.deliveries, message.owner
         self.claim: Claim | None = None
-        self._fault, self._dead_letter, self._data = b"", b"", b""
+        self._fault, self._dead_letter, self._data, self._fingerprint = b"", b"", b"", ""
         try:
             self.claim = wire.parse_foreign(self._entry, self._stream_index, queue, worker, self._deliveries)
-            wire.check_size(self.claim.payload, payload_limit)
+            wire.check_size(self.claim.payload, options.payload_limit)
             self.job_id = self.claim.job_id
-            self.body = wire.record_from_claim(self.claim, self.claim.meta, 0)
-            key = self.claim.idempotency_key
+            key, meta = self.claim.idempotency_key, self.claim.meta
             self.explicit_key = key if key != self.job_id else ""
+            if self.explicit_key:
+                self._fingerprint = options.fingerprint(self.claim.task, self.claim.payload)
+                meta = msgspec.structs.replace(meta, key_fingerprint=self._fingerprint)
+            self.body = wire.record_from_claim(self.claim, meta, 0)
         except wire.MalformedMessage as reason:
             self.claim = None
             fields = wire.as_dict(self._entry[1])
@@ -304,4 +371,5 @@ class _Adoption:
             "" if self._fault else body.meta,
             self._owner,
             self._data,
+            self._fingerprint,
         )

@@ -47,8 +47,13 @@ class KeyNames:
 
     @property
     def queues(self) -> str:
-        """The set of all queues of the namespace; the only key that does not belong to a queue."""
+        """The set of all queues of the namespace. This and `tasks` are the only keys that do not belong to a queue."""
         return f"{self.namespace}:queues" if self.namespace else "queues"
+
+    @property
+    def tasks(self) -> str:
+        """The hash of announced tasks of the namespace."""
+        return f"{self.namespace}:announced:tasks" if self.namespace else "announced:tasks"
 
 
 class QueueKeys:
@@ -179,14 +184,14 @@ class LaneCache:
         """All lanes that may have jobs."""
         return tuple(self._in_use)
 
-    def of_tenants(self, tenants: Iterable[str]) -> set[int]:
+    def find_lanes(self, tenants: Iterable[str]) -> set[int]:
         """The known lanes of these tenants."""
         known = self._by_tenant
         return {known[tenant] for tenant in tenants if tenant in known} if known else set()
 
-    def for_submission(self, tenants: Iterable[str]) -> Collection[int]:
+    def find_submission_lanes(self, tenants: Iterable[str]) -> Collection[int]:
         """The lanes of these tenants; all lanes while submissions need the backlog of the whole queue."""
-        return self._in_use if self._all_until > time.monotonic() else self.of_tenants(tenants)
+        return self._in_use if self._all_until > time.monotonic() else self.find_lanes(tenants)
 
     def set_in_use(self, in_use: bytes) -> None:
         """Record the lanes in use; the cache is reduced to them when it has more than `_SPARE` others."""

@@ -12,14 +12,7 @@ import msgspec
 
 from holdfast.core.job import Approval, Claim, Failure, JobInfo, Meta, decode_meta, new_job_ids
 from holdfast.core.states import EXPEDITED_EVENT, FINAL, OPERATOR_TARGETS, State, is_legal, resolve_event
-from holdfast.core.verdict import (
-    APPROVAL_EXPIRED,
-    APPROVAL_REJECTED,
-    operator_failure,
-    waits_for,
-    with_approval,
-    with_retries_reset,
-)
+from holdfast.core.verdict import operator_failure, waits_for, with_approval, with_retries_reset
 from holdfast.engine.port.operators import QueueControl, TenantControl, check_control
 from holdfast.engine.redis import wire
 from holdfast.engine.redis.keys import RETRY_CONSUMER
@@ -27,7 +20,7 @@ from holdfast.engine.redis.net.client import Purpose
 from holdfast.engine.redis.reads import info_from_reply, read_control
 from holdfast.engine.redis.settlement import fixed_keys
 from holdfast.engine.redis.store import RedisStore
-from holdfast.errors import ControlChanged, TransitionInvalid, UnknownJob
+from holdfast.errors import ConcurrencyLimited, ControlChanged, TransitionInvalid, UnknownJob
 
 #: Attempts to set controls that change between read and write, before the call fails.
 _MAX_CONTROL_TRIES: Final = 20
@@ -97,7 +90,8 @@ def encode_control(control: QueueControl) -> dict[str, str]:
     return {
         "paused": "1" if control.paused else "",
         "intake_paused": "1" if control.intake_paused else "",
-        "concurrency": count(control.concurrency),
+        "max_running": count(control.concurrency),
+        "concurrency": count(control.worker_concurrency),
         "intake_limit": count(control.intake_limit),
         "backlog_alert": count(control.backlog_alert),
         "tenants": wire.encode_json(tenants).decode() if tenants else "",
@@ -106,8 +100,6 @@ def encode_control(control: QueueControl) -> dict[str, str]:
 
 #: Attempts to change a job that changes between read and write, before the call fails.
 _MAX_MOVE_TRIES: Final = 20
-#: Failure codes of jobs that ended without approval, by event.
-_CODES: Final = {"approval.rejected": APPROVAL_REJECTED, "approval.expired": APPROVAL_EXPIRED}
 
 
 class Operators:
@@ -193,6 +185,8 @@ class Operators:
         if status == b"illegal":
             store.counters.illegal_moves += 1
             raise TransitionInvalid(job_id, State(rest[0].decode()), State.RUNNING)
+        if status == b"limited":
+            raise ConcurrencyLimited(queue, rest[0])
         now_ms, index, entry = rest
         store.counters.claimed += 1
         parse = wire.parse_entry if wire.is_native(entry[1]) else wire.parse_adopted
@@ -296,9 +290,7 @@ def _failure(view: JobInfo, to: State, audit: AuditContext, event: str) -> Failu
     if to in (State.DLQ_RECORDED, State.FAILED, State.SUSPENDED) and view.failure:
         return view.failure
     if to in FINAL or to is State.DLQ_PENDING:
-        failure = operator_failure(to, audit.actor, audit.reason)
-        code = _CODES.get(event)
-        return msgspec.structs.replace(failure, code=code) if code else failure
+        return operator_failure(to, audit.actor, audit.reason, event)
     return view.failure if to is not State.QUEUED else None
 
 
@@ -309,6 +301,8 @@ def _data(
     meta = decode_meta(body.meta)
     if to is State.DLQ_PENDING and failure:
         data |= wire.failure_fields(failure) | {"dlq_id": meta.dlq_id, "history": meta.history}
+    elif to is State.CANCELLED and failure:
+        data |= wire.failure_fields(failure)
     elif to in (State.DLQ_RECORDED, State.FAILED):
         data["dlq_id"] = meta.dlq_id
     elif to is State.QUEUED and int(body.run_at) > now_ms:

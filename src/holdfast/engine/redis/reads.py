@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Collection, Sequence
 from typing import Any, Final
@@ -134,7 +135,7 @@ class Reads:
             dead_letters=dead_letters,
             backlog=in_streams - parked,
             pending=pending,
-            tenants=_by_tenant(lanes_by_tenant, backlogs),
+            tenants=_group_by_tenant(lanes_by_tenant, backlogs),
         )
 
     async def workers(self, queues: Sequence[str]) -> list[WorkerInfo]:
@@ -201,7 +202,7 @@ async def read_control(store: RedisStore, queue: str) -> QueueControl:
     return wire.decode_control(await store.client.call(Purpose.OTHER, b"HGETALL", store.keys(queue).control))
 
 
-def _by_tenant(lanes: Sequence[bytes], backlogs: Sequence[int]) -> dict[str, int]:
+def _group_by_tenant(lanes: Sequence[bytes], backlogs: Sequence[int]) -> dict[str, int]:
     """Backlogs by tenant. A shared lane counts for the tenant that owns it."""
     owners = {0: DEFAULT_TENANT}
     for tenant, lane in zip(lanes[::2], lanes[1::2], strict=True):
@@ -218,11 +219,15 @@ def _by_tenant(lanes: Sequence[bytes], backlogs: Sequence[int]) -> dict[str, int
 def info_from_reply(queue: str, job_id: str, reply: list[Any]) -> JobInfo:
     """Decode the script `get`'s reply for one job."""
     header, _, packed = reply[0].partition(b"\n")
-    state = State(header.split(b" ")[1].decode())
+    _, state_name, token = header.split(b" ", 2)
+    state = State(state_name.decode())
     if len(reply) < 5:
         due = int(float(reply[2])) if len(reply) == 3 and reply[2] else 0
-        return wire.info_from_record(queue, job_id, state, wire.decode_record(packed), due)
-    return _info_from_message(queue, job_id, state, reply)
+        info = wire.info_from_record(queue, job_id, state, wire.decode_record(packed), due)
+    else:
+        info = _info_from_message(queue, job_id, state, reply)
+    schema = _schema_in(token)
+    return info if schema is None else msgspec.structs.replace(info, schema=schema[1].decode())
 
 
 def _info_from_message(queue: str, job_id: str, state: State, reply: list[Any]) -> JobInfo:
@@ -284,6 +289,9 @@ def _notice(queue: str, fields: dict[bytes, bytes]) -> Notice:
         return DueNotice(queue, int(fields[b"due"]))
     return ControlNotice(queue)
 
+
+#: The fingerprint in a record's token.
+_schema_in: Final = re.compile(rb"#([0-9a-f]{1,32})\Z").search
 
 _log: Final = logging.getLogger("holdfast.engine.redis")
 
@@ -354,7 +362,7 @@ class CompletionWaiter:
 
     async def _subscribe(self, channel: bytes, ended: asyncio.Event) -> asyncio.Future[Any]:
         """Subscribe unless another waiter already has; return the future reply of Redis."""
-        subscription = await self._connected()
+        subscription = await self._connect()
         awaited = self._channels.get(channel)
         if awaited is None:
             awaited = self._channels[channel] = _Channel(_call(subscription, channel), set())
@@ -371,7 +379,7 @@ class CompletionWaiter:
             if self._subscription is not None and self._subscription.usable:
                 self._subscription.send_nowait(b"UNSUBSCRIBE", channel)
 
-    async def _connected(self) -> PubSubConnection:
+    async def _connect(self) -> PubSubConnection:
         async with self._opening:
             if self._subscription is None or not self._subscription.usable:
                 self._subscription = await self._store.client.subscription(self._on_message)

@@ -93,7 +93,7 @@ class Settlements:
         """The lanes of the leases, and the lanes that released jobs go to."""
         lanes = lanes_of(settlement.claim.lease.position for settlement in settlements)
         released = {each.claim.tenant_id for each in settlements if type(each.verdict) is Release}
-        return lanes | self._store.lanes(queue).of_tenants(released) if released else lanes
+        return lanes | self._store.lanes(queue).find_lanes(released) if released else lanes
 
     def _arguments(
         self, keys: QueueKeys, queue: str, worker: str, settlements: Sequence[Settlement]
@@ -229,7 +229,7 @@ def _other_verdict(settlement: Settlement, ledger: bool) -> tuple[Any, ...]:
                 {"message": verdict.message} | ({"approval_request": verdict.request} if verdict.request else {})
             ).decode()
         case Release():
-            data = wire.encode_json({"message": verdict.message, "started": verdict.started}).decode()
+            data = wire.encode_json(verdict.data).decode()
     if isinstance(verdict, RetryLater | Release):
         delay_ms = verdict.delay_ms
     if isinstance(verdict, Release) and not verdict.started:

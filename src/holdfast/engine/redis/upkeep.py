@@ -92,14 +92,14 @@ class EngineUpkeep:
         One script finds them; a second one, which has their records declared as keys, claims them.
         """
         store, keys = self._store, self._store.keys(queue)
-        lost = await self._lost(queue, limit)
+        lost = await self._find_lost(queue, limit)
         if not lost:
             return []
         reply = await store.run_with_lanes(
             Purpose.OTHER,
             "reclaim",
             queue,
-            [*keys.streams, keys.feed, keys.control, *(keys.job(_job_id(fields)) for *_, fields in lost)],
+            [*keys.streams, keys.feed, keys.control, keys.wake, *(keys.job(_job_id(fields)) for *_, fields in lost)],
             [
                 store.names.group,
                 worker,
@@ -123,7 +123,7 @@ class EngineUpkeep:
         claims = await self._claims.parse_claims(worker, queue, found, int(reply[1]))
         return [merge_record(claim, records[claim.lease.position]) for claim in claims]
 
-    async def _lost(self, queue: str, limit: int) -> list[tuple[int, bytes, bytes, int, list[bytes]]]:
+    async def _find_lost(self, queue: str, limit: int) -> list[tuple[int, bytes, bytes, int, list[bytes]]]:
         """Stream index, message id, owner, delivery count and fields of leases that were not renewed in time."""
         store, keys = self._store, self._store.keys(queue)
         options = [store.names.group, store.options.visibility_timeout_ms, min(limit, MAX_BATCH)]
@@ -137,17 +137,14 @@ class EngineUpkeep:
     async def _claim_due_retries(self, worker: str, queue: str, limit: int) -> list[Claim]:
         """Claim due retries in the pending list of one queue.
 
-        Retries of a tenant at its concurrency limit stay there. Further pages are read, because retries of other
-        tenants may follow them.
+        A retry without a free slot (of its tenant, or of the queue) becomes ready instead, so that it waits with other
+        ready jobs for one: at the next call they may have taken all slots again.
         """
         store, keys = self._store, self._store.keys(queue)
         claims: list[Claim] = []
-        skip = 0
         for _ in range(_RETRY_PAGES):
-            _, _, due = await store.run(Purpose.OTHER, "find_due", queue, [keys.pending_retries], [MAX_BATCH, skip])
-            claimed = await self._claim_retries(worker, queue, due, limit - len(claims)) if due else []
-            claims += claimed
-            skip += len(due) - len(claimed)
+            _, _, due = await store.run(Purpose.OTHER, "find_due", queue, [keys.pending_retries], [MAX_BATCH])
+            claims += await self._claim_retries(worker, queue, due, limit - len(claims)) if due else []
             if len(due) < MAX_BATCH or len(claims) >= limit:
                 break
         return claims
@@ -276,6 +273,7 @@ class EngineRecovery:
                 name = keys.idempotency(job.tenant_id, job.idempotency_key)
                 key_index = key_indexes.setdefault(name, len(jobs) + len(key_indexes) + 1)
             values += (job.job_id, job.state.value, _due(job), key_index, job.attempt, job.tenant_id)
+            values.append(job.meta.key_fingerprint)
             failure = wire.encode_failure(job.failure) if job.failure else ""
             bodies.append(wire.encode_record(wire.record_from_info(job, job.meta, failure=failure)))
         return [*names, *key_indexes], [len(jobs), wire.pack(values), *bodies]
@@ -285,7 +283,7 @@ class EngineRecovery:
         for start in range(0, len(restored), MAX_BATCH):
             part = restored[start : start + MAX_BATCH]
             names = [keys.idempotency(each.tenant_id, each.key) for each in part]
-            arguments = [value for each in part for value in (each.job_id, each.expires_at_ms)]
+            arguments = [value for each in part for value in (each.job_id, each.fingerprint, each.expires_at_ms)]
             await self._store.run(Purpose.OTHER, "restore_keys", queue, names, arguments)
 
 

@@ -380,7 +380,9 @@ def decode_control(fields: Sequence[bytes]) -> QueueControl:
     return QueueControl(
         paused=values.get(b"paused") == b"1",
         intake_paused=values.get(b"intake_paused") == b"1",
-        concurrency=count(b"concurrency"),
+        concurrency=count(b"max_running"),
+        # Older releases had only this one, under this name.
+        worker_concurrency=count(b"concurrency"),
         intake_limit=count(b"intake_limit"),
         backlog_alert=count(b"backlog_alert"),
         tenants=_decode_tenants(values.get(b"tenants") or b"{}"),

@@ -16,6 +16,7 @@ from typing import Final
 
 import msgspec
 
+from holdfast.core.announcement import KEEP_MS, AnnouncedTask
 from holdfast.core.job import Claim, Lease, priority_order
 from holdfast.core.states import HEARTBEAT_EVENT, State, event_for
 from holdfast.core.verdict import SettleResult
@@ -116,12 +117,14 @@ class ReadyQueue(msgspec.Struct, array_like=True, frozen=True):
     several_tenants: bool
     tenants: str | None
     next_due_at: int | None
+    #: How many of its jobs may run at a time; None: no limit.
+    concurrency: int | None
 
 
 class ClaimCandidates(msgspec.Struct, frozen=True):
     """Jobs to lease, and how many due jobs were promoted for that.
 
-    `capped`: a tenant's concurrency limit excluded some.
+    `capped`: the concurrency limit of the queue or of a tenant excluded some.
     """
 
     rows: list[WorkRow]
@@ -139,6 +142,7 @@ READY: Final = msgspec.json.Decoder(list[ReadyQueue])
 _READY_TENANTS: Final = msgspec.json.Decoder(_ReadyTenants)
 _SHARES: Final = msgspec.json.Decoder(list[list[WorkRow]])
 _FAIR_SHARE: Final = msgspec.json.Decoder(FairShare)
+_COUNT: Final = msgspec.json.Decoder(tuple[int])
 
 
 def next_claimable(
@@ -148,41 +152,52 @@ def next_claimable(
 
     While each priority has jobs of one tenant only, no fair shares are needed: one statement reads the jobs.
     """
+    if ready.concurrency is not None:
+        slots = max(0, ready.concurrency - running_jobs(transaction, ready.queue))
+        if slots == 0:
+            return ClaimCandidates([], capped=True)
+        limit = min(limit, slots)
     controls = tenant_controls(ready.tenants)
     order = priority_order(claim_count)
     limited = any(control.concurrency is not None for control in controls.values())
     fair = ready.several_tenants or limited
     read = _read_fairly if fair else _read_in_order
-    head = read(transaction, ready.queue, limit, order, controls)
+    head = read(transaction, ready, limit, order, controls)
     if len(head.rows) == limit:
         return head
     promoted = transaction.run("promote", queue=ready.queue, now=now_ms, limit=limit - len(head.rows))
     if not promoted:
         return head
     # All promoted jobs fit into this claim, so they need no fair shares, but a tenant's limit applies to them as well.
-    head = read(transaction, ready.queue, limit, order, controls)
+    head = read(transaction, ready, limit, order, controls)
     return ClaimCandidates(head.rows, promoted, head.capped)
+
+
+def running_jobs(transaction: Transaction, queue: str) -> int:
+    """How many jobs of the queue run; those of crashed workers count until they are reclaimed or dead-lettered."""
+    (count,) = transaction.rows("running_jobs", _COUNT, queue=queue)
+    return count
 
 
 def _read_in_order(
     transaction: Transaction,
-    queue: str,
+    ready: ReadyQueue,
     limit: int,
     order: tuple[int, ...],
     controls: Mapping[str, TenantControl],
 ) -> ClaimCandidates:
-    return ClaimCandidates(transaction.rows("claimable", WORK_ROWS, limit=limit, **_reading_order(queue, order)))
+    return ClaimCandidates(transaction.rows("claimable", WORK_ROWS, limit=limit, **_reading_order(ready, order)))
 
 
 def _read_fairly(
     transaction: Transaction,
-    queue: str,
+    ready: ReadyQueue,
     limit: int,
     order: tuple[int, ...],
     controls: Mapping[str, TenantControl],
 ) -> ClaimCandidates:
     capped = json_list([tenant for tenant, control in controls.items() if control.concurrency is not None])
-    values: dict[str, Value] = {**_reading_order(queue, order), "limit": limit, "window": MAX_TENANTS, "capped": capped}
+    values: dict[str, Value] = {**_reading_order(ready, order), "limit": limit, "window": MAX_TENANTS, "capped": capped}
     first = transaction.rows("ready_tenants", _READY_TENANTS, after="", **values)
     fair_share = _FAIR_SHARE.decode(first.fair_share) if first.fair_share else FairShare()
     parts, after = first.parts, _last_of_window(first.parts)
@@ -197,8 +212,10 @@ def _read_fairly(
     if not picked.parts:
         return ClaimCandidates([], capped=picked.capped)
     if len(parts) > 1 or first.fair_share:
-        transaction.run("save_fair_share", queue=queue, fair_share=msgspec.json.encode(picked.fair_share).decode())
-    return ClaimCandidates(_rows(transaction, queue, order, picked), capped=picked.capped)
+        transaction.run(
+            "save_fair_share", queue=ready.queue, fair_share=msgspec.json.encode(picked.fair_share).decode()
+        )
+    return ClaimCandidates(_rows(transaction, ready.queue, order, picked), capped=picked.capped)
 
 
 def _rows(transaction: Transaction, queue: str, order: tuple[int, ...], picked: Selection) -> list[WorkRow]:
@@ -217,9 +234,9 @@ def _last_of_window(parts: list[TenantBacklog]) -> str:
     return max(full, default="")
 
 
-def _reading_order(queue: str, order: tuple[int, ...]) -> dict[str, Value]:
+def _reading_order(ready: ReadyQueue, order: tuple[int, ...]) -> dict[str, Value]:
     first, second, third = order
-    return {"queue": queue, "first": first, "second": second, "third": third}
+    return {"queue": ready.queue, "concurrency": ready.concurrency, "first": first, "second": second, "third": third}
 
 
 _CLAIMED: Final = event_for(State.QUEUED, State.RUNNING)
@@ -231,7 +248,7 @@ class ClaimBatch(msgspec.Struct, frozen=True):
     claims: list[Claim]
     promoted: int
     next_due_at_ms: int
-    #: Ready jobs were skipped because their tenant is at its limit: claim again when one of its leases ends.
+    #: Ready jobs were skipped because their queue or tenant is at its limit: claim again when one of its leases ends.
     capped: bool
 
 
@@ -350,3 +367,12 @@ def _write_heartbeats(transaction: Transaction, policy: EngineContext, queue: st
 def deregister_worker(transaction: Transaction, worker: str, queues: list[str]) -> None:
     for queue in queues:
         transaction.run("delete_worker", worker=worker, queue=queue)
+
+
+def announce_tasks(transaction: Transaction, policy: EngineContext, tasks: list[AnnouncedTask]) -> None:
+    """Store tasks as a worker has them; old schemas of the same tasks are deleted."""
+    now_ms = policy.clock.now_ms()
+    rows = [(each.task, each.fingerprint, each.queue, each.priority, each.schema) for each in tasks]
+    transaction.run("announce_tasks", tasks=json_list(rows), now=now_ms)
+    names = json_list([each.task for each in tasks])
+    transaction.run("delete_old_announcements", tasks=names, before=now_ms - KEEP_MS)

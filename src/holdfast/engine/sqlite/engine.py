@@ -10,22 +10,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from os import PathLike, fspath
-from typing import Final, TypeVar
+from typing import Final, TypeVar, cast
 
 from holdfast.clock import Clock, SystemClock
+from holdfast.core.announcement import AnnouncedTask
 from holdfast.core.job import MAX_BATCH, Approval, Claim, Envelope, JobInfo, Lease, Receipt
 from holdfast.core.states import State
 from holdfast.core.verdict import Settlement, SettleResult
 from holdfast.engine.port import Engine
 from holdfast.engine.port.feed import EngineSnapshot, FeedEntry, SubmissionKey
-from holdfast.engine.port.jobs import EngineOptions, Promotion
+from holdfast.engine.port.jobs import EngineOptions, JobRefused, Promotion
 from holdfast.engine.port.operators import QueueControl, check_control
 from holdfast.engine.sqlite import claims, feed, intake, operators, upkeep
 from holdfast.engine.sqlite import settlement as settling
 from holdfast.engine.sqlite.reads import SqliteReads
 from holdfast.engine.sqlite.rows import INSTANT
 from holdfast.engine.sqlite.store import EngineContext, SqliteEngineStore, gather_all, restore_order, split_batches
-from holdfast.errors import IntakeRefused, TransitionInvalid
+from holdfast.errors import IntakeLimited, IntakeRefused, TransitionInvalid
 from holdfast.observe.counters import Counters, count_settlements
 from holdfast.sqlite.connection import DatabaseFile
 from holdfast.sqlite.transaction import Transaction
@@ -86,21 +87,32 @@ class SqliteEngine(SqliteReads, Engine):
     # Jobs ------------------------------------------------------------------------------------------
 
     async def submit(self, envelopes: Sequence[Envelope]) -> list[Receipt]:
-        for envelope in envelopes:
-            intake.check_envelope(envelope)
-        steps = split_batches([envelope.queue for envelope in envelopes])
-        receipts = gather_all(self._submit_step(queue, [envelopes[at] for at in indexes]) for queue, indexes in steps)
-        return restore_order(steps, await receipts)
+        return cast("list[Receipt]", await self._submit(envelopes, whole=True))
 
-    async def _submit_step(self, queue: str, envelopes: Sequence[Envelope]) -> list[Receipt]:
+    async def submit_each(self, envelopes: Sequence[Envelope]) -> list[Receipt | JobRefused]:
+        return await self._submit(envelopes, whole=False)
+
+    async def _submit(self, envelopes: Sequence[Envelope], *, whole: bool) -> list[Receipt | JobRefused]:
+        fingerprint = self.options.fingerprint
+        prepared = [intake.prepare(envelope, fingerprint) for envelope in envelopes]
+        steps = split_batches([envelope.queue for envelope in prepared])
+        calls = (self._submit_step(queue, [prepared[at] for at in indexes], whole) for queue, indexes in steps)
+        return restore_order(steps, await gather_all(calls))
+
+    async def _submit_step(self, queue: str, envelopes: Sequence[Envelope], whole: bool) -> list[Receipt | JobRefused]:
         try:
-            receipts = await self._store.write(intake.submit, self._policy, queue, envelopes)
+            receipts = await self._store.write(intake.submit, self._policy, queue, envelopes, whole)
         except IntakeRefused:
             self.counters.intake_refused += len(envelopes)
             raise
-        duplicates = sum(receipt.duplicate for receipt in receipts)
-        self.counters.duplicates += duplicates
-        self.counters.submitted += len(receipts) - duplicates
+        for receipt in receipts:
+            if type(receipt) is Receipt:
+                if receipt.duplicate:
+                    self.counters.duplicates += 1
+                else:
+                    self.counters.submitted += 1
+            elif isinstance(receipt, IntakeLimited):
+                self.counters.intake_refused += 1
         return receipts
 
     async def claim(
@@ -188,14 +200,20 @@ class SqliteEngine(SqliteReads, Engine):
         )
         self.counters.reclaimed += batch.reclaimed
         self.counters.claimed += len(batch.claims) - batch.reclaimed
-        self.counters.poisoned += batch.poisoned
-        self.counters.dead += batch.poisoned
+        self.counters.poisoned += len(batch.poisoned)
+        self.counters.dead += len(batch.poisoned)
+        for tenant in batch.poisoned:
+            self.counters.tenant_failures.add(tenant, "dead")
         return batch.claims
 
     async def deregister_worker(self, worker: str, queues: Sequence[str]) -> None:
         await self._store.write(claims.deregister_worker, worker, list(queues))
         for queue in queues:
             self._registered_at.pop((worker, queue), None)
+
+    async def announce_tasks(self, tasks: Sequence[AnnouncedTask]) -> None:
+        if tasks:
+            await self._store.write(claims.announce_tasks, self._policy, list(tasks))
 
     # Operators -------------------------------------------------------------------------------------
 

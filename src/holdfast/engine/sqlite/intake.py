@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
 
-from holdfast.core.job import Envelope, Priority, Receipt
-from holdfast.core.states import State
-from holdfast.engine.port.jobs import FEED_BEHIND, FEED_DETACHED, INTAKE_FULL, INTAKE_PAUSED
+from holdfast.core.codec import to_json
+from holdfast.core.fingerprint import is_key_reused
+from holdfast.core.job import Envelope, KeyReuse, Priority, Receipt
+from holdfast.core.states import ARGUMENTS_DIFFER, DUPLICATE_EVENT, REQUEST_DROPPED, State
+from holdfast.engine.port.jobs import (
+    FEED_BEHIND,
+    FEED_DETACHED,
+    INTAKE_PAUSED,
+    JobRefused,
+    has_own_key,
+    joins_backlog,
+)
 from holdfast.engine.sqlite.feed import FeedWriter, notify_due
 from holdfast.engine.sqlite.moves import ApprovalRequestRow, insert_approval_requests
 from holdfast.engine.sqlite.rows import encode_meta, tenant_controls
 from holdfast.engine.sqlite.store import EngineContext
-from holdfast.errors import FeedDetached, FeedFull, IntakeLimited, IntakeRefused, InvalidOption, InvalidPayload
+from holdfast.errors import (
+    FeedDetached,
+    FeedFull,
+    IdempotencyKeyReused,
+    IntakeLimited,
+    IntakeRefused,
+    InvalidOption,
+    InvalidPayload,
+)
 from holdfast.sqlite.transaction import Transaction, Value, json_list, require_rows
 
 _PRIORITIES: Final = frozenset(int(priority) for priority in Priority)
@@ -32,6 +49,7 @@ class KnownKeyRow(msgspec.Struct, array_like=True, frozen=True):
     tenant_id: str
     key: str
     job_id: str
+    fingerprint: str
     expired: bool
 
 
@@ -53,19 +71,24 @@ _KNOWN: Final = msgspec.json.Decoder(IntakeState)
 _BACKLOG: Final = msgspec.json.Decoder(tuple[int, list[tuple[str, int]]])
 
 
-def submit(transaction: Transaction, policy: EngineContext, queue: str, envelopes: Sequence[Envelope]) -> list[Receipt]:
-    """Accept new jobs; returns one receipt per envelope.
+def submit(
+    transaction: Transaction, policy: EngineContext, queue: str, envelopes: Sequence[Envelope], whole: bool
+) -> list[Receipt | JobRefused]:
+    """Accept new jobs; returns one receipt or refusal per envelope.
 
-    Raises `IntakeRefused` and writes nothing if the queue refuses any of them.
+    Raises `IntakeRefused` and writes nothing if the queue refuses all of them. With `whole`, raises the first refusal
+    and writes nothing.
     """
     now_ms = policy.clock.now_ms()
     known = _read_intake(transaction, policy, queue, envelopes, now_ms)
     _check_intake(known, policy, queue)
-    receipts, accepted = _find_duplicates(known, envelopes)
-    if accepted:
-        _check_limits(transaction, known.control or IntakeControlRow(), queue, accepted)
-        _write(transaction, policy, queue, accepted, now_ms)
-    return receipts
+    limits = _Limits(transaction, known.control or IntakeControlRow(), queue, envelopes, whole)
+    judged = _judge(known, envelopes, limits, queue)
+    if whole and judged.refusal is not None:
+        raise limits.with_fits(judged.refusal, len(judged.accepted))
+    if judged.accepted or judged.differing:
+        _write(transaction, policy, queue, judged, now_ms)
+    return judged.answers
 
 
 def text_of(payload: bytes) -> str:
@@ -76,11 +99,20 @@ def text_of(payload: bytes) -> str:
         raise InvalidPayload(f"the payload is not JSON: it is not UTF-8 ({exc.reason} at byte {exc.start})") from exc
 
 
-def check_envelope(envelope: Envelope) -> None:
-    """Raise for an envelope that could not be stored or would never be claimed."""
+def prepare(envelope: Envelope, fingerprint: Callable[[str, bytes], str]) -> Envelope:
+    """The envelope, with the fingerprint of its request if it has a key.
+
+    Raises for an envelope that could not be stored or would never be claimed.
+    """
     if envelope.meta.priority not in _PRIORITIES:
         raise InvalidOption(f"priority {envelope.meta.priority!r} is not one of {sorted(_PRIORITIES)}")
     text_of(envelope.payload)
+    if not envelope.idempotency_key:
+        return envelope
+    if not has_own_key(envelope):
+        return msgspec.structs.replace(envelope, idempotency_key="")
+    meta = msgspec.structs.replace(envelope.meta, key_fingerprint=fingerprint(envelope.task, envelope.payload))
+    return msgspec.structs.replace(envelope, meta=meta)
 
 
 def _read_intake(
@@ -93,7 +125,7 @@ def _read_intake(
         _KNOWN,
         queue=queue,
         now=now_ms,
-        window=policy.options.idempotency_window_ms,
+        ttl=policy.options.finished_ttl_ms,
         names=json_list(names),
         tenants=json_list(list({envelope.tenant_id for envelope in envelopes})),
     )
@@ -109,76 +141,160 @@ def _check_intake(known: IntakeState, policy: EngineContext, queue: str) -> None
         raise FeedFull(queue, FEED_BEHIND)
 
 
-def _check_limits(
-    transaction: Transaction, control: IntakeControlRow, queue: str, envelopes: Sequence[Envelope]
-) -> None:
-    """Raise `IntakeLimited` if the backlog of the queue, or of a tenant in it, would exceed its limit."""
-    coming = Counter(envelope.tenant_id for envelope in envelopes)
-    controls = tenant_controls(control.tenants)
-    limits = {
-        tenant: limit
-        for tenant in coming
-        if tenant in controls and (limit := controls[tenant].intake_limit) is not None
-    }
-    limit = control.intake_limit
-    if limit is None and not limits:
-        return
-    count, tenants = transaction.rows(
-        "count_backlog",
-        _BACKLOG,
-        queue=queue,
-        most=0 if limit is None else limit + 1,
-        tenants=json_list(list(limits)),
-        most_each=max(limits.values(), default=0) + 1,
-    )
-    if limit is not None and count + len(envelopes) > limit:
-        raise IntakeLimited(queue, f"{INTAKE_FULL} (its limit is {limit})")
-    for tenant, already in tenants:
-        if already + coming[tenant] > limits[tenant]:
-            raise IntakeLimited(queue, f"{INTAKE_FULL} (the limit of tenant {tenant!r} is {limits[tenant]})")
+class _Limits:
+    """The intake limits of a queue and of the tenants of a batch, and what is left of them."""
+
+    def __init__(
+        self,
+        transaction: Transaction,
+        control: IntakeControlRow,
+        queue: str,
+        envelopes: Sequence[Envelope],
+        whole: bool,
+    ) -> None:
+        self._transaction = transaction
+        self._queue = queue
+        self._count = len(envelopes)
+        self._whole = whole
+        self._limit = control.intake_limit
+        self._limits: dict[str, int] = {}
+        if control.tenants:
+            controls = tenant_controls(control.tenants)
+            for tenant in {envelope.tenant_id for envelope in envelopes}:
+                if tenant in controls and (limit := controls[tenant].intake_limit) is not None:
+                    self._limits[tenant] = limit
+        #: Ready and running jobs, counted when the first new job needs it.
+        self._backlogs: dict[str, int] | None = None
+        #: What the batch adds to it; the empty tenant is the queue.
+        self._added: Counter[str] = Counter()
+
+    def refusal(self, envelope: Envelope) -> IntakeLimited | None:
+        """Why a new job does not fit; None if it does. It then counts for those after it."""
+        if self._limit is None and not self._limits:
+            return None
+        backlogs = self._backlogs = self._backlogs or self._count_backlogs()
+        tenant = envelope.tenant_id
+        for scope, limit in (("", self._limit), (tenant, self._limits.get(tenant))):
+            if limit is not None and (backlog := backlogs[scope]) + self._added[scope] >= limit:
+                total = backlog if self._whole else backlog + self._added[scope]
+                # Above the limit, the count is not complete.
+                return IntakeLimited(self._queue, limit, total if total <= limit else None, scope)
+        if joins_backlog(envelope):
+            self._added.update(("", tenant))
+        return None
+
+    def with_fits(self, refusal: JobRefused, fits: int) -> JobRefused:
+        """The refusal of the whole batch."""
+        if isinstance(refusal, IntakeLimited):
+            limit, backlog, tenant = refusal.limit, refusal.backlog, refusal.tenant_id
+            return IntakeLimited(self._queue, limit, backlog, tenant, fits=fits, count=self._count)
+        return refusal
+
+    def _count_backlogs(self) -> dict[str, int]:
+        count, tenants = self._transaction.rows(
+            "count_backlog",
+            _BACKLOG,
+            queue=self._queue,
+            most=0 if self._limit is None else self._limit + 1,
+            tenants=json_list(list(self._limits)),
+            most_each=max(self._limits.values(), default=0) + 1,
+        )
+        return {"": count, **dict(tenants)}
 
 
-def _find_duplicates(known: IntakeState, envelopes: Sequence[Envelope]) -> tuple[list[Receipt], list[Envelope]]:
-    """Receipts, and the new envelopes: those not known by their id (a resend) or their key (a duplicate)."""
+class _Judged(msgspec.Struct):
+    """The outcome of a batch: an answer per envelope, new jobs, and the first jobs of requests that were dropped."""
+
+    answers: list[Receipt | JobRefused]
+    accepted: list[Envelope]
+    #: Tenant and id of the first job, for each request with its key and other arguments.
+    differing: list[tuple[str, str]]
+    refusal: JobRefused | None = None
+
+
+def _judge(known: IntakeState, envelopes: Sequence[Envelope], limits: _Limits, queue: str) -> _Judged:
+    """Judge the envelopes in order: known by their id (a resend) or their key (a duplicate), refused, or new."""
     ids = {job.job_id for job in known.jobs}
-    firsts = {(job.tenant_id, job.job_id): job.job_id for job in known.jobs if job.keyless and not job.expired}
-    firsts |= {(key.tenant_id, key.key): key.job_id for key in known.keys if not key.expired}
-    receipts, accepted = [], []
+    #: By tenant and key: the first job, and the fingerprint of its request. A job without a key is known by its id.
+    firsts = {(job.tenant_id, job.job_id): (job.job_id, "") for job in known.jobs if job.keyless and not job.expired}
+    firsts |= {(key.tenant_id, key.key): (key.job_id, key.fingerprint) for key in known.keys if not key.expired}
+    judged = _Judged([], [], [])
     for envelope in envelopes:
-        job_id = envelope.job_id
-        key = (envelope.tenant_id, envelope.idempotency_key or job_id)
-        if job_id in ids:
-            receipts.append(Receipt(job_id))
-        elif key in firsts:
-            receipts.append(Receipt(firsts[key], duplicate=firsts[key] != job_id))
+        job_id, key = envelope.job_id, (envelope.tenant_id, envelope.idempotency_key)
+        fingerprint = envelope.meta.key_fingerprint
+        first, request = firsts.get(key, ("", "")) if envelope.idempotency_key else ("", "")
+        answer: Receipt | JobRefused
+        if job_id in ids or first == job_id:
+            answer = Receipt(job_id)
+        elif first and is_key_reused(request, fingerprint):
+            if envelope.on_key_reuse is KeyReuse.RETURN:
+                judged.differing.append((envelope.tenant_id, first))
+                answer = Receipt(first, duplicate=True)
+            else:
+                answer = IdempotencyKeyReused(queue, envelope.idempotency_key, first)
+        elif first:
+            answer = Receipt(first, duplicate=True)
+        elif (refusal := limits.refusal(envelope)) is not None:
+            answer = refusal
         else:
             ids.add(job_id)
-            firsts[key] = job_id
-            accepted.append(envelope)
-            receipts.append(Receipt(job_id))
-    return receipts, accepted
+            if envelope.idempotency_key:
+                firsts[key] = (job_id, fingerprint)
+            else:
+                firsts.setdefault((envelope.tenant_id, job_id), (job_id, ""))
+            judged.accepted.append(envelope)
+            answer = Receipt(job_id)
+        if not isinstance(answer, Receipt) and judged.refusal is None:
+            judged.refusal = answer
+        judged.answers.append(answer)
+    return judged
 
 
-def _write(
-    transaction: Transaction, policy: EngineContext, queue: str, envelopes: Sequence[Envelope], now_ms: int
+def _write(transaction: Transaction, policy: EngineContext, queue: str, judged: _Judged, now_ms: int) -> None:
+    envelopes = judged.accepted
+    journal = FeedWriter(transaction, queue, policy.options, urgent=any(envelope.durable for envelope in envelopes))
+    if envelopes:
+        _write_jobs(transaction, policy, queue, envelopes, now_ms, journal)
+    data = to_json({ARGUMENTS_DIFFER: True})
+    for tenant, job_id in judged.differing:
+        where: dict[str, Value] = {"queue": queue, "tenant": tenant, "job_id": job_id, "now": now_ms}
+        event = {"type": DUPLICATE_EVENT, "message": REQUEST_DROPPED, "data": data}
+        last, count = transaction.add("insert_duplicate_event", **where, **event)
+        # The key may outlive the row of its job.
+        if count:
+            transaction.run("add_duplicate_seq", **where)
+            journal.add_events(last, count)
+    journal.close()
+
+
+def _write_jobs(
+    transaction: Transaction,
+    policy: EngineContext,
+    queue: str,
+    envelopes: Sequence[Envelope],
+    now_ms: int,
+    journal: FeedWriter,
 ) -> None:
     rows = [_job_row(envelope, now_ms) for envelope in envelopes]
     last, count = transaction.bulk("insert_jobs", rows, before=(now_ms, now_ms, queue))
     require_rows(count, len(rows), "submit")
     window_ms = policy.options.idempotency_window_ms
     keys = [
-        (each.tenant_id, each.idempotency_key, each.job_id, now_ms + (each.meta.key_window_ms or window_ms))
+        (
+            each.tenant_id,
+            each.idempotency_key,
+            each.job_id,
+            now_ms + (each.meta.key_window_ms or window_ms),
+            each.meta.key_fingerprint,
+        )
         for each in envelopes
         if each.idempotency_key
     ]
     if keys:
         transaction.bulk("insert_submission_keys", keys, before=(queue,))
     transaction.run("mark_queue_used", queue=queue)
-    urgent = any(envelope.durable for envelope in envelopes)
-    journal = FeedWriter(transaction, queue, policy.options, urgent=urgent)
     size = sum(len(envelope.payload) for envelope in envelopes)
     journal.add_events(*transaction.add("insert_created_events", first=last - count + 1, last=last), size)
-    journal.close()
     requests = [
         ApprovalRequestRow(each.tenant_id, each.job_id, each.task, each.meta.approval_request)
         for each in envelopes
@@ -211,4 +327,5 @@ def _job_row(envelope: Envelope, now_ms: int) -> tuple[Value, ...]:
         None if envelope.hold else run_at,
         encode_meta(meta),
         envelope.payload.decode(),
+        envelope.schema or None,
     )

@@ -67,6 +67,8 @@ _FILLED: Final[dict[tuple[str, str], tuple[int, str]]] = {
     ),
     ("approvals", "policies"): (2, "iif(old.policy IS NULL, '[]', json_array(old.policy))"),
     ("approvals", "reason"): (2, "coalesce(old.reason, '')"),
+    # What older files have under this name is `worker_concurrency`.
+    ("queues", "concurrency"): (4, "NULL"),
 }
 #: Copies the dead letter's id into `meta` of jobs that had none because they waited for a ledger.
 _SET_DLQ_ID: Final = """
@@ -75,7 +77,7 @@ UPDATE jobs SET meta = json_set(coalesce(meta, '{}'), '$.dlq_id', dlq_id)
 """
 #: In files of the first version.
 _RENAMED: Final = {"job_events": "events"}
-#: Table and column, and what the column was called in files up to the third version.
+#: Table and column, and what the column was called in files up to the third version (`worker_concurrency`: the fourth).
 _RENAMED_COLUMNS: Final = {
     ("jobs", "ready_seq"): "line",
     ("jobs", "claim_seq"): "place",
@@ -86,6 +88,7 @@ _RENAMED_COLUMNS: Final = {
     ("feed_entries", "urgent"): "hurry",
     ("queues", "has_jobs"): "used",
     ("queues", "fair_share"): "turns",
+    ("queues", "worker_concurrency"): "concurrency",
     ("approvals", "notified_status"): "told",
     ("approval_votes", "voter"): "person",
     ("operator_events", "notified_at"): "told_at",

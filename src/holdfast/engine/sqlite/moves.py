@@ -116,6 +116,8 @@ def _encode(value: Any) -> str:
 
 #: `last_error` is for display; the history and the dead letter have the full text.
 LAST_ERROR_LIMIT: Final = 2_000
+#: Moves of an operator whose failure is the operator's own.
+_OPERATOR_FAILURES: Final = (State.CANCELLED, State.DLQ_PENDING)
 #: The moves after `dlq_pending`, which this engine makes itself when there is no separate ledger.
 _AFTER_DLQ_PENDING: Final = (State.DLQ_RECORDED, State.FAILED)
 
@@ -299,8 +301,8 @@ def error_columns(failure: Failure | None) -> tuple[str | None, str | None, str 
 
 def _details(move: JobMove, meta: Meta, dlq_id: str) -> str | None:
     data: dict[str, Any] = dict(move.data or {})
-    # An operator's move carries the operator's reason, not the job's earlier failure.
-    if move.failure is not None and (move.to is State.DLQ_PENDING or "actor" not in data):
+    # Any other move of an operator carries the operator's reason, not the job's earlier failure.
+    if move.failure is not None and (move.to in _OPERATOR_FAILURES or "actor" not in data):
         data |= {name: text for name, text in msgspec.structs.asdict(move.failure).items() if text}
     if move.due_at_ms is not None:
         data["next_attempt_at_ms"] = move.due_at_ms

@@ -14,12 +14,12 @@ from holdfast.core.principal import AuditEntry
 from holdfast.core.states import EXPEDITED_EVENT, OPERATOR_TARGETS, State, is_legal
 from holdfast.core.verdict import operator_failure, waits_for, with_approval, with_retries_reset
 from holdfast.engine.port.operators import QueueControl
-from holdfast.engine.sqlite.claims import lease_jobs
+from holdfast.engine.sqlite.claims import lease_jobs, running_jobs
 from holdfast.engine.sqlite.feed import FeedWriter, notify, notify_due
 from holdfast.engine.sqlite.moves import JobMove, MoveBatch, insert_audit_entry, withdraw_approvals
 from holdfast.engine.sqlite.rows import CONTROL, VIEW_ROWS, WORK_ROWS, WorkRow
 from holdfast.engine.sqlite.store import EngineContext
-from holdfast.errors import ControlChanged, TransitionInvalid, UnknownJob
+from holdfast.errors import ConcurrencyLimited, ControlChanged, TransitionInvalid, UnknownJob
 from holdfast.sqlite.transaction import Transaction, json_list
 
 
@@ -97,6 +97,7 @@ def set_control(
         paused=int(control.paused),
         intake_paused=int(control.intake_paused),
         concurrency=control.concurrency,
+        worker_concurrency=control.worker_concurrency,
         intake_limit=control.intake_limit,
         backlog_alert=control.backlog_alert,
         tenants=msgspec.json.encode(control.tenants).decode() if control.tenants else None,
@@ -143,6 +144,9 @@ def claim_job(transaction: Transaction, policy: EngineContext, worker: str, queu
     row = _find(transaction, queue, job_id)
     if not is_legal(row.state, State.RUNNING):
         raise TransitionInvalid(job_id, row.state, State.RUNNING)
+    limit = transaction.rows("get_control", CONTROL, queue=queue).concurrency
+    if limit is not None and running_jobs(transaction, queue) >= limit:
+        raise ConcurrencyLimited(queue, limit)
     transaction.run("touch_worker", worker=worker, queue=queue, now=policy.clock.now_ms())
     journal = FeedWriter(transaction, queue, policy.options)
     (claim,) = lease_jobs(transaction, policy, journal, worker, queue, [row], early=True)

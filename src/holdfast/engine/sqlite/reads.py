@@ -8,6 +8,7 @@ from typing import Final
 
 import msgspec
 
+from holdfast.core.announcement import AnnouncedTask, newest_first
 from holdfast.core.job import JobInfo
 from holdfast.core.states import FINAL, State
 from holdfast.engine.port.jobs import EngineOptions
@@ -32,6 +33,7 @@ _STATS: Final = msgspec.json.Decoder(
 )
 _NOTICES: Final = msgspec.json.Decoder(list[tuple[int, str, str, str, int]])
 _WORKERS: Final = msgspec.json.Decoder(list[tuple[str, str, int, int]])
+_ANNOUNCED: Final = msgspec.json.Decoder(list[tuple[str, str, str, int, str, int]])
 
 
 class SqliteReads:
@@ -110,6 +112,15 @@ class SqliteReads:
 
     async def queues(self) -> list[str]:
         return await self._store.reader.rows("queues", NAMES)
+
+    async def announced_tasks(self) -> list[AnnouncedTask]:
+        rows = await self._store.reader.rows("announced_tasks", _ANNOUNCED)
+        return newest_first(
+            AnnouncedTask(
+                task=task, fingerprint=fingerprint, queue=queue, priority=priority, schema=schema, seen_at_ms=seen_at
+            )
+            for task, fingerprint, queue, priority, schema, seen_at in rows
+        )
 
     async def listen(self, queues: Sequence[str], wait_ms: int) -> list[Notice]:
         loop = asyncio.get_running_loop()

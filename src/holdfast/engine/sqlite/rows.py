@@ -128,6 +128,7 @@ class JobInfoRow(msgspec.Struct, array_like=True, frozen=True):
     due_at: int | None
     next_retry_at: int | None
     finished_at: int | None
+    schema_fingerprint: str | None
 
     def to_info(self) -> JobInfo:
         meta = decode_meta(self.meta)
@@ -148,6 +149,7 @@ class JobInfoRow(msgspec.Struct, array_like=True, frozen=True):
             failure=self._failure(meta),
             next_attempt_at_ms=self.next_retry_at or self.due_at or 0,
             finished_at_ms=self.finished_at or 0,
+            schema="" if self.finished_at else self.schema_fingerprint or "",
         )
 
     def _failure(self, meta: Meta) -> Failure | None:
@@ -199,6 +201,7 @@ class ControlRow(msgspec.Struct, array_like=True, frozen=True):
     paused: bool
     intake_paused: bool
     concurrency: int | None
+    worker_concurrency: int | None
     intake_limit: int | None
     backlog_alert: int | None
     tenants: str | None
@@ -208,6 +211,7 @@ class ControlRow(msgspec.Struct, array_like=True, frozen=True):
             paused=self.paused,
             intake_paused=self.intake_paused,
             concurrency=self.concurrency,
+            worker_concurrency=self.worker_concurrency,
             intake_limit=self.intake_limit,
             backlog_alert=self.backlog_alert,
             tenants=dict(tenant_controls(self.tenants)),

@@ -162,7 +162,7 @@ def _move(row: LeaseRow, token: str, settlement: Settlement, policy: EngineConte
                 **common,
                 event_attempt=row.attempt,
                 message=message,
-                data={"message": message, "started": started},
+                data=verdict.data,
                 ready=later_ms is None,
                 due_at_ms=later_ms,
             )

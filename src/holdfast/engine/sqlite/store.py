@@ -195,13 +195,13 @@ class SqliteEngineStore:
     @property
     def reader(self) -> ReaderThread:
         if self._reader is None:
-            raise _closed()
+            raise _not_open_error()
         return self._reader
 
     async def write(self, work: Callable[..., T], *arguments: Any, lazy: bool = False) -> T:
         """Run a step in the writer's transaction; returns its result after the commit."""
         if self._writer is None:
-            raise _closed()
+            raise _not_open_error()
         return await self._writer.perform(work, *arguments, lazy=lazy)
 
     # Notices of commits ----------------------------------------------------------------------------
@@ -233,7 +233,7 @@ class SqliteEngineStore:
             self.waiters.notify(CommitNotices(finished=self.waiters.jobs()))
 
 
-def _closed() -> EngineUnavailable:
+def _not_open_error() -> EngineUnavailable:
     return EngineUnavailable("the engine is not open; call `await engine.open()` first")
 
 

@@ -20,21 +20,22 @@ from holdfast.engine.port.jobs import Promotion
 from holdfast.engine.sqlite.claims import lease_jobs
 from holdfast.engine.sqlite.feed import FeedWriter, notify_due
 from holdfast.engine.sqlite.moves import ApprovalRequestRow, JobMove, MoveBatch, error_columns, insert_approval_requests
-from holdfast.engine.sqlite.rows import IDS, INSTANT, NAMES, WORK_ROWS, WorkRow, encode_meta
+from holdfast.engine.sqlite.rows import CONTROL, IDS, INSTANT, NAMES, WORK_ROWS, WorkRow, encode_meta
 from holdfast.engine.sqlite.store import EngineContext
 from holdfast.errors import InvalidOption
 from holdfast.sqlite.connection import ReaderThread
 from holdfast.sqlite.transaction import ACTIVE_STATES, Transaction, Value, json_list, require_rows, sources_of
 
 _RECLAIMED: Final = event_for(State.RUNNING, State.RUNNING)
+_COUNTS: Final = msgspec.json.Decoder(list[tuple[str, int]])
 
 
 class ReclaimBatch(msgspec.Struct, frozen=True):
-    """Reclaimed jobs, and how many were dead-lettered as poison pills."""
+    """Reclaimed jobs, and the tenants of those that were dead-lettered as poison pills."""
 
     claims: list[Claim]
     reclaimed: int
-    poisoned: int
+    poisoned: list[str]
 
 
 def promote(transaction: Transaction, policy: EngineContext, queues: Sequence[str], limit: int) -> Promotion:
@@ -57,9 +58,13 @@ def promote(transaction: Transaction, policy: EngineContext, queues: Sequence[st
 def reclaim(
     transaction: Transaction, policy: EngineContext, worker: str, queues: Sequence[str], limit: int
 ) -> ReclaimBatch:
-    """Claim jobs with expired leases, and due retries in the pending list. Lazy."""
+    """Claim jobs with expired leases, and due retries in the pending list. Lazy.
+
+    A retry without a free slot (of its tenant, or of the queue) becomes ready instead, so that it waits with other
+    ready jobs for one: at the next call they may have taken all slots again.
+    """
     now_ms = policy.clock.now_ms()
-    batch = ReclaimBatch([], 0, 0)
+    batch = ReclaimBatch([], 0, [])
     for queue in transaction.rows("queues_with_expired_leases", NAMES, queues=json_list(queues), now=now_ms):
         free = limit - len(batch.claims)
         if free > 0:
@@ -73,9 +78,7 @@ def reclaim(
 
 def _reclaim_from(transaction: Transaction, policy: EngineContext, worker: str, queue: str, limit: int) -> ReclaimBatch:
     now_ms = policy.clock.now_ms()
-    rows = transaction.rows("expired_leases", WORK_ROWS, queue=queue, now=now_ms, limit=limit)
-    due = [row for row in rows if row.state is not State.RUNNING]
-    lost = [row for row in rows if row.state is State.RUNNING]
+    lost, due = _expired(transaction, queue, now_ms, limit)
     poison = [row for row in lost if _lost_leases(row, queue) >= policy.options.max_deliveries]
     lost = [row for row in lost if row not in poison]
 
@@ -88,7 +91,56 @@ def _reclaim_from(transaction: Transaction, policy: EngineContext, worker: str, 
             moves.add(_dead_letter(row, queue, now_ms))
         moves.write(journal)
     journal.close()
-    return ReclaimBatch(claims, len(lost), len(poison))
+    return ReclaimBatch(claims, len(lost), [row.tenant_id for row in poison])
+
+
+def _expired(transaction: Transaction, queue: str, now_ms: int, limit: int) -> tuple[list[WorkRow], list[WorkRow]]:
+    """Expired leases, and due retries that may run."""
+    rows = transaction.rows("expired_leases", WORK_ROWS, queue=queue, now=now_ms, limit=limit)
+    if all(row.state is State.RUNNING for row in rows):
+        return rows, []
+    while True:
+        # Retries that may not run are skipped here, so more rows than needed are read.
+        rows = transaction.rows("expired_leases", WORK_ROWS, queue=queue, now=now_ms, limit=MAX_BATCH)
+        slots, chosen, blocked = _Slots(transaction, queue), list[WorkRow](), list[int]()
+        for row in rows:
+            if len(chosen) == limit:
+                break
+            if row.state is State.RUNNING or slots.reserve(row.tenant_id):
+                chosen.append(row)
+            else:
+                blocked.append(row.id)
+        if blocked:
+            transaction.run("requeue_retries", ids=json_list(blocked), now=now_ms)
+            transaction.effects.ready.add(queue)
+        if len(chosen) == limit or len(rows) < MAX_BATCH:
+            lost = [row for row in chosen if row.state is State.RUNNING]
+            return lost, [row for row in chosen if row.state is not State.RUNNING]
+
+
+class _Slots:
+    """How many more jobs may run, by the limits of a queue and of its tenants."""
+
+    def __init__(self, transaction: Transaction, queue: str) -> None:
+        control = transaction.rows("get_control", CONTROL, queue=queue).as_control()
+        counts = transaction.rows("running_by_tenant", _COUNTS, queue=queue)
+        running = dict(counts)
+        self._free: dict[str | None, int] = {
+            tenant: each.concurrency - running.get(tenant, 0)
+            for tenant, each in control.tenants.items()
+            if each.concurrency is not None
+        }
+        if control.concurrency is not None:
+            self._free[None] = control.concurrency - sum(running.values())
+
+    def reserve(self, tenant: str) -> bool:
+        """Use one slot of the tenant and the queue; False if one of them has none."""
+        limited = [name for name in (None, tenant) if name in self._free]
+        if any(self._free[name] <= 0 for name in limited):
+            return False
+        for name in limited:
+            self._free[name] -= 1
+        return True
 
 
 def _reclaim_leases(
@@ -274,7 +326,7 @@ def _restore_some(transaction: Transaction, policy: EngineContext, queue: str, j
 
 def restore_keys(transaction: Transaction, queue: str, keys: Sequence[SubmissionKey]) -> None:
     """Restore idempotency keys; known ones are not changed."""
-    rows = [(key.tenant_id, key.key, key.job_id, key.expires_at_ms) for key in keys]
+    rows = [(key.tenant_id, key.key, key.job_id, key.expires_at_ms, key.fingerprint) for key in keys]
     transaction.bulk("restore_keys", rows, before=(queue,))
 
 
@@ -300,6 +352,7 @@ def _write(transaction: Transaction, policy: EngineContext, queue: str, jobs: Se
             job.idempotency_key,
             job.job_id,
             job.created_at_ms + (job.meta.key_window_ms or window_ms),
+            job.meta.key_fingerprint,
         )
         for job in jobs
         if job.idempotency_key and job.idempotency_key != job.job_id

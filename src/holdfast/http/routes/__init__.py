@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from holdfast.http.routes import approvals, dlq, jobs, pages, queues, stream, suspended, system, triggers
+from holdfast.http.routes import approvals, dlq, jobs, pages, queues, stream, suspended, system, tasks, triggers
 
-__all__ = ["approvals", "dlq", "jobs", "pages", "queues", "stream", "suspended", "system", "triggers"]
+__all__ = ["approvals", "dlq", "jobs", "pages", "queues", "stream", "suspended", "system", "tasks", "triggers"]

@@ -14,7 +14,6 @@ from holdfast.http.operation import Call, Decorator, Reply, ResponseSpec, operat
 from holdfast.http.wire import Exactly, JobEventResponse, Name, PageQuery, RequestBase, event_of_row, plain
 from holdfast.ledger.port.operators import ApprovalRow, ApprovalStatus
 from holdfast.ledger.queries.operator_filters import ApprovalFilter, AuditFilter, AuditRow
-from holdfast.operations.access import visible_tenants
 
 _TAG: Final = "approvals"
 _PATH: Final = "/api/v1/approvals"
@@ -225,7 +224,7 @@ async def operator_log(call: Call) -> Reply:
     """
     query: AuditQuery = call.query
     audit_filter = AuditFilter(
-        tenants=visible_tenants(call.principal),
+        tenants=call.principal.visible_tenants,
         types=frozenset(query.type),
         actor=query.actor,
         target=query.target,

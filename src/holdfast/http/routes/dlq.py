@@ -9,10 +9,20 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from holdfast.core.principal import Permission
-from holdfast.errors import Conflict, Denied, IntakeRefused, InvalidPayload, NotFound, UsageError
+from holdfast.errors import (
+    AlreadyReplayed,
+    Conflict,
+    Denied,
+    IntakeRefused,
+    InvalidPayload,
+    NotFound,
+    ReplayKeyReused,
+    UsageError,
+)
 from holdfast.http.operation import Call, Decorator, Reply, ResponseSpec, operation, raw_arguments
 from holdfast.http.problems import PayloadRejected
 from holdfast.http.wire import (
+    KEY_PATTERN,
     Arguments,
     BulkResponse,
     Cursor,
@@ -122,10 +132,15 @@ class ReplayRequest(ReasonRequest, frozen=True, kw_only=True):
     """Reason, and the edited payload if it was changed."""
 
     payload: Arguments | UnsetType = UNSET
+    #: Replay although the latest replay is open or has succeeded.
+    again: bool = False
 
 
 class BulkReplayRequest(ReasonRequest, frozen=True, kw_only=True):
-    """Replays all open dead letters that match. A dry run only counts them."""
+    """Replays all open dead letters that match. A dry run only counts them.
+
+    Those that were replayed before are skipped and counted.
+    """
 
     task: Name | None = None
     queue: tuple[Name, ...] = ()
@@ -269,21 +284,33 @@ async def diff(call: Call) -> Reply:
     permission=Permission.OPERATE,
     body=ReplayRequest,
     body_example={"reason": "the address was wrong", "payload": {"to": "ada@example.org"}},
+    headers={"Idempotency-Key": ("A repeated request with this key returns the first replay.", KEY_PATTERN)},
     responses={
         200: ResponseSpec("The new job.", ReplayResult, links={"job": ("getJob", {"job_id": "$response.body#/job_id"})})
     },
-    errors=(NotFound, Conflict, Denied, IntakeRefused, PayloadRejected),
+    errors=(NotFound, AlreadyReplayed, Conflict, Denied, ReplayKeyReused, IntakeRefused, PayloadRejected),
 )
 async def replay(call: Call) -> Reply:
-    """Replay a dead letter as a new job, with its original or an edited payload."""
+    """Replay a dead letter as a new job, with its original or an edited payload.
+
+    Without a key, a dead letter whose latest replay is open or has succeeded is refused with the id of that job, unless
+    `again` is set.
+    """
     request: ReplayRequest = call.body
     payload = None if request.payload is UNSET else raw_arguments(request.payload)
     try:
         done = await call.service.operations.dead_letters.replay(
-            call.principal, call.path["dlq_id"], reason=request.reason, payload=payload
+            call.principal,
+            call.path["dlq_id"],
+            reason=request.reason,
+            payload=payload,
+            again=request.again,
+            idempotency_key=call.header("idempotency-key"),
         )
     except InvalidPayload as exc:
         raise PayloadRejected(str(exc)) from exc
+    except ReplayKeyReused:
+        raise
     except UsageError as exc:
         # For example a message without a task.
         raise Conflict(str(exc)) from exc

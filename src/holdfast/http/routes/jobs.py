@@ -21,6 +21,7 @@ from holdfast.errors import (
     FeedFull,
     GuardFailed,
     HoldfastError,
+    IdempotencyKeyReused,
     IntakeLimited,
     IntakeRefused,
     InvalidOption,
@@ -28,6 +29,7 @@ from holdfast.errors import (
     NotDurableYet,
     NotFound,
     PayloadTooLarge,
+    TaskNotAnnounced,
     TransitionInvalid,
     UnknownJob,
     UnknownTask,
@@ -51,12 +53,13 @@ from holdfast.http.wire import (
     SubmitQuery,
     SubmitRequest,
     SubmitResponse,
+    SubmittedJobResponse,
     event_of_row,
     job_of_row,
     job_of_view,
+    submitted_job,
 )
 from holdfast.ledger.queries.job_list import JobFilter
-from holdfast.operations.access import visible_tenants
 
 _TAG: Final = "jobs"
 _PATH: Final = "/api/v1/jobs"
@@ -80,7 +83,15 @@ class WebhookRefused(HttpError):
 
 
 #: Errors of a submission that is invalid.
-_INVALID: Final = (UnknownTask, NotFound, InvalidPayload, InvalidOption, PayloadTooLarge, WebhookRefused)
+_INVALID: Final = (
+    UnknownTask,
+    TaskNotAnnounced,
+    NotFound,
+    InvalidPayload,
+    InvalidOption,
+    PayloadTooLarge,
+    WebhookRefused,
+)
 
 
 @operation(
@@ -92,9 +103,14 @@ _INVALID: Final = (UnknownTask, NotFound, InvalidPayload, InvalidOption, Payload
     query=SubmitQuery,
     body=SubmitRequest,
     body_example={"task": "add", "payload": {"a": 1, "b": 2}},
-    headers={"Idempotency-Key": ("A repeated submission with this key returns the first job.", KEY_PATTERN)},
+    headers={
+        "Idempotency-Key": (
+            "A repeated submission with this key returns the first job. Another task or other arguments are refused.",
+            KEY_PATTERN,
+        )
+    },
     responses={
-        200: ResponseSpec("The job ended in time: the result or the error.", JobDetailResponse, links=_LINKS),
+        200: ResponseSpec("The job ended in time: the result or the error.", SubmittedJobResponse, links=_LINKS),
         202: ResponseSpec(
             "Accepted; the job will not be lost.",
             SubmitResponse,
@@ -104,6 +120,7 @@ _INVALID: Final = (UnknownTask, NotFound, InvalidPayload, InvalidOption, Payload
     },
     errors=(
         *_INVALID,
+        IdempotencyKeyReused,
         Denied,
         GuardFailed,
         IntakeRefused,
@@ -121,13 +138,21 @@ async def submit(call: Call) -> Reply:
     """
     query: SubmitQuery = call.query
     key = call.header("idempotency-key")
-    envelope = _envelope(call, call.body, key)
-    receipt = await (await call.service.backend.submitter()).submit(envelope)
+    envelope = await _envelope(call, call.body, key)
+    try:
+        receipt = await (await call.service.backend.connections.submitter()).submit(envelope)
+    except IntakeLimited as exc:
+        exc.is_disclosed = call.principal.sees_all_tenants
+        raise
     if query.wait:
         view = await _wait_ended(call.service, envelope.queue, receipt.job_id, query.wait, call.receive)
         if view is not None:
-            return Reply(job_of_view(view))
-    return _accepted(call, envelope, receipt)
+            if not view.payload and not receipt.duplicate:
+                # The ledger may be behind.
+                view = msgspec.structs.replace(view, payload=envelope.payload)
+            view = await call.service.operations.jobs.add_arguments(view)
+            return Reply(submitted_job(view, receipt.duplicate))
+    return _accept_reply(call, envelope, receipt)
 
 
 @operation(
@@ -145,16 +170,19 @@ async def submit_many(call: Call) -> Reply:
     """Submit many jobs.
 
     All jobs are checked before the first is submitted; one invalid job refuses the request. After that each job is
-    accepted or refused on its own. With idempotency keys the whole request can be repeated.
+    accepted or refused on its own, for example by an intake limit, or because its key belongs to another request. With
+    idempotency keys the whole request can be repeated.
     """
     request: BulkSubmitRequest = call.body
-    envelopes = [_check_item(call, number, item) for number, item in enumerate(request.jobs)]
-    submitter = await call.service.backend.submitter()
+    envelopes = [await _check_item(call, number, item) for number, item in enumerate(request.jobs)]
+    submitter = await call.service.backend.connections.submitter()
 
     async def one(envelope: Envelope) -> BulkSubmitResult:
         try:
             receipt = await submitter.submit(envelope)
-        except (Denied, IntakeRefused) as exc:
+        except (Denied, IntakeRefused, IdempotencyKeyReused) as exc:
+            if isinstance(exc, IntakeLimited):
+                exc.is_disclosed = call.principal.sees_all_tenants
             problem, _ = problem_of(exc, call.scope["path"])
             error = BulkSubmitError(code=problem.code, detail=problem.detail, status=problem.status)
             return BulkSubmitResult(error=error)
@@ -194,7 +222,7 @@ async def list_jobs(call: Call) -> Reply:
         states=frozenset(query.state),
         job_type=query.task,
         tenant_id=query.tenant_id,
-        tenants=visible_tenants(call.principal),
+        tenants=call.principal.visible_tenants,
         queues=frozenset(query.queue),
         since=query.since,
         until=query.until,
@@ -286,15 +314,15 @@ async def _find_job(call: Call) -> JobInfo:
     return await call.service.operations.jobs.find(call.principal, call.path["job_id"], query.queue)
 
 
-def _check_item(call: Call, number: int, item: BulkSubmitItem) -> Envelope:
+async def _check_item(call: Call, number: int, item: BulkSubmitItem) -> Envelope:
     try:
-        return _envelope(call, item, None if item.idempotency_key is UNSET else item.idempotency_key)
+        return await _envelope(call, item, None if item.idempotency_key is UNSET else item.idempotency_key)
     except HoldfastError as exc:
         problem, _ = problem_of(exc, call.scope["path"])
         raise ItemRefused(f"jobs[{number}]", problem) from exc
 
 
-def _envelope(call: Call, request: SubmitRequest, key: str | None) -> Envelope:
+async def _envelope(call: Call, request: SubmitRequest, key: str | None) -> Envelope:
     options: SubmitOptions = {
         "tenant_id": tenant_of(call.principal, request.tenant_id or None),
         "durable": request.durable,
@@ -303,6 +331,7 @@ def _envelope(call: Call, request: SubmitRequest, key: str | None) -> Envelope:
         options["idempotency_key"] = key
     if request.queue is not UNSET:
         options["queue"] = request.queue
+    options["on_key_reuse"] = request.on_key_reuse
     if request.priority is not UNSET:
         options["priority"] = request.priority
     if request.run_at is not UNSET and request.delay_s is not UNSET:
@@ -318,7 +347,10 @@ def _envelope(call: Call, request: SubmitRequest, key: str | None) -> Envelope:
     if request.webhook_url is not UNSET:
         options["webhook"] = _webhook(call.service, request.webhook_url)
     payload = b"{}" if request.payload is UNSET else raw_arguments(request.payload)
-    envelope = call.service.backend.envelope(request.task, payload, **options)
+    backend, announced = call.service.backend, None
+    if not backend.tasks:
+        announced = await backend.announced.require(request.task, payload, force=request.force)
+    envelope = backend.envelope(request.task, payload, announced, **options)
     meta = msgspec.structs.replace(envelope.meta, submitted_by=call.principal.name)
     return msgspec.structs.replace(envelope, meta=meta)
 
@@ -358,7 +390,7 @@ async def _wait_ended(service: Service, queue: str, job_id: str, wait_s: float, 
     """Wait for a job to end. None on timeout, if the client disconnects, or at shutdown."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + min(wait_s, service.app.settings.http_wait_limit_s)
-    submitter = await service.backend.submitter()
+    submitter = await service.backend.connections.submitter()
     gone = asyncio.create_task(wait_disconnect(receive))
     ending = asyncio.create_task(service.ending.wait())
     try:
@@ -381,7 +413,7 @@ async def _wait_ended(service: Service, queue: str, job_id: str, wait_s: float, 
     return None
 
 
-def _accepted(call: Call, envelope: Envelope, receipt: Receipt) -> Reply:
+def _accept_reply(call: Call, envelope: Envelope, receipt: Receipt) -> Reply:
     path = f"{call.scope.get('root_path', '')}{_PATH}/{quote(receipt.job_id, safe='')}"
     if envelope.queue != "default":
         path += f"?queue={quote(envelope.queue, safe='')}"

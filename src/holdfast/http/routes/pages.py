@@ -120,7 +120,7 @@ async def dev_link(call: Call) -> Reply:
     try:
         cookie = _dev_authenticator(call).exchange(query.key)
     except (DevLinkUsed, NotFound) as exc:
-        return _refused(call, exc)
+        return _refusal_page(call, exc)
     return Reply(b"", 303, [(b"location", b"./"), (b"set-cookie", cookie.encode())])
 
 
@@ -158,7 +158,7 @@ def _dev_authenticator(call: Call) -> DevAuthenticator:
     return authenticator
 
 
-def _refused(call: Call, error: HoldfastError) -> Reply:
+def _refusal_page(call: Call, error: HoldfastError) -> Reply:
     """Explain why a link is refused and how to get another, as a page for browsers."""
     if not isinstance(call.service.authenticator, DevAuthenticator) or _HTML not in (call.header("accept") or ""):
         return problem_reply(error, call.scope)
@@ -211,7 +211,7 @@ def _tasks(call: Call) -> Html:
     submission = call.service.document(with_tasks=True)["components"]["schemas"]["SubmitRequest"]
     refs: dict[str, str] = submission.get("discriminator", {}).get("mapping", {})
     if not refs:
-        return element("p", "This server has no app: jobs of any task are accepted and passed to the workers.")
+        return element("p", "This server has no app: jobs of all tasks that workers have announced are accepted.")
     rows = [element("li", link(code(task), f"docs#{schema_id(ref)}")) for task, ref in refs.items()]
     return join(element("h2", "Tasks"), element("ul", rows))
 

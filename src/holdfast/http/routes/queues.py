@@ -41,7 +41,10 @@ class QueueControlResponse(msgspec.Struct, frozen=True, kw_only=True):
     queue: str
     paused: bool
     intake_paused: bool
+    #: How many jobs of the queue run at a time, over all workers and tenants.
     concurrency: int | None
+    #: How many jobs each worker process runs at a time.
+    worker_concurrency: int | None
     intake_limit: int | None
     backlog_alert: int | None
     tenants: dict[str, TenantControlResponse]
@@ -207,11 +210,21 @@ async def limit_intake(call: Call) -> Reply:
 
 @_queue_operation("concurrency", "setConcurrency", LimitRequest, {"value": 50})
 async def set_concurrency(call: Call) -> Reply:
-    """Set how many jobs each worker process runs at a time.
+    """Limit how many jobs of a queue run at a time, over all workers and tenants.
 
-    Workers apply the change within seconds.
+    The limit is never exceeded: jobs of a worker that was killed count until another worker has reclaimed them. If more
+    jobs are running, no job starts until enough of them have ended.
     """
     return await _change(call, "concurrency", concurrency=_whole(call.body.value))
+
+
+@_queue_operation("worker-concurrency", "setWorkerConcurrency", LimitRequest, {"value": 50})
+async def set_worker_concurrency(call: Call) -> Reply:
+    """Set how many jobs each worker process of a queue runs at a time.
+
+    Workers apply the change within seconds. Null uses the worker's own setting.
+    """
+    return await _change(call, "worker_concurrency", worker_concurrency=_whole(call.body.value))
 
 
 @_queue_operation("alert", "setBacklogAlert", LimitRequest, {"value": 5_000})
@@ -257,7 +270,7 @@ async def list_workers(call: Call) -> Reply:
 
 async def _known_queue(call: Call) -> str:
     """Queue of the path. Raises `NotFound` if it never had a job, unless the request declares it new."""
-    queue = _named(call)
+    queue = _require_queue(call)
     if not call.body.new:
         try:
             await call.service.operations.queues.require_queue(call.principal, queue)
@@ -270,7 +283,7 @@ def _whole(number: float | None) -> int | None:
     return None if number is None else int(number)
 
 
-def _named(call: Call) -> str:
+def _require_queue(call: Call) -> str:
     return _valid_name(call.path["queue"], "queue")
 
 
@@ -288,6 +301,7 @@ def _control(queue: str, control: QueueControl) -> QueueControlResponse:
         paused=control.paused,
         intake_paused=control.intake_paused,
         concurrency=control.concurrency,
+        worker_concurrency=control.worker_concurrency,
         intake_limit=control.intake_limit,
         backlog_alert=control.backlog_alert,
         tenants={name: _tenant_control(each) for name, each in control.tenants.items()},

@@ -10,6 +10,7 @@ from msgspec import Meta
 from holdfast.core.principal import Permission
 from holdfast.core.states import State
 from holdfast.errors import (
+    ConcurrencyLimited,
     EngineUnavailable,
     Forbidden,
     NotFound,
@@ -24,7 +25,6 @@ from holdfast.http.routes.pages import caller_of
 from holdfast.http.wire import JobDetailResponse, JobResponse, QueueQuery, RequestBase, job_of_row, job_of_view
 from holdfast.ledger.queries.job_list import JobFilter
 from holdfast.observe.prometheus import LivenessResponse
-from holdfast.operations.access import visible_tenants
 from holdfast.operations.metrics import render_metrics
 from holdfast.operations.readiness import DOWN, NONE, OK, engine_status, ledger_status
 
@@ -64,7 +64,7 @@ class RunQuery(QueueQuery, frozen=True, kw_only=True):
 async def stats(call: Call) -> Reply:
     """Count jobs by state and list the newest, for the token's tenants, from the ledger."""
     query: StatsQuery = call.query
-    queries, tenants = call.service.queries, visible_tenants(call.principal)
+    queries, tenants = call.service.queries, call.principal.visible_tenants
     states: dict[State, int] = dict.fromkeys(State, 0)
     estimated: set[State] = set()
     for tenant in (None,) if tenants is None else tenants:
@@ -84,7 +84,7 @@ async def stats(call: Call) -> Reply:
     permission=Permission.OPERATE,
     query=RunQuery,
     responses={200: ResponseSpec("The job after one attempt.", JobDetailResponse)},
-    errors=(UnknownJob, TransitionInvalid, StaleLease),
+    errors=(UnknownJob, TransitionInvalid, StaleLease, ConcurrencyLimited),
 )
 async def run(call: Call) -> Reply:
     """Run one job in this process now, whether or not it is due.
@@ -99,7 +99,7 @@ async def run(call: Call) -> Reply:
     after = await call.service.debug_runner.run(
         view, call.principal.name, force_fail=query.force_fail, transient_fail=query.transient_fail
     )
-    return Reply(job_of_view(after))
+    return Reply(job_of_view(msgspec.structs.replace(after, payload=after.payload or view.payload)))
 
 
 _TAG: Final = "system"

@@ -12,14 +12,15 @@ does not send a notification twice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
-from holdfast.core.job import JobKey
+from holdfast.core.announcement import AnnouncedTask
+from holdfast.core.job import JobKey, Meta
 from holdfast.core.principal import AuditEntry, Role
 from holdfast.core.states import State
 
@@ -109,6 +110,28 @@ class ReplayReservation(msgspec.Struct, frozen=True, kw_only=True):
     new_job_id: str
     number: int
     actor: str
+    #: What the failed job was submitted with; empty if the ledger no longer has the job.
+    meta: Meta
+    #: Whether it has to be submitted; False for a known key whose replay was submitted.
+    pending: bool = True
+    #: Whether the key was known.
+    duplicate: bool = False
+    #: The job of the replay before this one, which counts again if this one is cancelled; empty if unknown.
+    previous: str = ""
+
+
+class ReplayKey(msgspec.Struct, frozen=True):
+    """The idempotency key of a replay."""
+
+    key: str
+    #: Of the dead letter and the options: the key cannot be used for others.
+    fingerprint: str
+    #: For how long the key is known.
+    window_ms: int
+
+
+#: Checks a payload: name of the task, payload.
+PayloadCheck = Callable[[str, bytes], object]
 
 
 class OperatorStore(Protocol):
@@ -125,6 +148,16 @@ class OperatorStore(Protocol):
     async def token(self, token_id: str) -> TokenRow | None: ...
     async def tokens(self) -> list[TokenRow]: ...
     async def revoke_token(self, token_id: str, entry: AuditEntry) -> None: ...
+
+    # Tasks
+
+    async def announce_tasks(self, tasks: Sequence[AnnouncedTask]) -> None:
+        """As `JobPort.announce_tasks`: a wiped engine does not refuse submissions of known tasks."""
+        ...
+
+    async def announced_tasks(self) -> list[AnnouncedTask]:
+        """As `ReadPort.announced_tasks`."""
+        ...
 
     # Approvals: the projector, or the embedded engine, writes the row from the engine's event `approval.requested`
 
@@ -186,21 +219,24 @@ class OperatorStore(Protocol):
         actor: str,
         reason: str,
         payload: bytes | None,
-        expected: int | None = None,
+        check: PayloadCheck | None = None,
+        key: ReplayKey | None = None,
+        again: bool = False,
     ) -> ReplayReservation:
-        """Reserve the next replay, or return the pending reservation if there is one.
+        """Reserve the next replay, or return the one that was reserved with the same key.
 
-        `payload` is the edited payload, if it was edited. A dead letter can be replayed again once its replay has been
-        submitted. Raises `Conflict` if it is discarded or its discard is requested. Also raises `Conflict` if no replay
-        is pending and `replay_count` is not `expected`: two callers that read the same dead letter make one job.
+        `payload` is the edited payload, if it was edited. `check` is called before anything is written; an error that
+        it raises is raised. Raises `AlreadyReplayed` while a replay is pending and, unless `again`, if the job of the
+        latest replay is open or succeeded as far as the ledger knows; `ReplayKeyReused` if the key has another
+        fingerprint; `Conflict` if the dead letter is discarded or its discard is requested.
         """
         ...
 
     async def cancel_replay(self, replay: ReplayReservation, *, actor: str, reason: str) -> None:
         """Cancel a reservation that will not be submitted, for example because a guard denies it.
 
-        The dead letter is open again, the number is not reused, and the audit log has the reason. No effect if the
-        replay was submitted meanwhile.
+        The dead letter is open again, or replayed as the job before it; the key is released, the number is not reused,
+        and the audit log has the reason. No effect if the replay was submitted meanwhile.
         """
         ...
 
@@ -209,7 +245,7 @@ class OperatorStore(Protocol):
         ...
 
     async def mark_submitted(self, replays: Sequence[ReplayReservation]) -> None:
-        """Mark these as submitted."""
+        """Mark these as submitted, also those that another process has cancelled meanwhile."""
         ...
 
     # Effects

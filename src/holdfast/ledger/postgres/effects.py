@@ -178,7 +178,7 @@ async def _reserve(connection: Connection, reservations: Sequence[Reservation]) 
             for r in missing
         ]
         instead_of = [r.replaces_token for r in missing if r.replaces_token]
-        found |= _by_key(await connection.fetch(_RESERVE, *_columns(rows, 9), instead_of))
+        found |= _group_by_key(await connection.fetch(_RESERVE, *_columns(rows, 9), instead_of))
         if reserved := [key for r in missing if (key := (r.tenant_id, r.key)) not in found]:
             found |= await _read(connection, reserved)
         # Another caller released these keys before they were read: try again.
@@ -189,10 +189,10 @@ async def _reserve(connection: Connection, reservations: Sequence[Reservation]) 
 
 
 async def _read(connection: Connection, keys: Iterable[_Key]) -> dict[_Key, EffectKey]:
-    return _by_key(await connection.fetch(_READ, *_columns(dict.fromkeys(keys), 2)))
+    return _group_by_key(await connection.fetch(_READ, *_columns(dict.fromkeys(keys), 2)))
 
 
-def _by_key(rows: Iterable[Any]) -> dict[_Key, EffectKey]:
+def _group_by_key(rows: Iterable[Any]) -> dict[_Key, EffectKey]:
     return {(row["tenant_id"], row["key"]): _effect_key(row) for row in rows}
 
 

@@ -50,7 +50,7 @@ class NotifyListener:
         self._waiters = CommitWaiters(self._on_waiter)
         self._task: asyncio.Task[None] | None = None
 
-    def of(self, queue: str) -> AbstractContextManager[CommitWaiter]:
+    def listen(self, queue: str) -> AbstractContextManager[CommitWaiter]:
         """A waiter that is notified when this queue's feed has moved in the ledger."""
         return self._waiters.waiting_for(queue)
 

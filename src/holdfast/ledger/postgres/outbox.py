@@ -269,13 +269,13 @@ class PostgresOutboxStore(PostgresTransactions, SqlOutboxStore):
     ) -> list[OutboxEvent]:
         arguments = (relay, list(lanes), list(destinations), limit, dead_blocks)
         rows = await self._store.fetch(DUE, *arguments, window_for(limit, len(lanes)), BATCH_BYTES)
-        found = _by_position(rows)
+        found = _group_by_position(rows)
         if len(found) < limit and (crowded := rows[0]["crowded"]):
             begin = self._cursors.start(crowded, destinations)
             walk = (*_columns(begin), STEPS, list(destinations), dead_blocks)
             rows = await self._store.fetch(WALK, *walk, limit, limit, BATCH_BYTES)
             self._cursors.resume(begin, _decode_cursors(rows[0]["last"]), destinations)
-            found |= _by_position(rows)
+            found |= _group_by_position(rows)
         # These are the first events of each key, so a prefix by position keeps the order within a key.
         return [event_from_row(found[position]) for position in sorted(found)[:limit]]
 
@@ -298,11 +298,11 @@ class PostgresOutboxStore(PostgresTransactions, SqlOutboxStore):
     def _listen(self) -> CommitWaiter:
         if self._waiter is None:
             # Kept until `close`: an event that is written while no caller waits wakes the next one.
-            self._waiter = self._waiting.enter_context(self._listener.of(""))
+            self._waiter = self._waiting.enter_context(self._listener.listen(""))
         return self._waiter
 
 
-def _by_position(rows: Sequence[asyncpg.Record]) -> dict[int, asyncpg.Record]:
+def _group_by_position(rows: Sequence[asyncpg.Record]) -> dict[int, asyncpg.Record]:
     return {row["position"]: row for row in rows if row["position"] is not None}
 
 

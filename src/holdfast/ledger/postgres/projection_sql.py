@@ -65,7 +65,7 @@ entries AS (
 SELECT pg_notify('{CHANNEL}', $8) FROM moved"""  # noqa: S608 - a constant
 
 
-def _given(columns: Sequence[tuple[str, str]]) -> str:
+def _unnest(columns: Sequence[tuple[str, str]]) -> str:
     """Rows from arrays, each with its number and the queue ($1).
 
     `OFFSET 0` hides from the planner that all rows have the same queue: without statistics it would read every job of
@@ -78,7 +78,7 @@ def _given(columns: Sequence[tuple[str, str]]) -> str:
     )
 
 
-_NAMES: Final = _given((("tenant_id", "text"), ("job_id", "text")))
+_NAMES: Final = _unnest((("tenant_id", "text"), ("job_id", "text")))
 _THE_JOB: Final = "j.tenant_id = u.tenant_id AND j.job_id = u.job_id AND j.queue = u.queue"
 
 
@@ -162,7 +162,7 @@ EXPEDITE: Final = f"""
 UPDATE jobs AS j
    SET run_at = CASE WHEN j.run_at > u.at THEN u.at ELSE j.run_at END,
        next_retry_at = CASE WHEN j.next_retry_at > u.at THEN u.at ELSE j.next_retry_at END, updated_at = u.at
-  FROM {_given((("tenant_id", "text"), ("job_id", "text"), ("at", "timestamptz")))} AS u
+  FROM {_unnest((("tenant_id", "text"), ("job_id", "text"), ("at", "timestamptz")))} AS u
  WHERE {_THE_JOB} AND j.finished_at IS NULL"""  # noqa: S608
 
 READ_JOBS: Final = f"""
@@ -198,7 +198,7 @@ INSERT INTO dlq_items AS d (
     failed_at, acked_at, fingerprint)
 SELECT j.tenant_id, u.dlq_id, j.job_id, j.queue, j.job_type, j.trace_id, j.payload, u.error_code, u.error, u.stack,
        u.retry_count, u.history, u.failed_at, u.acked_at, u.fingerprint
-  FROM {_given(_DEAD_LETTER)} AS u JOIN jobs AS j ON {_THE_JOB}
+  FROM {_unnest(_DEAD_LETTER)} AS u JOIN jobs AS j ON {_THE_JOB}
 ON CONFLICT (tenant_id, job_id, queue) DO UPDATE
    SET dlq_id = excluded.dlq_id, error_code = excluded.error_code, error = excluded.error, stack = excluded.stack,
        retry_count = excluded.retry_count, history = excluded.history, failed_at = excluded.failed_at,
@@ -213,7 +213,7 @@ INSERT INTO approvals (
     requested_by, requested_at)
 SELECT j.tenant_id, u.approval_id, j.job_id, j.queue, j.job_type, u.name, u.payload_hash, u.policies, u.reason,
        u.details, u.quorum, u.deadline, u.requested_by, u.requested_at
-  FROM {_given(tuple(zip(APPROVAL_REQUEST_COLUMNS, _APPROVAL_TYPES, strict=True)))} AS u JOIN jobs AS j ON {_THE_JOB}
+  FROM {_unnest(tuple(zip(APPROVAL_REQUEST_COLUMNS, _APPROVAL_TYPES, strict=True)))} AS u JOIN jobs AS j ON {_THE_JOB}
 ON CONFLICT DO NOTHING"""  # noqa: S608
 
 _CLOSING_TYPES: Final = (*("text",) * (len(CLOSING_COLUMNS) - 1), "timestamptz")
@@ -222,7 +222,7 @@ CLOSE_APPROVALS: Final = f"""
 UPDATE approvals AS j
    SET status = u.status, decided_by = u.decided_by, decided_at = u.at, decision_reason = u.decision_reason,
        acked_at = u.at
-  FROM {_given(tuple(zip(CLOSING_COLUMNS, _CLOSING_TYPES, strict=True)))} AS u
+  FROM {_unnest(tuple(zip(CLOSING_COLUMNS, _CLOSING_TYPES, strict=True)))} AS u
  WHERE {_THE_JOB} AND j.status = 'requested' AND j.approval_id <> u.stays"""  # noqa: S608
 
 _AUDIT_TYPES: Final = ("text",) * (len(AUDIT_COLUMNS) - 1) + ("timestamptz",)
@@ -234,7 +234,7 @@ SELECT {", ".join(AUDIT_COLUMNS)}
 ON CONFLICT DO NOTHING"""  # noqa: S608
 
 WRITTEN: Final = f"""
-SELECT e.position FROM {_given((("position", "text"), ("nonce", "text")))} AS u
+SELECT e.position FROM {_unnest((("position", "text"), ("nonce", "text")))} AS u
   JOIN feed_entries AS e ON e.feed = u.queue AND e.position = u.position AND e.nonce = u.nonce"""  # noqa: S608
 
 UNACKED: Final = """

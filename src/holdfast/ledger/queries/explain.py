@@ -13,7 +13,16 @@ from typing import Final
 import msgspec
 
 from holdfast.core.job import Event, approval_data
-from holdfast.core.states import DUPLICATE_EVENT, EXPEDITED_EVENT, FORKED_EVENT, HEARTBEAT_EVENT, RESTORED_EVENT, State
+from holdfast.core.states import (
+    ARGUMENTS_DIFFER,
+    DUPLICATE_EVENT,
+    EXPEDITED_EVENT,
+    FORKED_EVENT,
+    HEARTBEAT_EVENT,
+    RESTORED_EVENT,
+    State,
+)
+from holdfast.core.verdict import RELEASED_FOR_OTHERS
 from holdfast.ledger.queries.explain_state import (
     _STATE_SENTENCES,
     JobFacts,
@@ -43,7 +52,7 @@ class Explanation(msgspec.Struct, frozen=True):
 
 def explain(events: Sequence[Event], facts: JobFacts) -> Explanation:
     """Explain one job."""
-    happened = list(_happened(events, facts))
+    happened = list(_describe_events(events, facts))
     moves = [event for event in events if event.to_state is not None]
     if not moves:
         return Explanation(happened, ["Its creation is not in the ledger."], [])
@@ -57,7 +66,7 @@ def explain(events: Sequence[Event], facts: JobFacts) -> Explanation:
 # What happened -------------------------------------------------------------------------------------
 
 
-def _happened(events: Sequence[Event], facts: JobFacts) -> Iterator[str]:
+def _describe_events(events: Sequence[Event], facts: JobFacts) -> Iterator[str]:
     started_ms, heartbeats = 0, 0
     actions = [action for action in facts.operator_actions if action.type in _OPERATOR_PHRASES]
     if facts.replay_of:
@@ -73,7 +82,7 @@ def _happened(events: Sequence[Event], facts: JobFacts) -> Iterator[str]:
         if heartbeats:
             yield _heartbeat_sentence(heartbeats)
             heartbeats = 0
-        if event.type == "task.created":
+        if event.from_state is None and event.to_state is not None:
             event = _with_submission(event, facts)
         sentence = _SENTENCES.get(event.type)
         yield sentence(event, event.at_ms - started_ms) if sentence else _unknown(event)
@@ -108,26 +117,32 @@ def _heartbeat_sentence(count: int) -> str:
 
 
 def _with_submission(event: Event, facts: JobFacts) -> Event:
-    return msgspec.structs.replace(event, data={"task": facts.task, **(event.data or {})})
+    return msgspec.structs.replace(event, data={"task": facts.task, **(event.data or {}), "arguments": facts.arguments})
 
 
-def _created(event: Event, _: int) -> str:
-    data = event.data or {}
-    what = f" to run {data['task']}" if data.get("task") else ""
-    run_at_ms = int(data.get("run_at_ms") or 0)
+def _describe_created(event: Event, _: int) -> str:
+    run_at_ms = int((event.data or {}).get("run_at_ms") or 0)
     due = f", no earlier than {time_phrase(run_at_ms)}" if run_at_ms > event.at_ms else ""
-    return f"It was submitted at {time_phrase(event.at_ms)}{what}{due}."
+    return f"It was submitted at {time_phrase(event.at_ms)}{_call_phrase(event)}{due}."
+
+
+def _call_phrase(event: Event) -> str:
+    """What was submitted."""
+    data = event.data or {}
+    arguments = f" with {data['arguments']}" if data.get("arguments") else ""
+    return f" to run {data['task']}{arguments}" if data.get("task") else ""
 
 
 def _approval_requested(event: Event, took_ms: int) -> str:
     if event.from_state is None:
-        return f"It was submitted at {time_phrase(event.at_ms)} and needs approval before it can run."
+        at = time_phrase(event.at_ms)
+        return f"It was submitted at {at}{_call_phrase(event)} and needs approval before it can run."
     if event.from_state is State.RUNNING:
         return f"After {duration_phrase(took_ms)} attempt {event.attempt} requested approval and released its worker."
     return f"It was held for approval at {time_phrase(event.at_ms)}{reason_of(event)}."
 
 
-def _approved(event: Event, _: int) -> str:
+def _describe_approved(event: Event, _: int) -> str:
     approval = approval_data(event.data, "approval")
     approvers = approval.get("by") if isinstance(approval, dict) else None
     who = f" by {join_names(approvers)}" if approvers else actor_phrase(event)
@@ -138,23 +153,23 @@ def _withdrawn(event: Event, _: int) -> str:
     return f"The approval request was withdrawn at {time_phrase(event.at_ms)}{reason_of(event)}; it was queued again."
 
 
-def _rejected(event: Event, _: int) -> str:
+def _describe_rejected(event: Event, _: int) -> str:
     return f"It was rejected at {time_phrase(event.at_ms)}{actor_phrase(event)}{reason_of(event)} and cancelled."
 
 
-def _expired(event: Event, _: int) -> str:
+def _describe_expired(event: Event, _: int) -> str:
     return f"It was not approved in time and was cancelled at {time_phrase(event.at_ms)}."
 
 
-def _expedited(event: Event, _: int) -> str:
+def _describe_expedited(event: Event, _: int) -> str:
     return f"It was expedited at {time_phrase(event.at_ms)}{actor_phrase(event)}{reason_of(event)}."
 
 
-def _claimed(event: Event, _: int) -> str:
+def _describe_claimed(event: Event, _: int) -> str:
     return f"Attempt {event.attempt} began at {time_phrase(event.at_ms)} on {event.worker or 'an unknown worker'}."
 
 
-def _reclaimed(event: Event, took_ms: int) -> str:
+def _describe_reclaimed(event: Event, took_ms: int) -> str:
     old = (event.data or {}).get("old_worker") or "its worker"
     return (
         f"{duration_phrase(took_ms)} later the lease of {old} had expired (crash or lost connection): "
@@ -162,9 +177,14 @@ def _reclaimed(event: Event, took_ms: int) -> str:
     )
 
 
-def _released(event: Event, took_ms: int) -> str:
+def _describe_released(event: Event, took_ms: int) -> str:
     data = event.data or {}
     due_ms = int(data.get("next_attempt_at_ms") or 0)
+    if data.get("unknown"):
+        return (
+            f"The worker cannot run it and released it unstarted ({event.message.removeprefix(RELEASED_FOR_OTHERS)}); "
+            f"it is offered again at {time_phrase(due_ms)}."
+        )
     if due_ms:
         return (
             f"After {duration_phrase(took_ms)} it was put to sleep until {time_phrase(due_ms)} and released its worker."
@@ -172,7 +192,7 @@ def _released(event: Event, took_ms: int) -> str:
     return f"Its worker released it unfinished after {duration_phrase(took_ms)}; it was queued again."
 
 
-def _succeeded(event: Event, took_ms: int) -> str:
+def _describe_succeeded(event: Event, took_ms: int) -> str:
     return f"Attempt {event.attempt} succeeded after {duration_phrase(took_ms)}."
 
 
@@ -187,14 +207,14 @@ def _retrying(event: Event, took_ms: int) -> str:
     return f"Attempt {event.attempt} failed after {duration_phrase(took_ms)}{error_of(event)}{wait}."
 
 
-def _suspended(event: Event, took_ms: int) -> str:
+def _describe_suspended(event: Event, took_ms: int) -> str:
     if event.from_state is State.RUNNING and not actor_phrase(event):
         duration = duration_phrase(took_ms)
         return f"Attempt {event.attempt} failed after {duration}{error_of(event)}, and the job was suspended."
     return f"It was suspended at {time_phrase(event.at_ms)}{actor_phrase(event)}{reason_of(event)}."
 
 
-def _resumed(event: Event, _: int) -> str:
+def _describe_resumed(event: Event, _: int) -> str:
     return (
         f"It was resumed at {time_phrase(event.at_ms)}{actor_phrase(event)}{reason_of(event)}; its retries start again."
     )
@@ -210,20 +230,20 @@ def _dlq(event: Event, _: int) -> str:
     return f"Its dead letter was written at {time_phrase(event.at_ms)}."
 
 
-def _failed(event: Event, _: int) -> str:
+def _describe_failed(event: Event, _: int) -> str:
     return f"It ended as failed at {time_phrase(event.at_ms)}."
 
 
-def _cancelled(event: Event, _: int) -> str:
+def _describe_cancelled(event: Event, _: int) -> str:
     return f"It was cancelled at {time_phrase(event.at_ms)}{actor_phrase(event)}{reason_of(event)}."
 
 
-def _restored(event: Event, _: int) -> str:
+def _describe_restored(event: Event, _: int) -> str:
     how = "queued again" if event.from_state is State.RUNNING else f"restored as {state_phrase(event.to_state)}"
     return f"The engine had lost it; at {time_phrase(event.at_ms)} it was {how}, as recorded in the ledger."
 
 
-def _forked(event: Event, _: int) -> str:
+def _describe_forked(event: Event, _: int) -> str:
     if event.from_state is event.to_state:
         state = state_phrase(event.to_state)
         where = f"{state} as it was after attempt {event.attempt}, where the ledger had a later point"
@@ -236,6 +256,11 @@ def _forked(event: Event, _: int) -> str:
 
 
 def _duplicate(event: Event, _: int) -> str:
+    if (event.data or {}).get(ARGUMENTS_DIFFER):
+        return (
+            f"Another request with its idempotency key arrived at {time_phrase(event.at_ms)} and was dropped; its task "
+            "or arguments differ."
+        )
     return f"A second copy of it arrived at {time_phrase(event.at_ms)} and was dropped."
 
 
@@ -245,26 +270,26 @@ def _unknown(event: Event) -> str:
 
 _SENTENCES: Final[Mapping[str, Callable[[Event, int], str]]] = MappingProxyType(
     {
-        "task.created": _created,
+        "task.created": _describe_created,
         "approval.requested": _approval_requested,
-        "approval.approved": _approved,
+        "approval.approved": _describe_approved,
         "approval.withdrawn": _withdrawn,
-        "approval.rejected": _rejected,
-        "approval.expired": _expired,
-        EXPEDITED_EVENT: _expedited,
-        "task.claimed": _claimed,
-        "task.reclaimed": _reclaimed,
-        "task.released": _released,
-        "task.succeeded": _succeeded,
+        "approval.rejected": _describe_rejected,
+        "approval.expired": _describe_expired,
+        EXPEDITED_EVENT: _describe_expedited,
+        "task.claimed": _describe_claimed,
+        "task.reclaimed": _describe_reclaimed,
+        "task.released": _describe_released,
+        "task.succeeded": _describe_succeeded,
         "task.retrying": _retrying,
-        "task.suspended": _suspended,
-        "task.resumed": _resumed,
+        "task.suspended": _describe_suspended,
+        "task.resumed": _describe_resumed,
         "task.dlq_pending": _dlq_pending,
         "task.dlq": _dlq,
-        "task.failed": _failed,
-        "task.cancelled": _cancelled,
-        RESTORED_EVENT: _restored,
-        FORKED_EVENT: _forked,
+        "task.failed": _describe_failed,
+        "task.cancelled": _describe_cancelled,
+        RESTORED_EVENT: _describe_restored,
+        FORKED_EVENT: _describe_forked,
         DUPLICATE_EVENT: _duplicate,
     }
 )

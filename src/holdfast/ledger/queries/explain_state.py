@@ -93,11 +93,16 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
     now_ms: int
     #: The submitted task; not every store repeats it in the first event.
     task: str = ""
+    #: Its arguments as text; empty: unknown.
+    arguments: str = ""
     queue: str = ""
     #: Whether an operator has paused the queue; None: unknown.
     paused: bool | None = None
     #: How many workers claim from the queue; None: unknown.
     workers: int | None = None
+    #: How many jobs of the queue may run at a time (None: no limit or unknown), and how many do.
+    concurrency: int | None = None
+    running: int = 0
     #: The engine's view; None: the engine does not have the job, or was not queried.
     live: JobInfo | None = None
     #: Lease time: the job of a crashed worker is reclaimed within it.
@@ -124,8 +129,12 @@ _WhyAndThen = tuple[list[str], list[str]]
 def _is_queued(last: Event, events: Sequence[Event], facts: JobFacts) -> _WhyAndThen:
     due_ms = _due(last, facts)
     obstacle, remedy = _obstacle(facts)
+    if (last.data or {}).get("unknown"):
+        reason = ["No worker that claimed it so far knows its task, or has the schema that it was submitted with."]
+        after = ["It is offered to workers repeatedly until HOLDFAST_UNKNOWN_TASK_GRACE_S has passed."]
+        return [*reason, *obstacle], remedy or ["Start a worker that has the task.", *after]
     if due_ms > facts.now_ms:
-        reason = [f"It is delayed: it is due {_in(due_ms, facts)}.", *obstacle]
+        reason = [f"It is delayed: it is due {_due_phrase(due_ms, facts)}.", *obstacle]
         return reason, remedy or ["Then the next free worker claims it."]
     waits = duration_phrase(max(0, facts.now_ms - last.at_ms))
     return [f"It has been queued for {waits}.", *obstacle], remedy or ["The next free worker of its queue claims it."]
@@ -138,6 +147,12 @@ def _obstacle(facts: JobFacts) -> _WhyAndThen:
         return ["Its queue is paused."], [f"It runs after the queue is resumed: `holdfast queues resume {queue}`."]
     if facts.workers == 0:
         return ["No worker serves its queue."], [f"It runs once a worker does: `holdfast worker APP --queue {queue}`."]
+    if facts.concurrency is not None and facts.running >= facts.concurrency:
+        when = "when a running job of the queue ends" if facts.concurrency else "when the limit is raised"
+        return (
+            [f"Its queue is at its concurrency limit: {facts.running} of {facts.concurrency} jobs are running."],
+            [f"A worker can claim it {when}. To change the limit: `holdfast queues concurrency {queue} N`."],
+        )
     return [], []
 
 
@@ -180,7 +195,7 @@ def _is_running(last: Event, events: Sequence[Event], facts: JobFacts) -> _WhyAn
 def _is_retrying(last: Event, events: Sequence[Event], facts: JobFacts) -> _WhyAndThen:
     due_ms = _due(last, facts)
     which = f"its {ordinal(last.retry_count)} retry" if last.retry_count else "the outage to end"
-    when = f", due {_in(due_ms, facts)}" if due_ms else ""
+    when = f", due {_due_phrase(due_ms, facts)}" if due_ms else ""
     obstacle, remedy = _obstacle(facts)
     return [f"It waits for {which}{when}.", *obstacle], [f"Then it runs again, as attempt {last.attempt + 1}.", *remedy]
 
@@ -281,7 +296,7 @@ def _due(last: Event, facts: JobFacts) -> int:
     return int(data.get("next_attempt_at_ms") or data.get("run_at_ms") or 0)
 
 
-def _in(due_ms: int, facts: JobFacts) -> str:
+def _due_phrase(due_ms: int, facts: JobFacts) -> str:
     left_ms = due_ms - facts.now_ms
     return f"in {duration_phrase(left_ms)} ({time_phrase(due_ms)})" if left_ms > 0 else f"since {time_phrase(due_ms)}"
 

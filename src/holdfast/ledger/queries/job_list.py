@@ -113,14 +113,12 @@ class JobSearch(msgspec.Struct, frozen=True):
         """Select the first matches."""
         conditions = self._residual()
         if not conditions:
-            return self._ordered(select(*COLUMNS).where(*self._driving(dialect)), jobs.c, dialect).limit(limit)
+            return self._order(select(*COLUMNS).where(*self._driving(dialect)), jobs.c, dialect).limit(limit)
         scanned = (
-            self._ordered(select(*COLUMNS).where(*self._driving(dialect)), jobs.c, dialect)
-            .limit(self.scanned)
-            .subquery()
+            self._order(select(*COLUMNS).where(*self._driving(dialect)), jobs.c, dialect).limit(self.scanned).subquery()
         )
         checks = self._residual(scanned.c)
-        return self._ordered(select(scanned).where(*checks), scanned.c, dialect).limit(limit)
+        return self._order(select(scanned).where(*checks), scanned.c, dialect).limit(limit)
 
     def end(self, dialect: Dialect) -> Select[Any] | None:
         """Select the last row that `page` scanned, if there are more rows.
@@ -130,13 +128,13 @@ class JobSearch(msgspec.Struct, frozen=True):
         if not self._residual():
             return None
         columns = select(jobs.c.created_at, jobs.c.job_id, jobs.c.queue, jobs.c.tenant_id)
-        return self._ordered(columns.where(*self._driving(dialect)), jobs.c, dialect).offset(self.scanned - 1).limit(1)
+        return self._order(columns.where(*self._driving(dialect)), jobs.c, dialect).offset(self.scanned - 1).limit(1)
 
-    def _ordered(self, statement: Select[Any], columns: Any, dialect: Dialect) -> Select[Any]:
+    def _order(self, statement: Select[Any], columns: Any, dialect: Dialect) -> Select[Any]:
         created_at, job_id, queue = (
             columns.created_at,
-            _by_code(columns.job_id, dialect),
-            _by_code(columns.queue, dialect),
+            _collate_by_code(columns.job_id, dialect),
+            _collate_by_code(columns.queue, dialect),
         )
         if self.after is not None and columns is jobs.c:
             here = tuple_(created_at, job_id, queue)
@@ -164,10 +162,10 @@ class JobSearch(msgspec.Struct, frozen=True):
                 key = clean(filters.idempotency_key)
                 own = and_(jobs.c.job_id == key, jobs.c.idempotency_key.in_((key, "")))
                 given = [jobs.c.idempotency_key == key, jobs.c.idempotency_key != jobs.c.job_id]
-                conditions.append(or_(and_(*given, *_indexed(jobs.c.idempotency_key, dialect)), own))
+                conditions.append(or_(and_(*given, *_index_predicate(jobs.c.idempotency_key, dialect)), own))
             case "trace":
                 conditions += [jobs.c.trace_id == clean(filters.trace_id), jobs.c.trace_id != ""]
-                conditions += _indexed(jobs.c.trace_id, dialect)
+                conditions += _index_predicate(jobs.c.trace_id, dialect)
             case "state":
                 conditions += [jobs.c.state == self.state, jobs.c.state != State.SUCCEEDED.value]
             case "error":
@@ -217,7 +215,7 @@ def searches(filters: JobFilter, tenants: list[str], after: JobCursor | None) ->
     return [JobSearch(filters, tenant, state, after, each) for tenant in tenants for state in states]
 
 
-def _by_code(column: ColumnElement[str], dialect: Dialect) -> ColumnElement[str]:
+def _collate_by_code(column: ColumnElement[str], dialect: Dialect) -> ColumnElement[str]:
     return collate(column, "BINARY" if dialect.name == "sqlite" else "C")
 
 
@@ -226,7 +224,7 @@ def _is_indexed(text: str) -> bool:
     return len(clean(text).encode()) <= INDEXED_BYTES
 
 
-def _indexed(column: ColumnElement[str], dialect: Dialect) -> list[ColumnElement[bool]]:
+def _index_predicate(column: ColumnElement[str], dialect: Dialect) -> list[ColumnElement[bool]]:
     """The rest of the index's predicate, as in `holdfast.schema`."""
     if dialect.name == "sqlite":
         return []

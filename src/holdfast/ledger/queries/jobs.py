@@ -110,7 +110,7 @@ class Queries(OperatorQueries):
             raise UnknownJob(job_id)
         return _struct(JobDetail, max(found, key=cursor_of))
 
-    async def by_prefix(
+    async def find_by_prefix(
         self, noun: str, prefix: str, tenants: Sequence[str] | None, queue: str | None, limit: int
     ) -> list[Candidate]:
         """Return ids with the prefix, in order, at most `limit`.
@@ -130,21 +130,21 @@ class Queries(OperatorQueries):
 
     async def events(self, key: JobKey) -> list[EventRow]:
         """Return all events of a job, in order."""
-        return await self._of_job(EventRow, schema.job_events, key, schema.job_events.c.seq)
+        return await self._find_of_job(EventRow, schema.job_events, key, schema.job_events.c.seq)
 
     async def dead_letter_of(self, key: JobKey) -> JobDeadLetter | None:
         """Return the latest dead letter of a job, or None."""
-        dead_letters = await self._of_job(JobDeadLetter, schema.dlq_items, key, schema.dlq_items.c.failed_at)
+        dead_letters = await self._find_of_job(JobDeadLetter, schema.dlq_items, key, schema.dlq_items.c.failed_at)
         return dead_letters[-1] if dead_letters else None
 
     async def steps(self, key: JobKey) -> list[StepRow]:
         """Return the checkpoints of a job, in order."""
-        return await self._of_job(StepRow, schema.job_steps, key, schema.job_steps.c.position)
+        return await self._find_of_job(StepRow, schema.job_steps, key, schema.job_steps.c.position)
 
     async def effects(self, key: JobKey) -> list[EffectRow]:
         """Return effects whose key the job holds or has recorded."""
         table = schema.idempotency_keys
-        return await self._of_job(EffectRow, table, key, table.c.created_at)
+        return await self._find_of_job(EffectRow, table, key, table.c.created_at)
 
     # Counts ----------------------------------------------------------------------------------------
 
@@ -204,7 +204,7 @@ class Queries(OperatorQueries):
         last = None if statement is None else (await connection.execute(statement)).first()
         return rows, None if last is None else cursor_of(last)
 
-    async def _of_job(self, kind: type[R], table: Table, key: JobKey, order: ColumnElement[Any]) -> list[R]:
+    async def _find_of_job(self, kind: type[R], table: Table, key: JobKey, order: ColumnElement[Any]) -> list[R]:
         statement = _columns(kind, table).where(
             table.c.tenant_id == clean(key.tenant_id),
             table.c.job_id == clean(key.job_id),

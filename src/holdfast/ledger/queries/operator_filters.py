@@ -248,14 +248,14 @@ COLUMNS: Final = tuple(dlq_items.c[name] for name in DeadLetterRow.__struct_fiel
 
 
 def to_dead_letter(row: Any) -> DeadLetterRow:
-    return DeadLetterRow(**_given(row))
+    return DeadLetterRow(**_to_fields(row))
 
 
 def to_detail(row: Any, events: list[EventRow]) -> DeadLetterDetail:
-    return DeadLetterDetail(**_given(row) | {"history": JsonText(row.history), "events": events})
+    return DeadLetterDetail(**_to_fields(row) | {"history": JsonText(row.history), "events": events})
 
 
-def _given(row: Any) -> dict[str, Any]:
+def _to_fields(row: Any) -> dict[str, Any]:
     return {**row._mapping, "payload": JsonText(row.payload), "status": DeadLetterStatus(row.status)}
 
 

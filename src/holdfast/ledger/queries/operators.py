@@ -293,15 +293,15 @@ async def read_gauges(queries: Queries) -> LedgerGauges:
     try:
         async with queries.engine.connect() as connection:
 
-            async def by_tenant(table: Table, condition: ColumnElement[bool]) -> dict[str, int]:
+            async def count_by_tenant(table: Table, condition: ColumnElement[bool]) -> dict[str, int]:
                 number = func.count()
                 grouped = select(table.c.tenant_id, number).where(condition).group_by(table.c.tenant_id)
                 rows: Any = await connection.execute(grouped.order_by(number.desc()).limit(MAX_TENANTS))
                 return dict(rows.all())
 
             return LedgerGauges(
-                await by_tenant(dead_letters, dead_letters.c.acked_at.is_(None)),
-                await by_tenant(approvals, approvals.c.status == ApprovalStatus.REQUESTED.value),
+                await count_by_tenant(dead_letters, dead_letters.c.acked_at.is_(None)),
+                await count_by_tenant(approvals, approvals.c.status == ApprovalStatus.REQUESTED.value),
                 list((await connection.execute(select(schema.alerts.c.key))).scalars()),
             )
     except (DBAPIError, PoolTimeout, OSError, TimeoutError) as exc:
@@ -337,7 +337,7 @@ class EffectQueries:
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
 
-    async def unresolved(
+    async def find_unresolved(
         self, tenant_id: str | None = None, state: EffectState | None = None, limit: int = 100
     ) -> list[EffectKeyRow]:
         """Return keys that are reserved or in doubt, the longest unchanged first. Done keys are not read."""

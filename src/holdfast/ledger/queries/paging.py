@@ -112,8 +112,8 @@ class ListSearch:
     def page(self, limit: int) -> Select[Any]:
         """Select the first matches."""
         if self.is_exact:
-            return self._ordered(select(*self.columns)).limit(limit)
-        scanned = self._ordered(select(*self.columns)).limit(self.scanned).subquery()
+            return self._order(select(*self.columns)).limit(limit)
+        scanned = self._order(select(*self.columns)).limit(self.scanned).subquery()
         instant, name = scanned.c[self.register.instant], scanned.c[self.register.name]
         matches = select(scanned).where(*self.residual(scanned.c))
         return matches.order_by(instant.desc(), name.desc()).limit(limit)
@@ -122,9 +122,9 @@ class ListSearch:
         """Select the last row that `page` scanned, if there are more."""
         register = self.register
         cursor_columns = select(*(register.table.c[name] for name in (register.instant, register.name, "tenant_id")))
-        return self._ordered(cursor_columns).offset(self.scanned - 1).limit(1)
+        return self._order(cursor_columns).offset(self.scanned - 1).limit(1)
 
-    def _ordered(self, statement: Select[Any]) -> Select[Any]:
+    def _order(self, statement: Select[Any]) -> Select[Any]:
         columns = self.register.table.c
         instant, name = columns[self.register.instant], columns[self.register.name]
         statement = statement.where(columns.tenant_id == clean(self.tenant_id), *self.driving)

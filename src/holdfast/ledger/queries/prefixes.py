@@ -56,7 +56,7 @@ def matching_ids(kind: Identified, tenant: str, prefix: str, queue: str | None, 
     bounds = [column >= start, column < start + _LAST]
     if dialect.name == "sqlite":
         bounds = [func.likelihood(bound, _FEW) for bound in bounds]
-    where = and_(_of(kind, tenant, queue), *bounds)
+    where = and_(_is_owned_by(kind, tenant, queue), *bounds)
     return select(column).distinct().where(where).order_by(column)
 
 
@@ -64,10 +64,10 @@ def candidates(kind: Identified, tenant: str, ids: Sequence[str], queue: str | N
     """Select what distinguishes these ids of a tenant: task, state and time."""
     columns = _columns(kind)
     shown = (columns[name] for name in (kind.id, kind.task, kind.state, kind.at))
-    return select(*shown).where(_of(kind, tenant, queue), columns[kind.id].in_(list(ids)))
+    return select(*shown).where(_is_owned_by(kind, tenant, queue), columns[kind.id].in_(list(ids)))
 
 
-def _of(kind: Identified, tenant: str, queue: str | None) -> ColumnElement[bool]:
+def _is_owned_by(kind: Identified, tenant: str, queue: str | None) -> ColumnElement[bool]:
     columns = _columns(kind)
     of_tenant = columns.tenant_id == clean(tenant)
     return of_tenant if queue is None else and_(of_tenant, columns.queue == clean(queue))

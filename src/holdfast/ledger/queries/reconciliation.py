@@ -135,7 +135,11 @@ class SqlRecovery(Recovery):
 
 
 def _open_page(tenant: str, queue: str, mark: _Mark | None, before: datetime | None, limit: int) -> Any:
-    """The next open jobs of a tenant, state by state, oldest first within a state."""
+    """The next open jobs of a tenant, state by state, oldest first within a state.
+
+    With `before`, their `meta` as well, for their keys.
+    """
+    with_meta = before is not None
     first = mark[0] if mark else 0
     parts = []
     for index in range(first, len(_OPEN)):
@@ -146,11 +150,12 @@ def _open_page(tenant: str, queue: str, mark: _Mark | None, before: datetime | N
             jobs.c.queue == queue,
         ]
         if mark and index == first:
-            conditions.append(_after(jobs.c.created_at, jobs.c.job_id, mark[1], mark[2]))
+            conditions.append(_is_after(jobs.c.created_at, jobs.c.job_id, mark[1], mark[2]))
         if before is not None:
             conditions.append(jobs.c.created_at <= before)
         part = (
             select(
+                *([jobs.c.meta] if with_meta else []),
                 literal_column(str(index)).label("place"),
                 jobs.c.tenant_id,
                 jobs.c.queue,
@@ -174,7 +179,7 @@ def _recent_page(tenant: str, queue: str, after: tuple[datetime, str], limit: in
         select(jobs.c.tenant_id, jobs.c.job_id, jobs.c.state, jobs.c.created_at, jobs.c.idempotency_key, jobs.c.meta)
         .where(
             jobs.c.tenant_id == tenant,
-            _after(jobs.c.created_at, jobs.c.job_id, *after),
+            _is_after(jobs.c.created_at, jobs.c.job_id, *after),
             jobs.c.queue == queue,
             jobs.c.idempotency_key != jobs.c.job_id,
         )
@@ -183,7 +188,7 @@ def _recent_page(tenant: str, queue: str, after: tuple[datetime, str], limit: in
     )
 
 
-def _after(created_at: Any, job_id: Any, mark_at: datetime, mark_id: str) -> ColumnElement[bool]:
+def _is_after(created_at: Any, job_id: Any, mark_at: datetime, mark_id: str) -> ColumnElement[bool]:
     mark = tuple_(literal(mark_at, created_at.type), literal(mark_id))
     return tuple_(created_at, job_id) > mark
 
@@ -214,7 +219,11 @@ def _open_job(row: Row[Any]) -> OpenJob:
 def _known_key(row: Row[Any], now: datetime, window: timedelta) -> SubmissionKey:
     # The engine shortens an open job's key to the rest of its window when the job ends.
     ends = row.created_at + (_own_window(row.meta) or window) if State(row.state) in FINAL else now + window
-    return SubmissionKey(row.tenant_id, row.idempotency_key, row.job_id, _ms(ends))
+    return SubmissionKey(row.tenant_id, row.idempotency_key, row.job_id, _ms(ends), _fingerprint_of(row.meta))
+
+
+def _fingerprint_of(meta: str | None) -> str:
+    return decode_meta(meta).key_fingerprint if meta is not None and '"key_fingerprint"' in meta else ""
 
 
 def _own_window(meta: str | None) -> timedelta | None:

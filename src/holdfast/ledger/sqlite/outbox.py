@@ -261,7 +261,7 @@ class SqliteOutboxStore(SqliteTransactions, SqlOutboxStore):
     def _listen(self) -> CommitWaiter:
         if self._waiter is None:
             # Kept until `close`: an event that is written while no caller waits wakes the next one.
-            self._waiter = self._waiting.enter_context(self._store.commits.of(OUTBOX_CHANGED))
+            self._waiter = self._waiting.enter_context(self._store.commits.listen(OUTBOX_CHANGED))
         return self._waiter
 
     async def _has_changed(self) -> bool:

@@ -139,7 +139,7 @@ class FileCommitListener:
     def __init__(self, watch: Callable[[int], None]) -> None:
         self._waiters = CommitWaiters(watch)
 
-    def of(self, queue: str) -> AbstractContextManager[CommitWaiter]:
+    def listen(self, queue: str) -> AbstractContextManager[CommitWaiter]:
         """A waiter that is notified when this queue's feed has moved in the ledger.
 
         Operations report that in `transaction.effects.recorded`.

@@ -35,7 +35,7 @@ def vote(
     if row["status"] != _REQUESTED:
         raise Conflict(f"approval {approval_id} is already {row['status']}; voting is closed")
     if row["deadline"] is not None and row["deadline"] <= now:
-        yield _decided(row, ApprovalStatus.EXPIRED, now)
+        yield _decide_row(row, ApprovalStatus.EXPIRED, now)
         return Conflict(f"approval {approval_id} has expired and the job is cancelled; submit it again")
     if row["requested_by"] and row["requested_by"] == clean(actor):
         raise Forbidden(f"{actor} requested approval {approval_id}; another person has to vote")
@@ -57,7 +57,7 @@ def vote(
         # A rejection would have decided it, so all earlier votes approve.
         status = ApprovalStatus.APPROVED
     if status is not ApprovalStatus.REQUESTED:
-        yield _decided(row, status, now, actor, reason)
+        yield _decide_row(row, status, now, actor, reason)
     yield insert_audit([_vote_entry(row, actor, approve, reason, status)], now)
     return (yield from _reread(row))
 
@@ -95,7 +95,7 @@ def expire(limit: int) -> SqlTransaction[list[ApprovalRow]]:
                 .with_for_update(skip_locked=True)
             )
     for row in due:
-        yield _decided(row, ApprovalStatus.EXPIRED, now)
+        yield _decide_row(row, ApprovalStatus.EXPIRED, now)
     changed = {
         "status": ApprovalStatus.EXPIRED.value,
         "decided_at": now,
@@ -104,7 +104,7 @@ def expire(limit: int) -> SqlTransaction[list[ApprovalRow]]:
     return (yield from _with_votes([{**row, **changed} for row in due]))
 
 
-def undelivered(limit: int, after: ApprovalRow | None) -> SqlTransaction[list[ApprovalRow]]:
+def find_undelivered(limit: int, after: ApprovalRow | None) -> SqlTransaction[list[ApprovalRow]]:
     position = tuple_(approvals.c.tenant_id, approvals.c.decided_at, approvals.c.approval_id)
     query = select(approvals).where(*_UNDELIVERED)
     if after is not None:
@@ -161,7 +161,7 @@ def _deciding(status: ApprovalStatus, now: datetime, actor: str | None, reason: 
     )
 
 
-def _decided(
+def _decide_row(
     row: Row,
     status: ApprovalStatus,
     now: datetime,

@@ -7,26 +7,36 @@ letters have their own modules.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import msgspec
 from sqlalchemy import delete, insert, select, update
 from sqlalchemy.dialects.postgresql import insert as postgresql_insert
 
+from holdfast.core.announcement import KEEP_MS, AnnouncedTask, newest_first
 from holdfast.core.principal import AuditEntry, Role
 from holdfast.errors import Conflict, NotFound
 from holdfast.ledger.port.effects import EffectOutcome, EffectState
-from holdfast.ledger.port.operators import ApprovalRow, OperatorStore, ReplayReservation, TokenRow
+from holdfast.ledger.port.operators import (
+    ApprovalRow,
+    OperatorStore,
+    PayloadCheck,
+    ReplayKey,
+    ReplayReservation,
+    TokenRow,
+)
 from holdfast.ledger.transactions import approvals, dead_letters
 from holdfast.ledger.transactions.base import (
     NOW,
     Row,
     SqlTransaction,
     TransactionRunner,
+    chunks,
     insert_audit,
     json_or_null,
     lock_row,
 )
-from holdfast.schema import alerts, tokens
+from holdfast.schema import alerts, announced_tasks, tokens
 from holdfast.schema import idempotency_keys as keys
 
 
@@ -94,6 +104,36 @@ def clear_alert(key: str, entry: AuditEntry) -> SqlTransaction[bool]:
     return bool(cleared)
 
 
+def announce(tasks: Sequence[AnnouncedTask]) -> SqlTransaction[None]:
+    now = yield NOW
+    table = announced_tasks
+    # In one order, so that two workers that start at once do not block each other.
+    for task in sorted(tasks, key=lambda each: (each.task, each.fingerprint)):
+        values = {"queue": task.queue, "priority": task.priority, "schema": task.schema, "seen_at": now}
+        row = postgresql_insert(table).values(task=task.task, fingerprint=task.fingerprint, **values)
+        yield row.on_conflict_do_update(index_elements=[table.c.task, table.c.fingerprint], set_=values)
+    names = sorted({task.task for task in tasks})
+    before = now - timedelta(milliseconds=KEEP_MS)
+    for chunk in chunks(names):
+        yield delete(table).where(table.c.task.in_(chunk), table.c.seen_at < before)
+    return None
+
+
+def announced() -> SqlTransaction[list[AnnouncedTask]]:
+    rows = yield select(announced_tasks)
+    return newest_first(
+        AnnouncedTask(
+            task=row["task"],
+            fingerprint=row["fingerprint"],
+            queue=row["queue"],
+            priority=row["priority"],
+            schema=row["schema"],
+            seen_at_ms=round(row["seen_at"].timestamp() * 1000),
+        )
+        for row in rows
+    )
+
+
 def resolve(outcome: EffectOutcome, entry: AuditEntry) -> SqlTransaction[None]:
     row = yield from lock_row(keys, keys.c.key, "effect", outcome.key, [outcome.tenant_id])
     if row["token"] != outcome.token or row["state"] == EffectState.DONE.value:
@@ -139,7 +179,7 @@ class SqlOperatorStore(TransactionRunner, OperatorStore):
         return await self._run(approvals.expire(limit))
 
     async def undelivered_approvals(self, limit: int, after: ApprovalRow | None = None) -> list[ApprovalRow]:
-        return await self._read(approvals.undelivered(limit, after))
+        return await self._read(approvals.find_undelivered(limit, after))
 
     async def mark_delivered(self, rows: Sequence[ApprovalRow]) -> None:
         await self._run(approvals.mark_delivered(rows))
@@ -164,10 +204,12 @@ class SqlOperatorStore(TransactionRunner, OperatorStore):
         actor: str,
         reason: str,
         payload: bytes | None,
-        expected: int | None = None,
+        check: PayloadCheck | None = None,
+        key: ReplayKey | None = None,
+        again: bool = False,
     ) -> ReplayReservation:
         transaction = dead_letters.reserve_replay(
-            tenants, dlq_id, actor=actor, reason=reason, payload=payload, expected=expected
+            tenants, dlq_id, actor=actor, reason=reason, payload=payload, check=check, key=key, again=again
         )
         return await self._run(transaction)
 
@@ -175,10 +217,17 @@ class SqlOperatorStore(TransactionRunner, OperatorStore):
         await self._run(dead_letters.cancel_replay(replay, actor=actor, reason=reason))
 
     async def unsubmitted_replays(self, limit: int, after: ReplayReservation | None = None) -> list[ReplayReservation]:
-        return await self._read(dead_letters.unsubmitted(limit, after))
+        return await self._read(dead_letters.find_unsubmitted(limit, after))
 
     async def mark_submitted(self, replays: Sequence[ReplayReservation]) -> None:
         await self._run(dead_letters.mark_submitted(replays))
+
+    async def announce_tasks(self, tasks: Sequence[AnnouncedTask]) -> None:
+        if tasks:
+            await self._run(announce(tasks))
+
+    async def announced_tasks(self) -> list[AnnouncedTask]:
+        return await self._read(announced())
 
     async def resolve_effect(self, outcome: EffectOutcome, entry: AuditEntry) -> None:
         await self._run(resolve(outcome, entry))

@@ -138,7 +138,7 @@ def _record_heartbeats(heartbeats: Sequence[TriggerHeartbeat], expire_after_ms: 
         }
         row = insert(trigger_presences).values(name=name, process=process, **values)
         yield row.on_conflict_do_update(index_elements=["name", "process"], set_=values)
-    return (yield from _paused())
+    return (yield from _find_paused())
 
 
 def _remove_process(process: str) -> SqlTransaction[None]:
@@ -161,7 +161,7 @@ def _processes() -> SqlTransaction[list[TriggerHeartbeat]]:
     ]
 
 
-def _paused() -> SqlTransaction[set[str]]:
+def _find_paused() -> SqlTransaction[set[str]]:
     rows = yield select(trigger_pauses.c.name)
     return {row["name"] for row in rows}
 

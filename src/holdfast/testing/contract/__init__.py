@@ -13,6 +13,7 @@ test sleeps.
 from __future__ import annotations
 
 from holdfast.testing.contract.approvals import ApprovalContract, OperatorReadContract, QueueControlContract
+from holdfast.testing.contract.concurrency import ConcurrencyContract
 from holdfast.testing.contract.feed import FeedEventContract
 from holdfast.testing.contract.harness import EngineHarness, Rig
 from holdfast.testing.contract.intake import IntakeContract
@@ -37,6 +38,7 @@ class EngineContract(
     FeedEventContract,
     RecoveryContract,
     FairnessContract,
+    ConcurrencyContract,
     QueueControlContract,
     IntakeLimitContract,
     ApprovalContract,

@@ -52,7 +52,13 @@ class QueueControlContract(Contract):
     async def test_all_controls_are_kept(self, rig: Rig) -> None:
         tenants = {"acme": TenantControl(weight=3, concurrency=2, intake_limit=100), "zeta é": TenantControl()}
         control = QueueControl(
-            paused=True, intake_paused=True, concurrency=3, intake_limit=0, backlog_alert=7, tenants=tenants
+            paused=True,
+            intake_paused=True,
+            concurrency=3,
+            worker_concurrency=4,
+            intake_limit=0,
+            backlog_alert=7,
+            tenants=tenants,
         )
         await rig.engine.set_control(rig.queue, control)
         other = await rig.harness.make()
@@ -215,6 +221,9 @@ class ApprovalContract(Contract):
         assert view.failure.code == code
         assert "too much" in view.failure.message
         assert await rig.event_types(job_id) == ["approval.requested", event or "task.cancelled"]
+        # The feed has the same failure: a separate ledger knows nothing else.
+        data = (await rig.events())[-1].data or {}
+        assert (data["code"], data["message"]) == (code, view.failure.message)
         assert await rig.claim_due() == []
         check_history(await rig.events(), ended=True)
 

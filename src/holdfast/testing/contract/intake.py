@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
+import msgspec
 import pytest
 
-from holdfast.core.job import MAX_BATCH, Claim, Meta, Priority, Receipt
+from holdfast.core.fingerprint import raw_fingerprint
+from holdfast.core.history import check_history
+from holdfast.core.job import MAX_BATCH, Claim, KeyReuse, Meta, Priority, Receipt
 from holdfast.core.retry import Retry
 from holdfast.core.states import State
 from holdfast.core.verdict import DeadLetter, RetryLater, SettleResult
+from holdfast.engine.port.feed import SubmissionKey
 from holdfast.engine.port.operators import QueueControl
-from holdfast.errors import IntakeRefused
+from holdfast.errors import IdempotencyKeyReused, IntakeRefused
 from holdfast.testing.contract.harness import (
     FAILURE,
     OTHER_QUEUE,
@@ -46,7 +51,8 @@ class IntakeContract(Contract):
         claim = await rig.claim_one()
         assert (claim.task, claim.payload, claim.queue) == (envelope.task, envelope.payload, QUEUE)
         assert (claim.tenant_id, claim.trace_id, claim.idempotency_key) == ("acme", "t-1", "k")
-        assert claim.meta == view.meta == meta
+        fingerprint = raw_fingerprint(envelope.task, envelope.payload)
+        assert claim.meta == view.meta == msgspec.structs.replace(meta, key_fingerprint=fingerprint)
 
     async def test_payloads_are_preserved_byte_for_byte(self, rig: Rig) -> None:
         payloads = [
@@ -86,7 +92,7 @@ class IntakeContract(Contract):
 
     async def test_a_repeated_key_returns_the_first_job(self, rig: Rig) -> None:
         first = await rig.submit_one(idempotency_key="k")
-        again = await rig.engine.submit([rig.envelope(idempotency_key="k", payload=b'{"n":2}')])
+        again = await rig.engine.submit([rig.envelope(idempotency_key="k", payload=b'{"n": 1.0}')])
         assert again == [Receipt(first, duplicate=True)]
         assert ids(await rig.claim()) == [first]
         assert (await rig.view(first)).payload == b'{"n":1}'
@@ -196,6 +202,142 @@ class IntakeContract(Contract):
         await rig.move(waiting, State.CANCELLED)
         await rig.harness.advance(MINUTE_MS + 1)
         assert not (await rig.engine.submit([rig.envelope(idempotency_key="delayed")]))[0].duplicate
+
+    # A key that belongs to another request ---------------------------------------------------------
+
+    @pytest.mark.parametrize("other", [{"payload": b'{"n":2}'}, {"task": "scan"}])
+    async def test_a_key_of_another_request_is_refused(self, rig: Rig, other: dict[str, Any]) -> None:
+        first = await rig.submit_one(idempotency_key="k")
+        before = await rig.entries()
+        reuse, new = rig.envelope(idempotency_key="k", **other), rig.envelope()
+        with pytest.raises(IdempotencyKeyReused) as refused:
+            await rig.engine.submit([new, reuse])
+        assert (refused.value.queue, refused.value.key, refused.value.job_id) == (rig.queue, "k", first)
+        # A batch is accepted whole or not at all.
+        assert await rig.engine.get(rig.queue, [new.job_id, reuse.job_id]) == [None, None]
+        assert await rig.entries() == before
+        assert (await rig.engine.submit([rig.envelope(idempotency_key="k")]))[0].duplicate
+
+    async def test_each_envelope_is_judged_by_its_own_key(self, rig: Rig) -> None:
+        first, reuse, same, new = (
+            rig.envelope(idempotency_key="k"),
+            rig.envelope(idempotency_key="k", payload=b'{"n":2}'),
+            rig.envelope(idempotency_key="k"),
+            rig.envelope(),
+        )
+        answers = await rig.engine.submit_each([first, reuse, same, new])
+        assert [answers[0], *answers[2:]] == [
+            Receipt(first.job_id),
+            Receipt(first.job_id, duplicate=True),
+            Receipt(new.job_id),
+        ]
+        assert isinstance(answers[1], IdempotencyKeyReused)
+        assert answers[1].job_id == first.job_id
+        assert ids(await rig.claim()) == [first.job_id, new.job_id]
+        assert await rig.find(reuse.job_id) is None
+        # A lost reply changes nothing.
+        again = await rig.engine.submit_each([first, reuse, same, new])
+        assert [type(answer) for answer in again] == [type(answer) for answer in answers]
+
+    async def test_a_reused_key_may_return_the_first_job_and_leave_an_event(self, rig: Rig) -> None:
+        first = await rig.submit_one(idempotency_key="k")
+        other = rig.envelope(idempotency_key="k", payload=b'{"n":2}', on_key_reuse=KeyReuse.RETURN)
+        for new in ([], [rig.envelope()]):
+            receipts = await rig.engine.submit([other, *new])
+            assert receipts == [Receipt(first, duplicate=True), *(Receipt(envelope.job_id) for envelope in new)]
+        events = await rig.events(first)
+        assert [event.type for event in events] == ["task.created", "task.duplicate", "task.duplicate"]
+        assert [(event.data, event.to_state) for event in events[1:]] == [({"arguments_differ": True}, None)] * 2
+        assert (await rig.view(first)).payload == b'{"n":1}'
+        assert await rig.find(other.job_id) is None
+        claim = await rig.claim_one()
+        await rig.succeed(claim)
+        await rig.engine.submit([other])
+        assert (await rig.event_types(first))[-1] == "task.duplicate"
+        check_history(await rig.events())
+
+    async def test_an_equal_request_with_any_choice_leaves_no_event(self, rig: Rig) -> None:
+        first = await rig.submit_one(idempotency_key="k", payload=b'{"a":{"x":1,"y":[2]},"b":1e2}')
+        for choice in KeyReuse:
+            payload = b'{"b": 100, "a": {"y": [2.0], "x": 1}}'
+            again = rig.envelope(idempotency_key="k", payload=payload, on_key_reuse=choice, delay_ms=5)
+            assert await rig.engine.submit([again]) == [Receipt(first, duplicate=True)]
+        assert await rig.event_types(first) == ["task.created"]
+
+    async def test_a_key_without_a_fingerprint_belongs_to_every_request(self, rig: Rig) -> None:
+        now_ms = await rig.engine.now_ms()
+        await rig.engine.restore_keys(rig.queue, [SubmissionKey("default", "k", "first", now_ms + MINUTE_MS)])
+        assert await rig.engine.submit([rig.envelope(idempotency_key="k")]) == [Receipt("first", duplicate=True)]
+
+    async def test_a_restored_key_has_its_fingerprint(self, rig: Rig) -> None:
+        job_id = await rig.submit_one(idempotency_key="k")
+        fingerprint = (await rig.view(job_id)).meta.key_fingerprint
+        assert len(fingerprint.encode()) == 16
+        expires_at_ms = await rig.engine.now_ms() + MINUTE_MS
+        key = SubmissionKey("default", "restored", "first", expires_at_ms, fingerprint)
+        await rig.engine.restore_keys(rig.queue, [key])
+        same, other = (rig.envelope(idempotency_key="restored", payload=payload) for payload in (b'{"n":1}', b"{}"))
+        receipt, refusal = await rig.engine.submit_each([same, other])
+        assert receipt == Receipt("first", duplicate=True)
+        assert isinstance(refusal, IdempotencyKeyReused)
+
+    async def test_a_fingerprint_from_outside_is_not_used(self, rig: Rig) -> None:
+        first = await rig.submit_one(idempotency_key="k")
+        forged = Meta(key_fingerprint=(await rig.view(first)).meta.key_fingerprint)
+        with pytest.raises(IdempotencyKeyReused):
+            await rig.engine.submit([rig.envelope(idempotency_key="k", payload=b"{}", meta=forged)])
+
+    async def test_an_engine_uses_the_fingerprints_of_its_app(self, harness: EngineHarness) -> None:
+        rig = await Rig.on(harness, fingerprint=lambda task, payload: "taskb" + "0" * 11)
+        first = await rig.submit_one(idempotency_key="k")
+        assert await rig.engine.submit([rig.envelope(idempotency_key="k", payload=b"{}")]) == [
+            Receipt(first, duplicate=True)
+        ]
+
+    # A job's own id as a key -----------------------------------------------------------------------
+
+    @pytest.mark.parametrize("tenant", ["default", "acme"])
+    @pytest.mark.parametrize("state", [State.QUEUED, State.RUNNING, State.RETRYING, State.SUCCEEDED, State.CANCELLED])
+    async def test_the_id_of_a_job_without_a_key_is_its_key(self, rig: Rig, state: State, tenant: str) -> None:
+        job_id, _ = await rig.put_in(state, tenant_id=tenant)
+        again = rig.envelope(idempotency_key=job_id, tenant_id=tenant, payload=b'{"n":2}')
+        assert await rig.engine.submit([again]) == [Receipt(job_id, duplicate=True)]
+        elsewhere = rig.envelope(idempotency_key=job_id, tenant_id="other")
+        assert await rig.engine.submit([elsewhere]) == [Receipt(elsewhere.job_id)]
+
+    async def test_the_id_of_a_job_with_a_key_is_not_its_key(self, rig: Rig) -> None:
+        for tenant in ("default", "acme"):
+            job_id = await rig.submit_one(idempotency_key="k", tenant_id=tenant)
+            other = rig.envelope(idempotency_key=job_id, tenant_id=tenant)
+            assert await rig.engine.submit([other]) == [Receipt(other.job_id)]
+
+    async def test_a_jobs_own_id_given_as_its_key_changes_nothing(self, rig: Rig) -> None:
+        envelope = rig.envelope(job_id="own", idempotency_key="own")
+        assert await rig.engine.submit([envelope]) == [Receipt("own")]
+        assert await rig.engine.submit([envelope]) == [Receipt("own")]
+        assert (await rig.view("own")).meta.key_fingerprint == ""
+        again = rig.envelope(idempotency_key="own", payload=b'{"n":2}')
+        assert await rig.engine.submit([again]) == [Receipt("own", duplicate=True)]
+        await rig.succeed(await rig.claim_one())
+        await rig.harness.advance(rig.engine.options.finished_ttl_ms + 1)
+        new = rig.envelope(idempotency_key="own")
+        assert await rig.engine.submit([new]) == [Receipt(new.job_id)]
+
+    async def test_ids_and_keys_in_one_batch(self, rig: Rig) -> None:
+        plain, keyed = rig.envelope(job_id="one"), rig.envelope(idempotency_key="one")
+        assert await rig.engine.submit([plain, keyed]) == [Receipt("one"), Receipt("one", duplicate=True)]
+        # A submission without a key is identified by its id only.
+        first, second = rig.envelope(idempotency_key="two"), rig.envelope(job_id="two")
+        assert await rig.engine.submit([first, second]) == [Receipt(first.job_id), Receipt("two")]
+        again = rig.envelope(idempotency_key="two")
+        assert await rig.engine.submit([again]) == [Receipt(first.job_id, duplicate=True)]
+
+    async def test_a_resend_after_the_record_has_expired_is_not_a_duplicate(self, rig: Rig) -> None:
+        envelope = rig.envelope(idempotency_key="k")
+        await rig.engine.submit([envelope])
+        await rig.succeed(await rig.claim_one())
+        await rig.harness.advance(rig.engine.options.finished_ttl_ms + 1)
+        assert await rig.engine.submit([envelope]) == [Receipt(envelope.job_id)]
 
     async def test_concurrent_submissions_of_one_key_create_one_job(self, rig: Rig) -> None:
         engines = [rig.engine, await rig.harness.make(), await rig.harness.make()]

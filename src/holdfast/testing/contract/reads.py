@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
+from holdfast.core.announcement import AnnouncedTask
 from holdfast.core.states import FINAL, State
 from holdfast.core.verdict import DeadLetter, RetryLater, Succeed, Suspend
 from holdfast.engine.port.operators import QueueControl
@@ -24,6 +26,30 @@ class ReaderContract(Contract):
         assert [view.job_id if view else None for view in views] == [two, None, one]
         assert await rig.engine.get(rig.queue, []) == []
         assert await rig.engine.get(OTHER_QUEUE, [one]) == [None]
+
+    async def test_announced_tasks_are_kept_with_all_their_schemas(self, rig: Rig) -> None:
+        assert await rig.engine.announced_tasks() == []
+        mail = AnnouncedTask(
+            task="mail \u00e9\u4e2d", queue=rig.queue, fingerprint="0a1b2c3d", schema='{"b":1,"a":2}', priority=2
+        )
+        other = AnnouncedTask(task="add", queue="default", fingerprint="4e5f6071")
+        await rig.engine.announce_tasks([mail, other])
+        await rig.engine.announce_tasks([])
+        found = await rig.engine.announced_tasks()
+        assert [msgspec.structs.replace(each, seen_at_ms=0) for each in found] == [other, mail]
+        now_ms = await rig.engine.now_ms()
+        assert all(0 < each.seen_at_ms <= now_ms for each in found)
+        await rig.harness.advance(1_000)
+        newer = msgspec.structs.replace(mail, fingerprint="11111111", queue=OTHER_QUEUE)
+        await rig.engine.announce_tasks([newer])
+        await rig.engine.announce_tasks([newer])
+        found = await rig.engine.announced_tasks()
+        assert [(each.task, each.fingerprint) for each in found[1:]] == [
+            (mail.task, "11111111"),
+            (mail.task, "0a1b2c3d"),
+        ]
+        # A second process, too.
+        assert await (await rig.harness.make()).announced_tasks() == found
 
     async def test_job_info_is_complete_in_every_state(self, harness: EngineHarness) -> None:
         rig = await Rig.on(harness, ledger=True)

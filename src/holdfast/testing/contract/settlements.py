@@ -152,6 +152,66 @@ class SettlementContract(Contract):
         history = check_history(await rig.events(), ended=True)
         assert history.histories[claim.job_id].moves.count("task.released") == 3
 
+    async def test_an_unknown_job_keeps_the_time_of_its_first_release(self, rig: Rig) -> None:
+        first = await rig.start_one("w1", meta=Meta(context={"user": "ada"}))
+        await rig.settle(first, Release("unknown here", 1_000, unknown=True))
+        assert (await rig.events(first.job_id))[-1].data == {
+            "message": "unknown here",
+            "started": False,
+            "unknown": True,
+            "next_attempt_at_ms": (await rig.view(first.job_id)).next_attempt_at_ms,
+        }
+        await rig.harness.advance(1_001)
+        (again,) = await rig.claim_due("w2")
+        assert again.meta == Meta(context={"user": "ada"}, unknown_since_ms=first.claimed_at_ms)
+        await rig.settle(again, Release("unknown here, too", 2_000, unknown=True))
+        # Fenced like every verdict.
+        assert await rig.settle(again, Release("unknown", unknown=True)) is SettleResult.ALREADY
+        assert await rig.settle(first, Release("unknown", unknown=True)) is SettleResult.STALE
+        await rig.harness.advance(2_001)
+        (last,) = await rig.claim_due("w3")
+        assert (last.attempt, last.meta.history) == (1, ())
+        assert last.meta.unknown_since_ms == first.claimed_at_ms
+        # A started attempt ends the count.
+        await rig.settle(last, RetryLater(60_000, FAILURE))
+        assert (await rig.view(last.job_id)).meta.unknown_since_ms == 0
+
+    @pytest.mark.parametrize("first", [{}, {"tenant_id": "acme"}, {"delay_ms": 1_000}, {"hold": True}], ids=str)
+    @both_modes
+    async def test_the_schema_of_the_submission_stays_with_an_open_job(
+        self, rig: Rig, first: dict[str, object]
+    ) -> None:
+        job_id = await rig.submit_one(schema="0a1b2c3d", **first)
+        other = await rig.submit_one(schema="", **first)
+        assert (await rig.view(job_id)).schema == "0a1b2c3d"
+        assert (await rig.view(other)).schema == ""
+        if "hold" in first:
+            for each in (job_id, other):
+                await rig.engine.move(rig.queue, each, State.QUEUED, actor="ada", reason="")
+        for verdict in (Release("draining"), Release("asleep", 1_000, started=True), RetryLater(1_000, FAILURE)):
+            await rig.harness.advance(1_001)
+            claims = await rig.claim_due()
+            assert sorted(ids(claims)) == sorted([job_id, other])
+            for claim in claims:
+                assert await rig.settle(claim, verdict) is SettleResult.APPLIED
+                assert await rig.settle(claim, verdict) is SettleResult.ALREADY
+            assert ((await rig.view(job_id)).schema, (await rig.view(other)).schema) == ("0a1b2c3d", "")
+        await rig.engine.move(rig.queue, job_id, State.SUSPENDED, actor="ada", reason="")
+        await rig.engine.move(rig.queue, job_id, State.QUEUED, actor="ada", reason="")
+        assert (await rig.view(job_id)).schema == "0a1b2c3d"
+        claim = await rig.engine.claim_job("w9", rig.queue, job_id)
+        assert (await rig.view(job_id)).schema == "0a1b2c3d"
+        await rig.succeed(claim)
+        assert (await rig.view(job_id)).schema == ""
+
+    async def test_jobs_of_one_batch_may_have_different_schemas(self, rig: Rig) -> None:
+        schemas = ["0a1b2c3d", "", "4e5f6071", "0a1b2c3d", "not a fingerprint"]
+        envelopes = [rig.envelope(schema=schema) for schema in schemas]
+        await rig.engine.submit(envelopes)
+        found = [(await rig.view(envelope.job_id)).schema for envelope in envelopes]
+        assert found[:4] == schemas[:4]
+        assert len(ids(await rig.claim())) == 5
+
     async def test_a_started_attempt_that_sleeps_is_used_up(self, rig: Rig) -> None:
         claim = await rig.start_one()
         await rig.settle(claim, Release("sleeping", delay_ms=60_000, started=True))

@@ -13,7 +13,7 @@ from typing import Final
 import pytest
 
 from holdfast.core.history import check_history
-from holdfast.core.job import Claim, Priority
+from holdfast.core.job import Claim, Priority, Receipt
 from holdfast.core.states import State
 from holdfast.core.verdict import DeadLetter, Hold, Release, RetryLater, SettleResult, Succeed, Suspend, Verdict
 from holdfast.engine.port.jobs import MAX_TENANTS, RetryVia
@@ -255,7 +255,8 @@ class FairnessContract(Contract):
         assert ids(await rig.reclaim("w2", limit=1)) == [other.job_id]
         assert await rig.reclaim("w2") == []
         await rig.succeed(claim)
-        assert ids(await rig.reclaim("w2")) == [one]
+        # It waits with the other ready jobs.
+        assert ids(await rig.claim("w2")) == [one]
         check_history(await rig.events())
 
     async def test_a_limit_below_the_running_jobs_applies_as_they_finish(self, rig: Rig) -> None:
@@ -391,6 +392,61 @@ class IntakeLimitContract(Contract):
         await rig.submit(1, tenant_id="acme")
         with pytest.raises(IntakeLimited):
             await rig.submit(1, tenant_id="acme")
+
+    async def test_a_refused_batch_says_what_fits(self, rig: Rig) -> None:
+        limits = {"acme": TenantControl(intake_limit=3)}
+        await rig.engine.set_control(rig.queue, QueueControl(intake_limit=10, tenants=limits))
+        known = rig.envelope(tenant_id="acme")
+        await rig.engine.submit([known])
+        with pytest.raises(IntakeLimited) as error:
+            await rig.engine.submit([known, *(rig.envelope(tenant_id="acme") for _ in range(4)), rig.envelope()])
+        refused = error.value
+        assert (refused.tenant_id, refused.limit, refused.backlog, refused.fits) == ("acme", 3, 1, 3)
+        assert "'acme'" in str(refused)
+        with pytest.raises(IntakeLimited) as error:
+            await rig.engine.submit([rig.envelope() for _ in range(11)])
+        refused = error.value
+        assert (refused.tenant_id, refused.limit, refused.backlog, refused.fits) == ("", 10, 1, 9)
+        assert "10" not in refused.public
+        assert await rig.open_jobs() == 1
+
+    @pytest.mark.parametrize("tenant", ["default", "acme"])
+    async def test_each_envelope_is_judged_in_order(self, rig: Rig, tenant: str) -> None:
+        await rig.engine.set_control(rig.queue, QueueControl(intake_limit=3))
+        envelopes = [rig.envelope(tenant_id=tenant) for _ in range(8)]
+        answers = await rig.engine.submit_each(envelopes)
+        assert answers[:3] == [Receipt(envelope.job_id) for envelope in envelopes[:3]]
+        assert [(type(answer), getattr(answer, "backlog", None)) for answer in answers[3:]] == [(IntakeLimited, 3)] * 5
+        assert rig.engine.counters.intake_refused == 5
+        assert rig.engine.counters.submitted == 3
+        assert ids(await rig.claim()) == [envelope.job_id for envelope in envelopes[:3]]
+        assert [event.job_id for event in await rig.events() if event.type == "task.created"] == [
+            envelope.job_id for envelope in envelopes[:3]
+        ]
+
+    async def test_a_tenant_at_its_limit_is_refused_alone(self, rig: Rig) -> None:
+        limits = {"acme": TenantControl(intake_limit=1), "default": TenantControl(intake_limit=2)}
+        await rig.engine.set_control(rig.queue, QueueControl(tenants=limits))
+        tenants = ["acme", "zeta", "acme", "default", "acme", "zeta", "default", "default"]
+        answers = await rig.engine.submit_each([rig.envelope(tenant_id=tenant) for tenant in tenants])
+        refused = {number: answer for number, answer in enumerate(answers) if isinstance(answer, IntakeLimited)}
+        assert {number: answer.tenant_id for number, answer in refused.items()} == {2: "acme", 4: "acme", 7: "default"}
+        assert (await rig.engine.stats(rig.queue)).backlog == 5
+
+    async def test_a_job_refused_by_a_limit_leaves_its_key_free(self, rig: Rig) -> None:
+        await rig.engine.set_control(rig.queue, QueueControl(intake_limit=1))
+        one, two, again = rig.envelope(), rig.envelope(idempotency_key="k"), rig.envelope(idempotency_key="k")
+        answers = await rig.engine.submit_each([one, two, again])
+        assert [isinstance(answer, IntakeLimited) for answer in answers] == [False, True, True]
+        await rig.engine.set_control(rig.queue, QueueControl())
+        assert await rig.engine.submit([again]) == [Receipt(again.job_id)]
+
+    async def test_delayed_and_held_jobs_leave_room_for_others(self, rig: Rig) -> None:
+        await rig.engine.set_control(rig.queue, QueueControl(intake_limit=1))
+        waiting = [rig.envelope(delay_ms=MINUTE_MS), rig.envelope(hold=True)]
+        ready = [rig.envelope(), rig.envelope()]
+        answers = await rig.engine.submit_each([*waiting, *ready])
+        assert [isinstance(answer, IntakeLimited) for answer in answers] == [False, False, False, True]
 
     async def test_intake_limits_do_not_stop_accepted_jobs_from_returning(self, rig: Rig) -> None:
         retried, released = await rig.start_one(tenant_id="acme"), await rig.start_one(tenant_id="acme")

@@ -132,11 +132,11 @@ def _criterion(part: str, finding: Finding) -> Criterion:
         f"{part}.{check.replace(' ', '-')}",
         f"the {part}'s {check} does not endanger jobs",
         "the check of `holdfast doctor`",
-        partial(_judged, finding=finding),
+        partial(_check_finding, finding=finding),
     )
 
 
-async def _judged(_fixture: AcceptanceFixture, *, finding: Finding) -> str:
+async def _check_finding(_fixture: AcceptanceFixture, *, finding: Finding) -> str:
     message = f"{finding.message}; {finding.remedy}" if finding.remedy and not finding.ok else finding.message
     if finding.ok or finding.warning:
         return message if finding.ok else f"a warning, not a danger: {message}"
@@ -164,7 +164,7 @@ SERVER_CRITERIA: Final = (
 
 
 async def foreign(fixture: AcceptanceFixture) -> str:
-    job = await _added(fixture, {"type": "add", "payload": '{"left": 20, "right": 22}', "trace_id": "foreign"})
+    job = await _add_message(fixture, {"type": "add", "payload": '{"left": 20, "right": 22}', "trace_id": "foreign"})
     check_equal("the result", await job.result(TIMEOUT_S), 42)
     check_equal("the job's events", await fixture.types(job), ["created", "claimed", "succeeded"])
     check_equal("the trace_id", (await job.info()).trace_id, "foreign")
@@ -174,7 +174,7 @@ async def foreign(fixture: AcceptanceFixture) -> str:
 
 async def duplicate(fixture: AcceptanceFixture) -> str:
     fields = {"type": "act", "payload": '{"key": "foreign-once"}', "idempotency_key": "verify-foreign"}
-    job = await _added(fixture, fields)
+    job = await _add_message(fixture, fields)
     await job.result(TIMEOUT_S)
     await _redis(fixture).add(_stream(fixture), {"task_id": new_job_ids(1)[0], **fields})
     # When this job has ended, all messages before it in the stream have been read.
@@ -186,8 +186,8 @@ async def duplicate(fixture: AcceptanceFixture) -> str:
 
 
 async def malformed(fixture: AcceptanceFixture) -> str:
-    job = await _added(fixture, {"type": "add", "payload": "{no JSON"})
-    view = await fixture.until(lambda: _ended(fixture, job), "the malformed message to become a dead letter")
+    job = await _add_message(fixture, {"type": "add", "payload": "{no JSON"})
+    view = await fixture.until(lambda: _get_ended(fixture, job), "the malformed message to become a dead letter")
     check_equal("the job", (view.state, view.failure.code if view.failure else ""), (State.FAILED, "MESSAGE_MALFORMED"))
     check_equal("the job's events", await fixture.types(job), ["created", "dlq_pending", "dlq", "failed"])
     await fixture.nothing_pending(MAIN)
@@ -206,21 +206,21 @@ async def result(fixture: AcceptanceFixture) -> str:
     return "one plain entry with status, result and retry_count"
 
 
-async def _added(fixture: AcceptanceFixture, fields: dict[str, str]) -> Job[Any]:
+async def _add_message(fixture: AcceptanceFixture, fields: dict[str, str]) -> Job[Any]:
     """Submit a job as another program would, with XADD."""
     fixture.need_redis()
     (job_id,) = new_job_ids(1)
     await _redis(fixture).add(_stream(fixture), {"task_id": job_id, **fields})
     job = fixture.app.job(job_id, MAIN)
-    await fixture.until(lambda: _known(fixture, job_id), "a worker to adopt the message")
+    await fixture.until(lambda: _get_known(fixture, job_id), "a worker to adopt the message")
     return job
 
 
-async def _known(fixture: AcceptanceFixture, job_id: str) -> bool:
+async def _get_known(fixture: AcceptanceFixture, job_id: str) -> bool:
     return (await fixture.app.engine.get(MAIN, [job_id]))[0] is not None
 
 
-async def _ended(fixture: AcceptanceFixture, job: Job[Any]) -> Any:
+async def _get_ended(fixture: AcceptanceFixture, job: Job[Any]) -> Any:
     view = await job.info()
     return view if view.state in FINAL else None
 

@@ -220,17 +220,17 @@ async def _stall(deployment: Deployment, part: Part, fault: Fault) -> str:
 async def _lose_reply(deployment: Deployment, part: Part, fault: Fault) -> str:
     # The last proxy of a web server is the one its clients use; the others lead to the stores.
     proxies = part.proxies[-1:] if part.group == "server" else part.proxies
-    before = _lost(proxies)
+    before = _count_lost(proxies)
     for proxy in proxies:
         for word in _DOOMED[part.group]:
             proxy.lose_reply(word)
     try:
         await asyncio.sleep(fault.seconds)
-        await _until(lambda: _lost(proxies) > before, _TRAFFIC_S)
+        await _wait_until(lambda: _count_lost(proxies) > before, _TRAFFIC_S)
     finally:
         for proxy in proxies:
             proxy.spare()
-    return "" if _lost(proxies) > before else "no request was sent to it meanwhile"
+    return "" if _count_lost(proxies) > before else "no request was sent to it meanwhile"
 
 
 async def _fill(deployment: Deployment, part: Part, fault: Fault) -> str:
@@ -248,10 +248,10 @@ async def _fill(deployment: Deployment, part: Part, fault: Fault) -> str:
     try:
         await do(disk.fill)
         await asyncio.sleep(fault.seconds)
-        affected = await _until(lambda: do(lambda: _is_affected(part, before)), _TRAFFIC_S)
+        affected = await _wait_until(lambda: do(lambda: _is_affected(part, before)), _TRAFFIC_S)
     finally:
         await do(disk.free)
-    await _until(lambda: do(lambda: _has_recovered(part)), _TIMEOUT_S)
+    await _wait_until(lambda: do(lambda: _has_recovered(part)), _TIMEOUT_S)
     if refuses:
         # Operators must do the same: Redis 7.0 can leave a hole in its file and then does not start from it.
         await _rewrite_aof(part)
@@ -289,7 +289,7 @@ def _if_running(part: Part, verb: Callable[[], None]) -> None:
         verb()
 
 
-def _lost(proxies: list[Proxy]) -> int:
+def _count_lost(proxies: list[Proxy]) -> int:
     return sum(proxy.lost for proxy in proxies)
 
 
@@ -302,8 +302,8 @@ async def _rewrite_aof(part: Part) -> None:
 
     Waits for a rewrite that is already in progress, which may have begun too early, and starts another.
     """
-    await _until(lambda: do(lambda: _accepts(part, "BGREWRITEAOF")), _TIMEOUT_S)
-    await _until(lambda: do(lambda: "aof_rewrite_in_progress:0" in _persistence(part)), _TIMEOUT_S)
+    await _wait_until(lambda: do(lambda: _accepts(part, "BGREWRITEAOF")), _TIMEOUT_S)
+    await _wait_until(lambda: do(lambda: "aof_rewrite_in_progress:0" in _persistence(part)), _TIMEOUT_S)
 
 
 def _accepts(part: Part, command: str) -> bool:
@@ -345,7 +345,7 @@ def _has_recovered(part: Part) -> bool:
     return "aof_last_write_status:ok" in _persistence(part)
 
 
-async def _until(condition: Callable[[], bool | Awaitable[bool]], within_s: float) -> bool:
+async def _wait_until(condition: Callable[[], bool | Awaitable[bool]], within_s: float) -> bool:
     deadline = monotonic() + within_s
     while True:
         value = condition()

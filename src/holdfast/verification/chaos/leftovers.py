@@ -41,7 +41,7 @@ class Leftovers:
         self._group = group
         self._feed_tail = feed_tail
         self._keys = [QueueKeys(queue, names) for queue in QUEUES]
-        self._queues = names.queues.encode()
+        self._common = {names.queues.encode(), names.tasks.encode()}
 
     async def find(self) -> list[str]:
         """Find everything that should not be there; one sentence each."""
@@ -49,12 +49,12 @@ class Leftovers:
         for port in self._ports():
             client = Redis(port=port, decode_responses=False)
             try:
-                found += [finding async for finding in self._on(client)]
+                found += [finding async for finding in self._find_on(client)]
             finally:
                 await client.aclose()
         return found
 
-    async def _on(self, client: Redis) -> AsyncIterator[str]:
+    async def _find_on(self, client: Redis) -> AsyncIterator[str]:
         unknown, persistent = list[str](), list[str]()
         async for names in _pages(client):
             expiring = [name for name in names if self._expires(name)]
@@ -71,10 +71,10 @@ class Leftovers:
             yield f"{len(persistent)} records without expiry: {_some(persistent)}"
         for keys in self._keys:
             if await _has_queue(client, keys):
-                async for finding in self._of_queue(client, keys):
+                async for finding in self._find_of_queue(client, keys):
                     yield finding
 
-    async def _of_queue(self, client: Redis, keys: QueueKeys) -> AsyncIterator[str]:
+    async def _find_of_queue(self, client: Redis, keys: QueueKeys) -> AsyncIterator[str]:
         for name in (
             keys.retry,
             keys.delayed,
@@ -91,7 +91,7 @@ class Leftovers:
             yield f"{_text(keys.workers)} has {dead} dead workers"
         workers = await client.zrangebyscore(keys.workers, alive_since, "+inf")
         for stream in (stream for lane in range(_LANES) for stream in keys.lane(lane)):
-            async for finding in self._of_stream(client, stream, {RETRY_CONSUMER.encode(), *workers}):
+            async for finding in self._find_of_stream(client, stream, {RETRY_CONSUMER.encode(), *workers}):
                 yield finding
         # A feed that is read to its end is trimmed to its tail, plus the entry at the position, before it exceeds the
         # tail by a tenth.
@@ -99,7 +99,7 @@ class Leftovers:
         if (size := await client.xlen(keys.feed)) > allowed:
             yield f"{_text(keys.feed)} has {size} entries; at most {allowed} are allowed"
 
-    async def _of_stream(self, client: Redis, stream: bytes, alive: set[bytes]) -> AsyncIterator[str]:
+    async def _find_of_stream(self, client: Redis, stream: bytes, alive: set[bytes]) -> AsyncIterator[str]:
         if not await client.exists(stream):
             return
         if messages := await client.xlen(stream):
@@ -118,7 +118,7 @@ class Leftovers:
         return any(name.startswith((keys.job(""), keys.idempotency("", "")[: -len("0::")])) for keys in self._keys)
 
     def _is_known(self, name: bytes) -> bool:
-        if name == self._queues:
+        if name in self._common:
             return True
         for keys in self._keys:
             streams = {stream for lane in range(_LANES) for stream in keys.lane(lane)}

@@ -217,7 +217,7 @@ class LoadGenerator:
 
         Not subject to the limit of submissions in flight.
         """
-        return await self._until_known(probe(self._seed, number), [self._submit])
+        return await self._wait_until_known(probe(self._seed, number), [self._submit])
 
     async def close(self) -> None:
         for task in self._in_flight:
@@ -242,10 +242,10 @@ class LoadGenerator:
 
     async def _one(self, each: WorkItem) -> None:
         ways = [self._post, self._submit] if each.way == "http" else [self._submit, self._post]
-        job_id = await self._until_known(each, ways)
+        job_id = await self._wait_until_known(each, ways)
         if job_id and each.twice:
             # The first receipt is in the journal: this one must name the same job.
-            await self._until_known(each, ways)
+            await self._wait_until_known(each, ways)
 
     async def _bulk(self, items: Sequence[WorkItem]) -> None:
         """Submit all in one call; then those without a receipt one by one."""
@@ -262,7 +262,7 @@ class LoadGenerator:
     def _is_open(self, each: WorkItem) -> bool:
         return each.number not in self._journal.accepted
 
-    async def _until_known(self, each: WorkItem, ways: Sequence[Callable[[WorkItem], Awaitable[str]]]) -> str:
+    async def _wait_until_known(self, each: WorkItem, ways: Sequence[Callable[[WorkItem], Awaitable[str]]]) -> str:
         """Submit, alternating between `ways`, until accepted or refused. Returns the job id; empty if refused."""
         backoff, tries = Backoff(), 0
         while True:
@@ -290,11 +290,13 @@ class LoadGenerator:
     # Ways of submission --------------------------------------------------------------------------------------
 
     async def _submit(self, each: WorkItem) -> str:
-        receipt = await (await self._backend.submitter()).submit(self._envelope(each))
+        receipt = await (await self._backend.connections.submitter()).submit(self._envelope(each))
         return receipt.job_id
 
     async def _send_bulk(self, items: Sequence[WorkItem]) -> list[str]:
-        receipts = await (await self._backend.submitter()).submit_many([self._envelope(each) for each in items])
+        receipts = await (await self._backend.connections.submitter()).submit_many(
+            [self._envelope(each) for each in items]
+        )
         return [receipt.job_id for receipt in receipts]
 
     async def _post(self, each: WorkItem) -> str:

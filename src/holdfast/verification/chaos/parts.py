@@ -67,7 +67,7 @@ class Disk:
         if self.why_not:
             raise RuntimeError(self.why_not)
         # Shrunk first: filling the full size would use that much memory.
-        used = _used(self.folder)
+        used = _used_bytes(self.folder)
         self._resize(used + _MARGIN_BYTES)
         with suppress(OSError), self._ballast.open("ab", buffering=0) as ballast:
             while True:
@@ -98,7 +98,7 @@ class Disk:
             raise OSError(f"cannot resize {self.folder}: {error}")
 
 
-def _used(folder: Path) -> int:
+def _used_bytes(folder: Path) -> int:
     disk = os.statvfs(folder)
     return (disk.f_blocks - disk.f_bfree) * disk.f_frsize
 

@@ -53,8 +53,8 @@ def summary(report: ChaosReport) -> list[tuple[str, str]]:
         ("seed", str(report.seed)),
         ("topology", f"{report.topology}, {report.workers} workers"),
         ("jobs accepted", f"{found.accepted:,} of {report.jobs:,}"),
-        ("ends", _counted(found.ended)),
-        ("operator actions", _counted(report.operator_actions)),
+        ("ends", _count_phrase(found.ended)),
+        ("operator actions", _count_phrase(report.operator_actions)),
         ("faults", f"{len(report.done)} done, {len(report.struck) - len(report.done)} not possible"),
         *([("seconds to recover", f"{median(recovered):.2f}, at most {recovered[-1]:.2f}")] if recovered else []),
         ("submissions in doubt", f"{found.submissions_in_doubt:,}, all submitted again"),
@@ -120,7 +120,7 @@ def markdown(report: ChaosReport) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _counted(counts: Mapping[str, int]) -> str:
+def _count_phrase(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {what}" for what, count in sorted(counts.items())) or "none"
 
 

@@ -151,12 +151,12 @@ class _ChaosRun:
             load_s = time.monotonic() - began
             self._report_progress("healing")
             await self._deployment.heal()
-            self._ended_s = await self._until_ended(operators)
+            self._ended_s = await self._wait_until_ended(operators)
         finally:
             operators.cancel()
             with suppress(asyncio.CancelledError):
                 await operators
-        tidy = await self._until_tidy()
+        tidy = await self._wait_until_tidy()
         self._report_progress("checking")
         if meddle is not None:
             await asyncio.to_thread(meddle, self._deployment, self._journal, self._folder)
@@ -234,12 +234,12 @@ class _ChaosRun:
     async def _measure_recovery(self, result: FaultResult) -> None:
         fault = result.fault
         if not result.skipped:
-            result = msgspec.structs.replace(result, recovered_s=await self._recovered(fault.number))
+            result = msgspec.structs.replace(result, recovered_s=await self._time_recovery(fault.number))
         self._results.append(result)
         after = result.skipped or f"recovered after {result.recovered_s:.2f} s"
         self._report_progress("injecting faults", f"{fault.kind} {fault.target}: {after}")
 
-    async def _recovered(self, number: int) -> float:
+    async def _time_recovery(self, number: int) -> float:
         """Seconds until a job submitted now has ended; -1 after the timeout."""
         began = time.monotonic()
         try:
@@ -260,7 +260,7 @@ class _ChaosRun:
 
     # Afterwards ----------------------------------------------------------------------------------------------
 
-    async def _until_ended(self, operators: asyncio.Task[None]) -> float:
+    async def _wait_until_ended(self, operators: asyncio.Task[None]) -> float:
         """Wait until the ledger has the end of every job, or a timeout passes without a change.
 
         Returns the seconds until the last change.
@@ -274,7 +274,7 @@ class _ChaosRun:
                 await operators
             # In this order: if nothing lags, the ledger read next has everything in the feeds.
             lags = await self._lagging()
-            rows, left = await self._left()
+            rows, left = await self._count_left()
             ended = rows - sum(left.values())
             if not left and not lags and not self._operators.busy:
                 return time.monotonic() - began
@@ -287,7 +287,7 @@ class _ChaosRun:
             await asyncio.sleep(0.5)
         return changed_at - began
 
-    async def _left(self) -> tuple[int, dict[str, int]]:
+    async def _count_left(self) -> tuple[int, dict[str, int]]:
         """Number of jobs in the ledger, and the open ones by task and state."""
         table = jobs_table.c
         counted = select(table.state, table.job_type, func.count().label("count"))
@@ -297,7 +297,7 @@ class _ChaosRun:
             left = {f"{row.job_type} {row.state}": int(row.count) async for row in snapshot.rows(counted)}
         return int(rows), left
 
-    async def _until_tidy(self) -> list[str]:
+    async def _wait_until_tidy(self) -> list[str]:
         """Wait for upkeep to empty Redis, without helping it. Returns what is left after the timeout."""
         self._report_progress("waiting for upkeep")
         began = time.monotonic()

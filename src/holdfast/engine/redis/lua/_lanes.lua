@@ -1,5 +1,6 @@
 -- Prepended after _prelude to scripts that use lanes: their streams, owners and limits.
 
+local WHOLE_QUEUE = -1 -- in `limits`: the limit of all lanes together
 local SHARED_MS = 10000 -- a tenant that shares a lane searches for its own again after this time
 
 local function numbers_in(text)
@@ -44,6 +45,25 @@ local function undeclared_positions(streams, records)
     if index and index >= STREAMS_PER_LANE then lanes[#lanes + 1] = lane_of_stream(index) end
   end
   return undeclared_lanes(streams, lanes)
+end
+
+-- Whether the record is that of a job of this tenant without a key, which its own id identifies instead.
+local function is_known_by_id(streams, record, job_id, tenant)
+  local position, _, _, packed = parse_record(record)
+  local owner, key = 'default', ''
+  if packed ~= '' then
+    local body = cmsgpack.unpack(packed)
+    owner, key = body[TENANT], body[KEY]
+  else
+    local index, id = split_position(position)
+    local entry = index and streams[index + 1] and redis.call('XRANGE', streams[index + 1], id, id)[1]
+    if not entry then return false end
+    for i = 1, #entry[2], 2 do
+      if entry[2][i] == 'tenant_id' and entry[2][i + 1] ~= '' then owner = entry[2][i + 1] end
+      if entry[2][i] == 'idempotency_key' then key = entry[2][i + 1] end
+    end
+  end
+  return owner == tenant and (key == '' or key == job_id)
 end
 
 -- Limits by lane, from `limits` in the controls. Below zero: no limit.
@@ -92,15 +112,25 @@ local function free_slots_in(streams, limits, lane, group, retry_consumer)
   return math.max(0, limit.concurrency - leases_in(streams, lane, group, retry_consumer))
 end
 
+-- How many more jobs of the queue may run; nil: no limit. `active`: the lanes in use besides lane 0, all declared.
+local function free_slots_in_queue(streams, limits, active, group, retry_consumer)
+  local limit = limits[WHOLE_QUEUE]
+  if not limit then return nil end
+  local leases = leases_in(streams, 0, group, retry_consumer)
+  for _, lane in ipairs(active) do leases = leases + leases_in(streams, lane, group, retry_consumer) end
+  return math.max(0, limit.concurrency - leases)
+end
+
 local function wake_one(wake)
   redis.call('XADD', wake, 'MAXLEN', 1, '*', 'more', 1)
 end
 
--- Leases in these streams ended: wake a worker, because a limited tenant may have a free slot.
+-- Leases in these streams ended: wake a worker, because a limited tenant, or the queue, may have a free slot.
 local function wake_if_limited(wake, packed, indexes)
   if not packed then return end
   local limits = decode_limits(packed)
   for index in pairs(indexes) do
+    if limits[WHOLE_QUEUE] then return wake_one(wake) end
     local limit = limits[lane_of_stream(index)]
     if limit and limit.concurrency >= 0 then return wake_one(wake) end
   end

@@ -2,7 +2,8 @@
 -- Scripts are isolated but do not roll back: each reads and checks first, then makes writes that cannot fail.
 --
 -- A job's record is `<position> <state> <token>\n<body>`. The position is `<stream index>:<message id>` while a stream has
--- the message, and `-` otherwise. The token identifies the last settled attempt. The body, a packed array, exists only if
+-- the message, and `-` otherwise. The token identifies the last settled attempt (`-`: there is none); after a `#` it has the
+-- fingerprint of the schema that the submitter checked the payload with. The body, a packed array, exists only if
 -- no message has the job, or if the message is out of date (retries that wait in the pending list).
 --
 -- A lane is the streams of one tenant: one for each priority, and one for jobs that are claimed by id. Lane 0 always
@@ -42,6 +43,30 @@ end
 
 local function parse_record(record)
   return string.match(record, '^(%S+) (%S+) (%S*)\n?(.*)$')
+end
+
+-- The fingerprint in a token, with its `#`; '' if it has none.
+local function schema_in(token)
+  return string.match(token, '#%x+$') or ''
+end
+
+-- The value of an idempotency key: the first job's id, then a newline and the fingerprint of its submission. The previous
+-- version wrote no fingerprint.
+local FINGERPRINT = 16
+
+local function parse_key(value)
+  if string.byte(value, -FINGERPRINT - 1) == 10 then return string.sub(value, 1, -FINGERPRINT - 2), string.sub(value, -FINGERPRINT) end
+  return value, ''
+end
+
+local function key_value(job_id, fingerprint)
+  return #fingerprint == FINGERPRINT and job_id .. '\n' .. fingerprint or job_id
+end
+
+-- Whether two fingerprints are certainly of different requests, as in `core.fingerprint`.
+local function is_key_reused(first, second)
+  if first == second or #first ~= FINGERPRINT or #second ~= FINGERPRINT then return false end
+  return string.sub(first, 1, 4) ~= string.sub(second, 1, 4) or string.byte(first, 5) == string.byte(second, 5)
 end
 
 local function split_position(position)

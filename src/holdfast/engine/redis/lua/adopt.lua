@@ -1,26 +1,29 @@
 -- uses: lanes
 -- adopt: turn foreign messages, just delivered to this worker, into jobs or dead letters.
--- KEYS   1-4 streams  5 feed  6 result  7 dlq ('' if off)  8 dead  9 control  10 waiters  then n records, then idempotency keys,
---        then streams of further lanes
+-- KEYS   1-4 streams  5 feed  6 result  7 dlq ('' if off)  8 dead  9 control  10 waiters  11 wake  then n records,
+--        then m idempotency keys, then the m records of the jobs whose ids are these keys, then streams of further lanes
 -- ARGV   1 group  2 worker  3 nonce  4 feed limit  5 n  6 finished ttl  7 result limit  8 ledger (1|0)  9 dlq stream (1|0)
---        then 16 per message: stream index, message id, delivery count, job id, fault ('' if well formed), body,
+--        then 17 per message: stream index, message id, delivery count, job id, fault ('' if well formed), body,
 --        packed dlq fields, index of its idempotency key (0: none), type, payload, tenant, idempotency key, trace, meta,
---        old owner ('' unless it was just reclaimed), data of the dead letter's event, then declared lanes
+--        old owner ('' unless it was just reclaimed), data of the dead letter's event,
+--        fingerprint, then declared lanes
 -- Reply  {'lanes', …} | one word per message: 'adopted' | 'duplicate' | 'waits' (a duplicate of a delayed or retrying job)
 --        | 'dead' | 'stale' | 'clash' (a malformed message with a known id)
 local streams, last_key = declared_streams()
 local feed_key, results, dlq, dead, control, waiters = KEYS[5], KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
 local group, worker, nonce, feed_limit, n = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
 local ttl, result_limit, ledger, dlq_on = ARGV[6], ARGV[7], ARGV[8] == '1', ARGV[9] == '1'
-local FIRST_KEY, FIRST_ARG, STRIDE = 10, 9, 16
+local wake, FIRST_KEY, FIRST_ARG, STRIDE = KEYS[11], 11, 9, 17
 
-check_types({ feed_key, results, dlq_on and dlq or results }, { dead }, { waiters })
-local reader = redis.call('HGET', control, 'reader')
+local controls = redis.call('HMGET', control, 'reader', 'limits')
+check_types({ feed_key, results, dlq_on and dlq or results, controls[2] and wake or results }, { dead }, { waiters })
 local known = redis.call('MGET', unpack(KEYS, FIRST_KEY + 1, last_key))
+local number_of_keys = (last_key - FIRST_KEY - n) / 2
 local missing = undeclared_positions(streams, { unpack(known, 1, n) })
+  or undeclared_positions(streams, { unpack(known, n + number_of_keys + 1, n + 2 * number_of_keys) })
 if missing then return missing end
 local now = format_integer(now_ms())
-local reply, moves, ended, dlq_fields, adopted = {}, {}, {}, {}, {}
+local reply, moves, ended, dlq_fields, adopted, by_id, freed = {}, {}, {}, {}, {}, {}, {}
 -- The tenant of a known job: ids are unique in a queue, so a second message may have another tenant.
 local function known_tenant(record)
   local position, _, _, body = parse_record(record)
@@ -28,6 +31,14 @@ local function known_tenant(record)
   if body ~= '' then return cmsgpack.unpack(body)[TENANT] end
   local entry = index and redis.call('XRANGE', streams[index + 1], id, id)[1]
   return entry and tenant_of(entry[2])
+end
+
+-- The first job under a key, and the fingerprint of its request.
+local function find_first(key_index, key, tenant)
+  local value = known[key_index]
+  if value then return parse_key(value) end
+  local record = known[key_index + number_of_keys]
+  if by_id[key] == tenant or (record and is_known_by_id(streams, record, key, tenant)) then return key, '' end
 end
 
 local function is_waiting(record)
@@ -46,7 +57,8 @@ for i = 1, n do
   local stream, record, tenant = streams[index + 1], KEYS[FIRST_KEY + i], ARGV[arg + 11]
   local position = index .. ':' .. id
   local row = pending(stream, group, id, id, 1, worker)[1]
-  local first = key_index > 0 and known[key_index]
+  local first, first_fingerprint
+  if key_index > 0 then first, first_fingerprint = find_first(key_index, ARGV[arg + 12], tenant) end
   if not row or row[4] ~= deliveries then
     reply[i] = 'stale'
   elseif known[i] and position_of(known[i]) == position then
@@ -63,18 +75,24 @@ for i = 1, n do
     local whose = adopted[job_id] or (known[i] and known_tenant(known[i])) or tenant
     redis.call('XACK', stream, group, id)
     redis.call('XDEL', stream, id)
-    moves[#moves + 1] = { 'duplicate', first or job_id, first and tenant or whose, id }
+    freed[tonumber(index)] = true
+    local differs = first and is_key_reused(first_fingerprint, ARGV[arg + 17])
+    moves[#moves + 1] = { 'duplicate', first or job_id, first and tenant or whose, id, differs and 1 or 0 }
     reply[i] = known[i] and is_waiting(known[i]) and 'waits' or 'duplicate'
   else
     -- A batch may have two copies.
     adopted[job_id] = tenant
-    if key_index > 0 then known[key_index] = job_id end
+    if key_index > 0 then
+      known[key_index] = key_value(job_id, ARGV[arg + 17])
+    else
+      by_id[job_id] = tenant
+    end
     moves[#moves + 1] = { 'created', job_id, tenant, ARGV[arg + 9], ARGV[arg + 10], ARGV[arg + 12], ARGV[arg + 13], ARGV[arg + 14] }
     if fault == '' then
       -- Renews the lease, and comes first because a full Redis allows it, and then the SET.
       redis.call('XCLAIM', stream, group, worker, 0, id, 'JUSTID')
       redis.call('SET', record, position .. ' queued -')
-      if key_index > 0 then redis.call('SET', KEYS[FIRST_KEY + key_index], job_id) end
+      if key_index > 0 then redis.call('SET', KEYS[FIRST_KEY + key_index], known[key_index]) end
       -- Workers that died before they adopted it had attempts too; only the name of the last one is known.
       local owner = ARGV[arg + 15]
       moves[#moves + 1] = { 'claimed', job_id, tenant, 1, owner == '' and worker or owner }
@@ -85,6 +103,7 @@ for i = 1, n do
     else
       redis.call('XACK', stream, group, id)
       redis.call('XDEL', stream, id)
+      freed[tonumber(index)] = true
       moves[#moves + 1] = { 'dlq_pending', job_id, tenant, ARGV[arg + 16] }
       if ledger then
         redis.call('SET', record, '- dlq_pending -\n' .. body)
@@ -102,6 +121,7 @@ for i = 1, n do
     end
   end
 end
-append_feed(feed_key, feed_limit, reader, nonce, 'adopted', now, worker, moves)
+append_feed(feed_key, feed_limit, controls[1], nonce, 'adopted', now, worker, moves)
 publish_finished(waiters, ended)
+wake_if_limited(wake, controls[2], freed)
 return reply

@@ -4,6 +4,7 @@
 -- ARGV   1 group  2 worker  3 limit  4 nonce  5 feed limit  6 wake group  7-9 priorities in reading order
 --        10 consumer that holds retries in the pending list  11 declared lanes
 -- Reply  {'paused'} | {'lanes', …} | {'ok', now, lanes in use, stream index, entries, …} | {'nogroup', …the same}
+--        | {'limited', …the same}: the queue runs as many jobs as it may
 local streams = declared_streams()
 local feed_key, control, wake, workers = KEYS[5], KEYS[6], KEYS[7], KEYS[8]
 local group, worker, limit, nonce, feed_limit, wake_group = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4], ARGV[5], ARGV[6]
@@ -18,6 +19,7 @@ if missing then return missing end
 check_types({ feed_key, wake }, { workers }, {})
 local now = format_integer(now_ms())
 local reply, moves, free = { 'ok', now, controls[3] or '' }, {}, limit
+local slots -- how many more jobs of the queue may run; nil: no limit
 
 -- Lease up to `count` messages of a stream; returns how many.
 local function read(index, count)
@@ -31,6 +33,7 @@ local function read(index, count)
   end
   local entries = got[1][2]
   free = free - #entries
+  if slots then slots = slots - #entries end
   reply[#reply + 1] = index
   reply[#reply + 1] = entries
   for _, entry in ipairs(entries) do
@@ -55,6 +58,10 @@ local function claim_fairly()
   for i = 1, #kept, 2 do passes[kept[i]] = kept[i + 1] end
   local lanes = { 0, unpack(active) }
   for _, lane in ipairs(lanes) do spare[lane] = free_slots_in(streams, limits, lane, group, retry_consumer) end
+  slots = free_slots_in_queue(streams, limits, active, group, retry_consumer)
+  -- What the queue may not run is not shared out either.
+  local withheld = slots and math.max(0, free - slots) or 0
+  free = free - withheld
 
   for arg = 7, 9 do
     if free <= 0 then break end
@@ -101,6 +108,7 @@ local function claim_fairly()
       if passes[index] then passes[index] = math.max(0, passes[index] - (lowest or 0)) end
     end
   end
+  free = free + withheld
   return passes, used
 end
 
@@ -151,9 +159,10 @@ if reply[1] == 'ok' then
     for _, stream in ipairs({ streams[1], streams[2], streams[3], wake }) do
       if redis.pcall('XGROUP', 'SETID', stream, wake_group, '$').err then reply[1] = 'nogroup' end
     end
-  else
+  elseif slots ~= 0 then
     -- There may be more: wake one other worker.
     wake_one(wake)
   end
+  if slots == 0 and reply[1] == 'ok' then reply[1] = 'limited' end
 end
 return reply

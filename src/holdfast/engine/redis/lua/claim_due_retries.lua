@@ -1,5 +1,6 @@
 -- uses: lanes
--- claim_due_retries: lease due retries that waited in the pending list.
+-- claim_due_retries: lease due retries that waited in the pending list. One without a free slot becomes ready instead: a
+-- slot that other jobs always take first would never be free at this point.
 -- KEYS   1-4 streams  5 feed  6 control  7 waiting  8 wake  9 lanes  then n records, then streams of further lanes
 -- ARGV   1 group  2 worker  3 nonce  4 feed limit  5 consumer that holds them  6 n  7 limit  then n job ids, then declared lanes
 -- Reply  {'paused'} | {'lanes', …} | {'ok', now, then stream index, delivery count, entry, record for each claimed job}
@@ -10,20 +11,25 @@ local assignment = new_assignment(streams, KEYS[9], control, group)
 local most = tonumber(ARGV[7])
 local FIRST_KEY, FIRST_ARG = 9, 7
 
-local controls = redis.call('HMGET', control, 'paused', 'reader', 'limits')
+local controls = redis.call('HMGET', control, 'paused', 'reader', 'limits', 'lanes')
 if controls[1] == '1' then return { 'paused' } end
 
 local at = now_ms()
 local records = redis.call('MGET', unpack(KEYS, FIRST_KEY + 1, FIRST_KEY + n))
 local missing = undeclared_positions(streams, records)
 if missing then return missing end
-local limits, spare = decode_limits(controls[3]), {}
--- Whether the tenant may run one more job. Otherwise its retries keep waiting; they are tried again when a slot is free.
+local limits, active, spare = decode_limits(controls[3]), numbers_in(controls[4]), {}
+missing = limits[WHOLE_QUEUE] and undeclared_lanes(streams, active)
+if missing then return missing end
+local slots = free_slots_in_queue(streams, limits, active, group, retry_consumer)
+-- Whether the queue and the tenant may run one more job.
 local function has_free_slot(index)
+  if slots == 0 then return false end
   local lane = lane_of_stream(index)
   if spare[lane] == nil then spare[lane] = free_slots_in(streams, limits, lane, group, retry_consumer) or false end
   if spare[lane] == 0 then return false end
   if spare[lane] then spare[lane] = spare[lane] - 1 end
+  if slots then slots = slots - 1 end
   return true
 end
 
@@ -35,13 +41,16 @@ for i = 1, n do
     local index, id = split_position(position or '')
     if state ~= 'retrying' or not index or packed == '' then
       orphans[#orphans + 1] = job_id
-    elseif #redis.call('XRANGE', streams[index + 1], id, id) == 1 then
-      if #due < most and has_free_slot(index) then due[#due + 1] = { i, job_id, index, id, cmsgpack.unpack(packed) } end
     else
-      -- The message was deleted; the record has the whole job.
       local body = cmsgpack.unpack(packed)
-      lane_for_tenant(assignment, body[TENANT])
-      requeued[#requeued + 1] = { i, job_id, index, id, token, body }
+      local deleted = #redis.call('XRANGE', streams[index + 1], id, id) == 0
+      if not deleted and #due < most and has_free_slot(index) then
+        due[#due + 1] = { i, job_id, index, id, body }
+      elseif deleted or #due < most then
+        -- The record has the whole job.
+        lane_for_tenant(assignment, body[TENANT])
+        requeued[#requeued + 1] = { i, job_id, index, id, token, body }
+      end
     end
   end
 end
@@ -63,6 +72,7 @@ end
 for _, job in ipairs(requeued) do
   redis.call('ZREM', waiting, job[2])
   redis.call('XACK', streams[job[3] + 1], group, job[4])
+  redis.call('XDEL', streams[job[3] + 1], job[4])
 end
 if #requeued > 0 then open_lanes(assignment, wake) end
 for _, job in ipairs(requeued) do

@@ -4,7 +4,7 @@
 --        then streams of further lanes
 -- ARGV   1 group  2 worker  3 nonce  4 feed limit  5 job id  6 consumer that holds retries in the pending list
 --        7 declared lanes
--- Reply  {'unknown'} | {'lanes', …} | {'illegal', state} | {'ok', now, stream index, entry}
+-- Reply  {'unknown'} | {'lanes', …} | {'illegal', state} | {'limited', limit} | {'ok', now, stream index, entry}
 local streams = declared_streams()
 local feed_key, control, wake, workers, record_key = KEYS[5], KEYS[9], KEYS[10], KEYS[12], KEYS[13]
 local group, worker, nonce, feed_limit, job_id, retry_consumer = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
@@ -28,6 +28,13 @@ local tenant = body and body[TENANT] or tenant_of(entry[2])
 local lane = lane_for_tenant(assignment, tenant)
 missing = missing_lanes(assignment)
 if missing then return missing end
+local controls = redis.call('HMGET', control, 'reader', 'limits', 'lanes')
+local limits, active = decode_limits(controls[2]), numbers_in(controls[3])
+missing = limits[WHOLE_QUEUE] and undeclared_lanes(streams, active)
+if missing then return missing end
+if free_slots_in_queue(streams, limits, active, group, retry_consumer) == 0 then
+  return { 'limited', limits[WHOLE_QUEUE].concurrency }
+end
 check_types({ feed_key, wake }, { KEYS[6], KEYS[7], KEYS[8], workers }, { control, KEYS[11] })
 check_types(streams, {}, {})
 
@@ -54,6 +61,6 @@ until claimed[1] == new_id
 redis.call('SET', record_key, position .. ' ' .. state .. ' ' .. token)
 local fields, now = claimed[2], format_integer(now_ms())
 local head = is_native(fields) and fields[2] or ''
-append_feed(feed_key, feed_limit, redis.call('HGET', control, 'reader'), nonce, 'claimed', now, worker, { job_id, head, tenant_of(fields) })
+append_feed(feed_key, feed_limit, controls[1], nonce, 'claimed', now, worker, { job_id, head, tenant_of(fields) })
 redis.call('ZADD', workers, now, worker)
 return { 'ok', now, to_index, claimed }

@@ -1,28 +1,29 @@
 -- uses: lanes
--- reclaim: claim expired leases, if they are still expired. A tenant's concurrency does not change: they were leased before.
--- KEYS   1-4 streams  5 feed  6 control  then n records, then streams of further lanes
+-- reclaim: claim expired leases, if they are still expired. No limit of running jobs applies: they were leased before.
+-- KEYS   1-4 streams  5 feed  6 control  7 wake  then n records, then streams of further lanes
 -- ARGV   1 group  2 worker  3 nonce  4 feed limit  5 visibility timeout  6 autoclaim (1: Redis 6.2 and later)  7 n
 --        then 4 per lease: stream index, message id, owner, delivery count, then declared lanes
 -- Reply  {'paused'} | {'ok', now, then index (from 1), delivery count, entry, record ('' if none) for each claimed lease}
 local streams = declared_streams()
-local feed_key, control = KEYS[5], KEYS[6]
+local feed_key, control, wake = KEYS[5], KEYS[6], KEYS[7]
 local group, worker, nonce, feed_limit = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local timeout, autoclaim, n = tonumber(ARGV[5]), ARGV[6] == '1', tonumber(ARGV[7])
-local FIRST_KEY, FIRST_ARG, STRIDE = 6, 7, 4
+local FIRST_KEY, FIRST_ARG, STRIDE = 7, 7, 4
 
-local controls = redis.call('HMGET', control, 'paused', 'reader')
+local controls = redis.call('HMGET', control, 'paused', 'reader', 'limits')
 if controls[1] == '1' then return { 'paused' } end
 
 local records = redis.call('MGET', unpack(KEYS, FIRST_KEY + 1, FIRST_KEY + n))
 local now = format_integer(now_ms())
-local lost, deleted = {}, {}
+local lost, deleted, freed = {}, {}, {}
 for i = 1, n do
   local arg = FIRST_ARG + (i - 1) * STRIDE
-  local stream, id, owner, deliveries = streams[ARGV[arg + 1] + 1], ARGV[arg + 2], ARGV[arg + 3], tonumber(ARGV[arg + 4])
+  local index, id, owner, deliveries = tonumber(ARGV[arg + 1]), ARGV[arg + 2], ARGV[arg + 3], tonumber(ARGV[arg + 4])
+  local stream = streams[index + 1]
   local row = pending(stream, group, id, id, 1)[1]
   if row and row[2] == owner and row[3] >= timeout and row[4] == deliveries then
     if #redis.call('XRANGE', stream, id, id) == 0 then
-      deleted[#deleted + 1] = { stream, id }
+      deleted[#deleted + 1], freed[index] = { stream, id }, true
     else
       local _, _, _, body = parse_record(records[i] or '')
       lost[#lost + 1] = { i, stream, id, owner, body and body ~= '' and cmsgpack.unpack(body)[RETRIES] or '' }
@@ -50,4 +51,5 @@ for _, row in ipairs(lost) do
   end
 end
 append_feed(feed_key, feed_limit, controls[2], nonce, 'reclaimed', now, worker, moves)
+wake_if_limited(wake, controls[3], freed)
 return reply

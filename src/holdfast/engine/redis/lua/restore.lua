@@ -3,7 +3,8 @@
 -- KEYS   1-4 streams  5 feed  6 retry  7 suspended  8 held  9 dead  10 delayed  11 control  12 notices  13 wake  14 lanes
 --        then n records, then idempotency keys, then streams of further lanes
 -- ARGV   1 nonce  2 feed limit  3 position of the snapshot ('': the feed was empty)  4 its nonce  5 n
---        6 packed, 6 values per job: job id, state, due (0: now), index of its idempotency key (0: none), attempt, tenant
+--        6 packed, 7 values per job: job id, state, due (0: now), index of its idempotency key (0: none), attempt, tenant,
+--        fingerprint of its request
 --        then n bodies, then the group, then declared lanes
 -- Reply  {'forked'} | {'lanes', …} | {'ok', feed id ('' if nothing was restored), indexes (from 1) of restored jobs}
 local streams, last_key = declared_streams()
@@ -11,7 +12,7 @@ local feed_key, retry, delayed, control, notices, wake = KEYS[5], KEYS[6], KEYS[
 local parked = { suspended = KEYS[7], waiting_approval = KEYS[8], dlq_pending = KEYS[9], dlq_recorded = KEYS[9] }
 local assignment = new_assignment(streams, KEYS[14], control, ARGV[#ARGV - 1])
 local nonce, feed_limit, position, n = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[5])
-local FIRST_KEY, FIRST_BODY, STRIDE = 14, 6, 6
+local FIRST_KEY, FIRST_BODY, STRIDE = 14, 6, 7
 
 if position == '' then
   if redis.call('XLEN', feed_key) > 0 then return { 'forked' } end
@@ -49,7 +50,7 @@ local function schedule(set, job_id, due)
 end
 
 for _, job in ipairs(lost) do
-  local i, body, job_id, state, due, key_index, attempt, tenant = unpack(job)
+  local i, body, job_id, state, due, key_index, attempt, tenant, fingerprint = unpack(job)
   local record, to, waits = KEYS[FIRST_KEY + i], state, 0
   if is_ready(state, due) then
     to = 'queued'
@@ -66,9 +67,9 @@ for _, job in ipairs(lost) do
   end
   -- Without an expiry: it outlives the open job. A key that another job has meanwhile taken keeps that job.
   local holder = key_index > 0 and known[key_index]
-  if key_index > 0 and (not holder or holder == job_id) then
-    known[key_index] = job_id
-    redis.call('SET', KEYS[FIRST_KEY + key_index], job_id)
+  if key_index > 0 and (not holder or parse_key(holder) == job_id) then
+    known[key_index] = key_value(job_id, fingerprint)
+    redis.call('SET', KEYS[FIRST_KEY + key_index], known[key_index])
   end
   reply[#reply + 1] = i
   moves[#moves + 1] = { job_id, state, to, attempt, body[RETRIES], waits, tenant }

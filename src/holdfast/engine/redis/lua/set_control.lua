@@ -55,6 +55,12 @@ for i = 1, #named, 4 do
   for _, value in ipairs({ lane, named[i + 1], named[i + 2], named[i + 3] }) do limits[#limits + 1] = value end
 end
 
+for i = FIRST_ARG + 1, #ARGV, 3 do
+  if ARGV[i] == 'max_running' and ARGV[i + 1] ~= '' then
+    for _, value in ipairs({ WHOLE_QUEUE, 1, tonumber(ARGV[i + 1]), -1 }) do limits[#limits + 1] = value end
+  end
+end
+
 -- HDEL comes first: a full Redis allows it, and then the rest of the script.
 redis.call('HDEL', control, 'limits')
 if #released > 0 then redis.call('HDEL', lanes_key, unpack(released)) end

@@ -83,7 +83,8 @@ for i = 1, n do
     verdict = 'already' -- the same attempt twice in one batch
   elseif record then
     local _, _, token = parse_record(record)
-    if token == jobs[at + TOKEN_AT] then verdict = 'already' end
+    local own = jobs[at + TOKEN_AT]
+    if token == own or token == own .. schema_in(token) then verdict = 'already' end
   end
   if verdict then
     reply[#reply + 1], reply[#reply + 2] = i, verdict
@@ -102,7 +103,10 @@ for index, of_index in pairs(leaving) do
     redis.call('XDEL', streams[index + 1], ...)
   end)
 end
-if #skipped == n then return reply end
+if #skipped == n then
+  wake_if_limited(wake, controls[2], leaving) -- a copy may have used a slot
+  return reply
+end
 if next(indexes) then open_lanes(assignment, wake) end
 
 local now_at = now_ms()
@@ -128,6 +132,10 @@ end
 local function settle_slow(i, at, target)
   local index, id = jobs[at + STREAM_AT], jobs[at + ID_AT]
   local token = jobs[at + TOKEN_AT]
+  if records[i] then
+    local _, _, known = parse_record(records[i])
+    token = token .. schema_in(known)
+  end
   local record, job_id, body, delay = KEYS[FIRST_KEY + i], jobs[at + JOB_AT], ARGV[FIRST_BODY + i], jobs[at + MORE_AT][1]
   if target == 'retrying' and retry_consumer == '' then
     redis.call('SET', record, '- retrying ' .. token .. '\n' .. body)

@@ -163,7 +163,7 @@ class RedisClient:
         try:
             return await connection.call(*command, blocks_s=blocks_s)
         except (OSError, hiredis.ReplyError) as exc:
-            raise self._failed(purpose, exc) from exc
+            raise self._on_error(purpose, exc) from exc
 
     async def run(self, purpose: Purpose, script: Script, keys: Sequence[bytes], arguments: Sequence[Any]) -> Any:
         """Run one script. Loads it if the server does not have it."""
@@ -175,9 +175,9 @@ class RedisClient:
             return await connection.call(b"EVALSHA", script.sha, len(keys), *keys, *arguments)
         except hiredis.ReplyError as exc:
             if not str(exc).startswith("NOSCRIPT"):
-                raise self._failed(purpose, exc) from exc
+                raise self._on_error(purpose, exc) from exc
         except OSError as exc:
-            raise self._failed(purpose, exc) from exc
+            raise self._on_error(purpose, exc) from exc
         await self.call(purpose, b"SCRIPT", b"LOAD", script.source)
         return await self.call(purpose, b"EVALSHA", script.sha, len(keys), *keys, *arguments)
 
@@ -263,9 +263,9 @@ class RedisClient:
         except hiredis.ReplyError as exc:
             if str(exc).startswith("NOSCRIPT"):
                 return waited.exception() is None, None
-            raise self._failed(purpose, exc) from exc
+            raise self._on_error(purpose, exc) from exc
         except OSError as exc:
-            raise self._failed(purpose, exc) from exc
+            raise self._on_error(purpose, exc) from exc
         except BaseException:
             # The server still holds both calls, whose results are not needed.
             self.drop(purpose)
@@ -286,7 +286,7 @@ class RedisClient:
         try:
             return await connection.call(*command)
         except (OSError, hiredis.ReplyError) as exc:
-            raise self._failed(purpose, exc) from exc
+            raise self._on_error(purpose, exc) from exc
 
     @property
     def idle(self) -> bool:
@@ -365,7 +365,7 @@ class RedisClient:
         except (OSError, TimeoutError, hiredis.ReplyError) as exc:
             raise translate(exc) from exc
 
-    def _failed(self, purpose: Purpose, exc: Exception) -> EngineUnavailable:
+    def _on_error(self, purpose: Purpose, exc: Exception) -> EngineUnavailable:
         error = translate(exc)
         if isinstance(exc, ConnectionError) and not isinstance(exc, NoReply):
             error = ConnectionLost(str(error))

@@ -97,7 +97,7 @@ class Outages:
             else:
                 if result is not None:
                     done[queue] = result
-                    self._ended(queue)
+                    self._on_recovery(queue)
         if failure is not None and not done:
             raise failure
         return done
@@ -128,7 +128,7 @@ class Outages:
         outage.failure, outage.answers = failure, False
         outage.until = time.monotonic() + outage.backoff.next_s()
 
-    def _ended(self, queue: str) -> None:
+    def _on_recovery(self, queue: str) -> None:
         if self._outages and self._outages.pop(queue, None) is not None and queue in self.logged:
             self.logged.discard(queue)
             _log.warning("queue %s recovered", queue)

@@ -147,9 +147,9 @@ class ClusterClient(RedisClient):
         """The current masters, from a fresh slot map: callers use each node and would not notice a change."""
         self._routes = _UNKNOWN
         await self._learn_routes()
-        return self._known()
+        return self._list_nodes()
 
-    def _known(self) -> list[RedisClient]:
+    def _list_nodes(self) -> list[RedisClient]:
         return [node for node in dict.fromkeys(self._routes) if node is not None]
 
     def drop(self, purpose: Purpose) -> None:
@@ -183,7 +183,7 @@ class ClusterClient(RedisClient):
                 if exc.is_ask:
                     node, way = self._node(*address), send_asking
                 else:
-                    node, way = await self._moved(slot, address), send
+                    node, way = await self._on_moved(slot, address), send
             except ScriptError:
                 raise
             except EngineUnavailable:
@@ -199,7 +199,7 @@ class ClusterClient(RedisClient):
             await self._learn_routes()
         failure = EngineUnavailable("no node of the Redis Cluster has slots")
         # The one that answered last comes first: others may hang.
-        for node in sorted(self._known(), key=lambda node: (node.address.host, node.address.port) != self._guide):
+        for node in sorted(self._list_nodes(), key=lambda node: (node.address.host, node.address.port) != self._guide):
             try:
                 return await send(node)
             except EngineUnavailable as exc:
@@ -216,7 +216,7 @@ class ClusterClient(RedisClient):
             raise EngineUnavailable("no node of the Redis Cluster has the queue's slot; check whether a master is down")
         return node
 
-    async def _moved(self, slot: int, address: tuple[str, int]) -> RedisClient:
+    async def _on_moved(self, slot: int, address: tuple[str, int]) -> RedisClient:
         """Read the slot map again: other slots may have moved too. The redirect overrides it for this slot."""
         if self._routes[slot] is not self._node(*address):
             self._routes = _UNKNOWN

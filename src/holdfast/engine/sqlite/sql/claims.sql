@@ -2,7 +2,7 @@
 -- Queues with jobs to claim. Read outside of a transaction, so that idle workers write nothing.
 -- Takes  :queues, a JSON list
 -- Gives  for each that is not paused: [queue, has ready jobs, of several tenants in one priority, controls of single
---        tenants as JSON text or null, when its next waiting job is due or null]
+--        tenants as JSON text or null, when its next waiting job is due or null, its concurrency limit or null]
 SELECT json_group_array(json_array(
            input.value,
            json(iif(EXISTS (SELECT 1 FROM jobs WHERE queue = input.value AND ready_seq IS NOT NULL), 'true', 'false')),
@@ -14,14 +14,17 @@ SELECT json_group_array(json_array(
                    <> (SELECT tenant_id FROM jobs
                         WHERE queue = input.value AND priority = levels.column1 AND ready_seq IS NOT NULL
                         ORDER BY tenant_id DESC LIMIT 1)), 'true', 'false')),
-           (SELECT tenants FROM queues WHERE queue = input.value),
-           (SELECT due_at FROM jobs WHERE queue = input.value AND due_at IS NOT NULL ORDER BY due_at LIMIT 1)))
+           control.tenants,
+           (SELECT due_at FROM jobs WHERE queue = input.value AND due_at IS NOT NULL ORDER BY due_at LIMIT 1),
+           control.concurrency))
   FROM json_each(:queues) AS input
- WHERE NOT EXISTS (SELECT 1 FROM queues WHERE queue = input.value AND paused)
+  LEFT JOIN queues AS control ON control.queue = input.value
+ WHERE control.paused IS NOT 1
 
 -- name: claimable
 -- The first ready jobs, by priority, if one tenant has all jobs of each priority, which is the common case.
--- Takes  :queue, :limit, :first, :second, :third (priorities in reading order)
+-- Takes  :queue, :limit, :first, :second, :third (priorities in reading order), :concurrency (the queue's limit as last
+--        read: nothing is given if it has changed since)
 -- Gives  work rows
 SELECT json_group_array(json_array(
            id, job_id, job_type, tenant_id, idempotency_key, trace_id, state, attempt, claim_seq, deliveries, worker,
@@ -48,12 +51,19 @@ SELECT json_group_array(json_array(
          WHERE queue = :queue AND priority = :third AND ready_seq IS NOT NULL
          ORDER BY tenant_id, ready_seq, state, id LIMIT :limit)
     LIMIT :limit)
- WHERE NOT EXISTS (SELECT 1 FROM queues WHERE queue = :queue AND paused)
+ WHERE NOT EXISTS (SELECT 1 FROM queues WHERE queue = :queue AND (paused OR concurrency IS NOT :concurrency))
+
+-- name: running_jobs
+-- How many jobs of the queue run.
+-- Takes  :queue
+-- Gives  [count]
+SELECT json_array(count(*)) FROM jobs WHERE queue = :queue AND lease_expires_at IS NOT NULL AND state = 'running'
 
 -- name: ready_tenants
 -- Ready jobs by tenant, for fair shares. A window of tenants, ordered by name.
 -- Takes  :queue, :first, :second, :third (priorities in reading order), :after (the window's first is the next by name),
---        :window, :limit (counts stop there), :capped (a JSON list of tenants whose running jobs are counted)
+--        :window, :limit (counts stop there), :capped (a JSON list of tenants whose running jobs are counted),
+--        :concurrency (as in `claimable`)
 -- Gives  [fair shares as JSON text or null, [[rank in the reading order, tenant, count]…], [[tenant, running jobs]…]]
 WITH RECURSIVE priorities (rank, priority) AS (
     VALUES (0, :first), (1, :second), (2, :third)),
@@ -79,7 +89,8 @@ SELECT json_array(
                        AND jobs.tenant_id = tenants.tenant_id
                      LIMIT :limit))))
        FROM tenants
-      WHERE tenant_id IS NOT NULL AND NOT EXISTS (SELECT 1 FROM queues WHERE queue = :queue AND paused)),
+      WHERE tenant_id IS NOT NULL
+        AND NOT EXISTS (SELECT 1 FROM queues WHERE queue = :queue AND (paused OR concurrency IS NOT :concurrency))),
     (SELECT json_group_array(json_array(tenant_id, leases)) FROM (
         SELECT tenant_id, count(*) AS leases FROM jobs
          WHERE queue = :queue AND lease_expires_at IS NOT NULL AND state = 'running'
@@ -183,3 +194,16 @@ DELETE FROM workers
  WHERE worker = :worker AND queue = :queue AND NOT EXISTS (
     SELECT 1 FROM jobs
      WHERE jobs.queue = :queue AND lease_expires_at IS NOT NULL AND state = 'running' AND jobs.worker = :worker)
+
+-- name: announce_tasks
+-- Tasks as a worker has them.
+-- Takes  :tasks (a JSON list of [task, fingerprint, queue, priority, schema]), :now
+INSERT INTO announced_tasks (task, fingerprint, queue, priority, schema, seen_at)
+SELECT value ->> 0, value ->> 1, value ->> 2, value ->> 3, value ->> 4, :now FROM json_each(:tasks) WHERE true
+ON CONFLICT (task, fingerprint) DO UPDATE
+   SET queue = excluded.queue, priority = excluded.priority, schema = excluded.schema, seen_at = excluded.seen_at
+
+-- name: delete_old_announcements
+-- Schemas of these tasks that were last announced long ago.
+-- Takes  :tasks (a JSON list of names), :before
+DELETE FROM announced_tasks WHERE task IN (SELECT value FROM json_each(:tasks)) AND seen_at < :before

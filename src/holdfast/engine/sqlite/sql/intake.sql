@@ -1,10 +1,10 @@
 -- name: intake_state
 -- What must be known before jobs are accepted into a queue.
--- Takes  :queue, :now, :window (ms); :names, a JSON list of job ids and idempotency keys alike;
+-- Takes  :queue, :now, :ttl (ms that a finished job is known by its id); :names, a JSON list of job ids and idempotency keys alike;
 --        :tenants, a JSON list
 -- Gives  [[intake paused, intake limit or null, tenants' controls as JSON text or null] or null, whether the feed has a
 --        reader, its unread bytes or null, jobs, keys]
---        jobs: [job id, tenant, has no key, finished and past the window]; keys: [tenant, key, job id, expired]
+--        jobs: [job id, tenant, has no key, finished longer ago than that]; keys: [tenant, key, job id, fingerprint, expired]
 SELECT json_array(
     json((SELECT json_array(intake_paused, intake_limit, tenants) FROM queues WHERE queue = :queue)),
     EXISTS (SELECT 1 FROM feed_readers WHERE queue = :queue),
@@ -17,11 +17,11 @@ SELECT json_array(
        FROM feed_readers WHERE queue = :queue),
     (SELECT json_group_array(json_array(
                 job_id, tenant_id, json(iif(idempotency_key = '', 'true', 'false')),
-                json(iif(finished_at IS NOT NULL AND created_at + :window <= :now, 'true', 'false'))))
+                json(iif(finished_at IS NOT NULL AND finished_at + :ttl <= :now, 'true', 'false'))))
        FROM jobs
       WHERE queue = :queue AND job_id IN (SELECT value FROM json_each(:names))),
     (SELECT json_group_array(json_array(
-                tenant_id, key, job_id,
+                tenant_id, key, job_id, fingerprint,
                 json(iif(expires_at <= :now AND NOT EXISTS (
                     SELECT 1 FROM jobs
                      WHERE jobs.queue = submission_keys.queue AND jobs.job_id = submission_keys.job_id
@@ -34,13 +34,13 @@ SELECT json_array(
 -- name: insert_jobs
 -- New jobs of one queue, in order.
 -- Takes  created_at, updated_at, queue; rows of job id, tenant, type, state, priority, idempotency key, trace id,
---        dlq id, run_at, ready_seq, due_at, meta, payload
+--        dlq id, run_at, ready_seq, due_at, meta, payload, schema fingerprint
 INSERT INTO jobs (
     created_at, updated_at, queue, last_seq, job_id, tenant_id, job_type, state, priority, idempotency_key, trace_id,
-    dlq_id, run_at, ready_seq, due_at, meta, payload)
+    dlq_id, run_at, ready_seq, due_at, meta, payload, schema_fingerprint)
 SELECT ?, ?, ?, 1, column1, column2, column3, column4, column5, column6, column7,
-       column8, column9, column10, column11, column12, column13
-  FROM (VALUES {{rows 13}})
+       column8, column9, column10, column11, column12, column13, column14
+  FROM (VALUES {{rows 14}})
  WHERE column1 IS NOT NULL
 
 -- name: insert_created_events
@@ -60,11 +60,25 @@ SELECT id, 1,
 
 -- name: insert_submission_keys
 -- The first job under each key; an expired entry is replaced.
--- Takes  queue; rows of tenant, key, job id, expires_at
-INSERT OR REPLACE INTO submission_keys (queue, tenant_id, key, job_id, expires_at)
-SELECT ?, column1, column2, column3, column4
-  FROM (VALUES {{rows 4}})
+-- Takes  queue; rows of tenant, key, job id, expires_at, fingerprint
+INSERT OR REPLACE INTO submission_keys (queue, tenant_id, key, job_id, expires_at, fingerprint)
+SELECT ?, column1, column2, column3, column4, column5
+  FROM (VALUES {{rows 5}})
  WHERE column1 IS NOT NULL
+
+-- name: insert_duplicate_event
+-- Record a request that was dropped because the job has its idempotency key.
+-- Takes  :queue, :tenant, :job_id, :type, :message, :data, :now
+INSERT INTO events (job_row, seq, type, attempt, retry_count, message, data, at)
+SELECT id, last_seq + 1, :type, attempt, retry_count, :message, :data, :now
+  FROM jobs
+ WHERE queue = :queue AND job_id = :job_id AND tenant_id = :tenant
+
+-- name: add_duplicate_seq
+-- Advance the event counter of the job.
+-- Takes  :queue, :tenant, :job_id, :now
+UPDATE jobs SET last_seq = last_seq + 1, updated_at = :now
+ WHERE queue = :queue AND job_id = :job_id AND tenant_id = :tenant
 
 -- name: count_backlog
 -- Ready and running jobs of a queue and of some of its tenants, counted up to a limit.

@@ -11,22 +11,24 @@ SELECT json_group_array(json_array(
 -- name: get_control
 -- An operator's controls of a queue.
 -- Takes  :queue
--- Gives  [paused, intake paused, concurrency, intake limit, backlog alert, tenants' controls as JSON text; or nulls]
+-- Gives  [paused, intake paused, concurrency, concurrency of a worker, intake limit, backlog alert, tenants' controls as
+--        JSON text; or nulls]
 SELECT coalesce(
     (SELECT json_array(
                 json(iif(paused, 'true', 'false')), json(iif(intake_paused, 'true', 'false')), concurrency,
-                intake_limit, backlog_alert, tenants)
+                worker_concurrency, intake_limit, backlog_alert, tenants)
        FROM queues WHERE queue = :queue),
-    json_array(json('false'), json('false'), NULL, NULL, NULL, NULL))
+    json_array(json('false'), json('false'), NULL, NULL, NULL, NULL, NULL))
 
 -- name: set_control
 -- Change an operator's controls of a queue.
--- Takes  :queue, :paused, :intake_paused, :concurrency, :intake_limit, :backlog_alert, :tenants (JSON text)
-INSERT INTO queues (queue, paused, intake_paused, concurrency, intake_limit, backlog_alert, tenants)
-VALUES (:queue, :paused, :intake_paused, :concurrency, :intake_limit, :backlog_alert, :tenants)
+-- Takes  :queue, :paused, :intake_paused, :concurrency, :worker_concurrency, :intake_limit, :backlog_alert,
+--        :tenants (JSON text)
+INSERT INTO queues (queue, paused, intake_paused, concurrency, worker_concurrency, intake_limit, backlog_alert, tenants)
+VALUES (:queue, :paused, :intake_paused, :concurrency, :worker_concurrency, :intake_limit, :backlog_alert, :tenants)
 ON CONFLICT (queue) DO UPDATE
    SET paused = excluded.paused, intake_paused = excluded.intake_paused, concurrency = excluded.concurrency,
-       intake_limit = excluded.intake_limit, backlog_alert = excluded.backlog_alert, tenants = excluded.tenants
+       worker_concurrency = excluded.worker_concurrency, intake_limit = excluded.intake_limit, backlog_alert = excluded.backlog_alert, tenants = excluded.tenants
 
 -- name: expedite
 -- Make a waiting job due now.

@@ -4,7 +4,7 @@
 -- Gives  view rows
 SELECT json_group_array(json_array(
            id, job_id, job_type, queue, tenant_id, state, attempt, payload, idempotency_key, trace_id, meta, created_at,
-           worker, result, error_code, last_error, due_at, next_retry_at, finished_at))
+           worker, result, error_code, last_error, due_at, next_retry_at, finished_at, schema_fingerprint))
   FROM jobs
  WHERE queue = :queue AND job_id IN (SELECT value FROM json_each(:ids))
    AND (finished_at IS NULL OR finished_at > :expired)
@@ -15,7 +15,7 @@ SELECT json_group_array(json_array(
 -- Gives  view rows
 SELECT json_group_array(json_array(
            id, job_id, job_type, queue, tenant_id, state, attempt, payload, idempotency_key, trace_id, meta, created_at,
-           worker, result, error_code, last_error, due_at, next_retry_at, finished_at))
+           worker, result, error_code, last_error, due_at, next_retry_at, finished_at, schema_fingerprint))
   FROM (
     SELECT * FROM jobs
      WHERE id IN (
@@ -129,3 +129,8 @@ INSERT INTO notices (queue, kind, job_id, at_ms) VALUES (:queue, :kind, :job_id,
 INSERT INTO notices (queue, kind, at_ms)
 SELECT :queue, 'due', :at
  WHERE NOT EXISTS (SELECT 1 FROM jobs WHERE queue = :queue AND due_at IS NOT NULL AND due_at < :at)
+
+-- name: announced_tasks
+-- Tasks that workers have announced.
+-- Gives  [[task, fingerprint, queue, priority, schema, seen_at]…]
+SELECT json_group_array(json_array(task, fingerprint, queue, priority, schema, seen_at)) FROM announced_tasks

@@ -40,6 +40,7 @@ CREATE TABLE jobs (
     deliveries      INTEGER NOT NULL DEFAULT 0,
     claimed_at      INTEGER,
     token           TEXT,
+    schema_fingerprint TEXT,
     last_seq        INTEGER NOT NULL DEFAULT 0,
     meta            TEXT,
     context         TEXT    GENERATED ALWAYS AS (json_extract(meta, '$.context')) VIRTUAL,
@@ -109,11 +110,13 @@ CREATE TABLE feed_readers (
 
 -- Which job came first under a key (requirement E1). Jobs without a key are found by their id.
 CREATE TABLE submission_keys (
-    tenant_id  TEXT    NOT NULL,
-    queue      TEXT    NOT NULL,
-    key        TEXT    NOT NULL,
-    job_id     TEXT    NOT NULL,
-    expires_at INTEGER NOT NULL,
+    tenant_id   TEXT    NOT NULL,
+    queue       TEXT    NOT NULL,
+    key         TEXT    NOT NULL,
+    job_id      TEXT    NOT NULL,
+    expires_at  INTEGER NOT NULL,
+    -- Of the first job's task and arguments; '' if not known.
+    fingerprint TEXT    NOT NULL DEFAULT '',
     PRIMARY KEY (tenant_id, queue, key)
 ) WITHOUT ROWID;
 CREATE INDEX submission_keys_by_expiry ON submission_keys (queue, expires_at);
@@ -157,6 +160,7 @@ CREATE TABLE queues (
     paused        INTEGER NOT NULL DEFAULT 0,
     intake_paused INTEGER NOT NULL DEFAULT 0,
     concurrency   INTEGER,
+    worker_concurrency INTEGER,
     intake_limit  INTEGER,
     backlog_alert INTEGER,
     tenants       TEXT,

@@ -8,15 +8,9 @@ SELECT json_group_array(input.value)
    AND EXISTS (SELECT 1 FROM jobs WHERE queue = input.value AND lease_expires_at IS NOT NULL AND lease_expires_at <= :now)
 
 -- name: expired_leases
--- Expired leases, and due retries in the pending list. A retry stays there while its tenant is at its concurrency limit.
+-- Expired leases, and due retries in the pending list.
 -- Takes  :queue, :now, :limit
 -- Gives  work rows
-WITH limited (tenant_id, free) AS (
-    SELECT key, json_extract(value, '$.concurrency')
-              - (SELECT count(*) FROM jobs
-                  WHERE queue = :queue AND lease_expires_at IS NOT NULL AND state = 'running' AND tenant_id = key)
-      FROM queues, json_each(queues.tenants)
-     WHERE queue = :queue AND json_extract(value, '$.concurrency') IS NOT NULL)
 SELECT json_group_array(json_array(
            id, job_id, job_type, tenant_id, idempotency_key, trace_id, state, attempt, claim_seq, deliveries, worker,
            claimed_at, created_at, run_at, last_seq, payload, meta))
@@ -24,17 +18,22 @@ SELECT json_group_array(json_array(
     SELECT * FROM jobs
      WHERE queue = :queue AND lease_expires_at IS NOT NULL AND lease_expires_at <= :now
        AND NOT EXISTS (SELECT 1 FROM queues WHERE queue = :queue AND paused)
-       AND (state = 'running' OR NOT EXISTS (
-           SELECT 1 FROM limited
-            WHERE limited.tenant_id = jobs.tenant_id AND (free <= 0 OR free <= (
-                SELECT count(*) FROM (
-                    SELECT 1 FROM jobs AS earlier
-                     WHERE earlier.queue = :queue AND earlier.lease_expires_at IS NOT NULL
-                       AND earlier.lease_expires_at <= jobs.lease_expires_at AND earlier.state <> 'running'
-                       AND earlier.tenant_id = jobs.tenant_id
-                       AND (earlier.lease_expires_at < jobs.lease_expires_at OR earlier.id < jobs.id)
-                     LIMIT :limit)))))
      ORDER BY lease_expires_at, id LIMIT :limit)
+
+-- name: running_by_tenant
+-- How many jobs of each tenant run.
+-- Takes  :queue
+-- Gives  [[tenant, count]…]
+SELECT json_group_array(json_array(tenant_id, leases)) FROM (
+    SELECT tenant_id, count(*) AS leases FROM jobs
+     WHERE queue = :queue AND lease_expires_at IS NOT NULL AND state = 'running'
+     GROUP BY tenant_id)
+
+-- name: requeue_retries
+-- Make due retries in the pending list ready, ordered by due time.
+-- Takes  :ids (a JSON list), :now
+UPDATE jobs SET ready_seq = lease_expires_at, lease_expires_at = NULL, updated_at = :now
+ WHERE id IN (SELECT value FROM json_each(:ids)) AND state = 'retrying' AND lease_expires_at <= :now
 
 -- name: reclaim
 -- Claim expired leases for another worker.
@@ -249,9 +248,9 @@ SELECT ?, ?, ?, 1, column1, column2, column3, column4, column5, column6, column7
 
 -- name: restore_keys
 -- Restore keys from a ledger. Existing keys stay, but the key of the same job expires no later than given.
--- Takes  queue; rows of tenant, key, job id, expires_at
-INSERT INTO submission_keys (queue, tenant_id, key, job_id, expires_at)
-SELECT ?, column1, column2, column3, column4
-  FROM (VALUES {{rows 4}})
+-- Takes  queue; rows of tenant, key, job id, expires_at, fingerprint
+INSERT INTO submission_keys (queue, tenant_id, key, job_id, expires_at, fingerprint)
+SELECT ?, column1, column2, column3, column4, column5
+  FROM (VALUES {{rows 5}})
  WHERE column1 IS NOT NULL
     ON CONFLICT DO UPDATE SET expires_at = min(expires_at, excluded.expires_at) WHERE job_id = excluded.job_id
