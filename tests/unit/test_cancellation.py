@@ -41,7 +41,7 @@ async def test_announcements_end_although_a_library_swallows_the_cancellation() 
                 await asyncio.Event().wait()
 
     task = AnnouncedTask(task="t", queue="q", fingerprint="01")
-    announcer = asyncio.create_task(run_announcer(Store(), None, [task]))
+    announcer = asyncio.create_task(run_announcer(Store(), [task], lambda: None))
     await started.wait()
     announcer.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -1,16 +1,17 @@
-"""Workers announce their tasks, in the engine and in a separate ledger, and do not depend on either."""
+"""Workers announce their tasks in the engine, upkeep copies them to a separate ledger; work depends on neither."""
 
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from holdfast import Holdfast
-from holdfast.core.announcement import KEEP_MS, AnnouncedTask
+from holdfast.core.announcement import ANNOUNCE_INTERVAL_S, KEEP_MS, AnnouncedTask
 from holdfast.execution.backend import backend_of
-from holdfast.ledger.port.ledger import Ledger
+from holdfast.upkeep.announcements import AnnouncementCopier
 from tests.worker.support import Faults, eventually, working
 
 
@@ -38,22 +39,60 @@ async def test_a_worker_announces_all_tasks_of_its_app(both: Holdfast) -> None:
     assert {each.task: each.document for each in found} == {name: spec.schema for name, spec in specs.items()}
 
 
-@pytest.mark.parametrize("kind", ["postgresql", "sqlite"])
-async def test_a_separate_ledger_has_the_announcements_too(
-    redis_url: str, namespace: str, kind: str, tmp_path: Any, request: pytest.FixtureRequest
+@pytest.fixture(params=["postgresql", "sqlite"])
+def ledger_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A ledger that is separate from the engine."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'ledger.db'}"
+    url: str = request.getfixturevalue("postgres_url")
+    return url
+
+
+async def test_a_worker_with_upkeep_copies_its_tasks_to_a_separate_ledger(
+    redis_url: str, namespace: str, ledger_url: str
 ) -> None:
-    url = f"sqlite:///{tmp_path / 'ledger.db'}" if kind == "sqlite" else request.getfixturevalue("postgres_url")
-    app = Holdfast(redis_url, namespace=namespace, ledger=url)
+    app = Holdfast(redis_url, namespace=namespace, ledger=ledger_url)
     add_tasks(app)
-    async with app, working(app, upkeep=False):
+    async with app, working(app):
         ledger = backend_of(app).ledger
         assert ledger is not None
         found = await eventually(ledger.operators.announced_tasks, "the announcement")
         assert names(found) == [("add", "default", 1), ("send", "mail", 2)]
-        await ledger.operators.announce_tasks(found)
-        again = await ledger.operators.announced_tasks()
-        assert [each.schema for each in again] == [each.schema for each in found]
-        assert all(one.seen_at_ms >= other.seen_at_ms for one, other in zip(again, found, strict=True))
+        assert found == await app.engine.announced_tasks()
+
+
+async def test_upkeep_copies_announcements_of_workers_without_upkeep(
+    redis_url: str, namespace: str, ledger_url: str
+) -> None:
+    """Such a worker does not write to the ledger: stopped in the middle, it would lock a SQLite file for all."""
+    app = Holdfast(redis_url, namespace=namespace, ledger=ledger_url)
+    add_tasks(app)
+    async with app, working(app, upkeep=False):
+        ledger = backend_of(app).ledger
+        assert ledger is not None
+        announced = await eventually(app.engine.announced_tasks, "the announcement")
+        copier = AnnouncementCopier(app.engine, ledger)
+        assert await ledger.operators.announced_tasks() == []
+        assert await copier.run_once() == ANNOUNCE_INTERVAL_S
+        assert await ledger.operators.announced_tasks() == announced
+
+
+async def test_a_copy_keeps_the_time_of_the_announcement(redis_url: str, namespace: str, ledger_url: str) -> None:
+    """What no worker announces any more does not look current because upkeep still runs."""
+    app = Holdfast(redis_url, namespace=namespace, ledger=ledger_url)
+    task = AnnouncedTask(task="t", queue="q", fingerprint="01")
+    async with app:
+        ledger = backend_of(app).ledger
+        assert ledger is not None
+        await app.engine.announce_tasks([task])
+        first = await app.engine.announced_tasks()
+        for copier in (AnnouncementCopier(app.engine, ledger), AnnouncementCopier(app.engine, ledger)):
+            await copier.run_once()
+            await copier.run_once()
+            assert await ledger.operators.announced_tasks() == first
+        await app.engine.announce_tasks([task])
+        await copier.run_once()
+        assert await ledger.operators.announced_tasks() == await app.engine.announced_tasks()
 
 
 async def test_old_schemas_of_a_task_are_deleted(app: Holdfast, clock: Any) -> None:
@@ -82,13 +121,17 @@ async def test_a_worker_works_while_it_cannot_announce(
             job = await app.submit_raw("add", b'{"a": 7}')
             assert await job.result(60) == 7
             await eventually(lambda: faults.count("announce_tasks"), "the announcement")
-    assert "cannot announce the tasks of this worker in the engine" in caplog.text
+    assert "cannot announce the tasks of this worker" in caplog.text
 
 
-async def test_a_worker_works_while_the_ledger_is_down(redis_url: str, namespace: str) -> None:
+async def test_a_copy_is_repeated_while_the_ledger_is_down(
+    redis_url: str, namespace: str, caplog: pytest.LogCaptureFixture
+) -> None:
     app = Holdfast(redis_url, namespace=namespace, ledger="postgresql://127.0.0.1:1/none")
     add_tasks(app)
-    ledger: Ledger | None = backend_of(app).ledger
+    ledger = backend_of(app).ledger
     assert ledger is not None
     async with app, working(app, upkeep=False):
         await eventually(app.engine.announced_tasks, "the announcement in the engine")
+        assert await AnnouncementCopier(app.engine, ledger).run_once() < ANNOUNCE_INTERVAL_S
+    assert "cannot copy announced tasks to the ledger, retrying" in caplog.text

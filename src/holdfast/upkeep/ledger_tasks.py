@@ -1,7 +1,8 @@
 """Background tasks that keep a ledger in step with its engine, and its retention (requirement L5).
 
-`LedgerTasks` starts and stops them for workers and `holdfast upkeep`: projector, reconciler, pruner, and the loops of
-`upkeep.dispatch`. Any number of processes may run them: one projects a feed at a time, the others are on standby.
+`LedgerTasks` starts and stops them for workers and `holdfast upkeep`: projector, reconciler, pruner, the copy of
+announced tasks, and the loops of `upkeep.dispatch`. Any number of processes may run them: one projects a feed at a
+time, the others are on standby.
 
 `ProjectorThread` runs the projector in its own thread, with its own event loop, engine and ledger: a large batch takes
 a few hundred milliseconds of CPU, for which tasks on the worker's loop would otherwise wait.
@@ -27,6 +28,7 @@ from holdfast.errors import HoldfastError, LedgerUnavailable, Unavailable
 from holdfast.extras import loop_factory
 from holdfast.ledger.port.ledger import Ledger
 from holdfast.settings import Settings
+from holdfast.upkeep.announcements import AnnouncementCopier
 from holdfast.upkeep.dispatch import ApprovalDelivery, ReplaySubmission, WebhookDispatcher
 from holdfast.upkeep.loop import run_forever
 from holdfast.upkeep.projector import Projector
@@ -189,6 +191,7 @@ class LedgerTasks:
         self._projector_thread: ProjectorThread | None = None
         # In embedded mode there is nothing to project or to restore: engine and ledger are one file.
         separate = ledger.projection is not None
+        self._announcements = AnnouncementCopier(engine, ledger) if separate else None
         if separate and settings.reconcile_interval_s:
             self._reconciler = Reconciler(engine, ledger, queues, interval_s=settings.reconcile_interval_s)
         if separate and project:
@@ -217,6 +220,13 @@ class LedgerTasks:
         self._tasks.append(asyncio.create_task(self._run_dispatch()))
         if self._reconciler is not None:
             self._tasks.append(asyncio.create_task(self._reconciler.run()))
+        if self._announcements is not None:
+            self._tasks.append(asyncio.create_task(self._announcements.run()))
+
+    def copy_announcements(self) -> None:
+        """Copy announced tasks into the ledger now."""
+        if self._announcements is not None:
+            self._announcements.wake()
 
     async def stop(self) -> None:
         """End all tasks and release the feeds, so that another process can continue immediately."""

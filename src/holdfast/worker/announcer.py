@@ -1,4 +1,4 @@
-"""Announce the tasks of a worker: in the engine, and in a separate ledger, which survives a wipe of the engine.
+"""Announce the tasks of a worker in the engine. Upkeep copies announcements into a separate ledger.
 
 Repeated every minute. A failure is logged once and does not affect the worker (requirement L3).
 """
@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from holdfast.aio import raise_if_cancelled
 from holdfast.core.announcement import ANNOUNCE_INTERVAL_S, AnnouncedTask
-from holdfast.ledger.port.ledger import Ledger
 
 _log: Final = logging.getLogger("holdfast.worker")
 
@@ -25,26 +24,19 @@ class AnnouncementStore(Protocol):
     async def announce_tasks(self, tasks: Sequence[AnnouncedTask]) -> None: ...
 
 
-async def run_announcer(engine: AnnouncementStore, ledger: Ledger | None, tasks: Sequence[AnnouncedTask]) -> None:
-    """Announce until cancelled."""
-    stores: dict[str, Callable[[], Awaitable[None]]] = {"engine": lambda: engine.announce_tasks(tasks)}
-    # An embedded ledger is the engine's own file.
-    if ledger is not None and ledger.projection is not None:
-        stores["ledger"] = lambda: ledger.operators.announce_tasks(tasks)
-    if tasks:
-        await asyncio.gather(*(_repeat(name, announce) for name, announce in stores.items()))
-
-
-async def _repeat(store: str, announce: Callable[[], Awaitable[None]]) -> None:
+async def run_announcer(
+    engine: AnnouncementStore, tasks: Sequence[AnnouncedTask], on_announced: Callable[[], None]
+) -> None:
+    """Announce until cancelled; `on_announced` is called after each time."""
     failing = False
-    while True:
+    while tasks:
         try:
-            await announce()
+            await engine.announce_tasks(tasks)
+            on_announced()
         except Exception as exc:  # noqa: BLE001 - top of a loop
             _log.log(
                 logging.DEBUG if failing else logging.WARNING,
-                "cannot announce the tasks of this worker in the %s, retrying: %s",
-                store,
+                "cannot announce the tasks of this worker, retrying: %s",
                 exc,
             )
             failing = True

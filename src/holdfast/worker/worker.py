@@ -281,7 +281,8 @@ class Worker(LeaseListener):
         )
         renewer.start()
         fetching = asyncio.create_task(fetcher.run())
-        announcing = run_announcer(engine, self._backend.ledger, self._backend.announcements())
+        on_announced = ledger_tasks.copy_announcements if ledger_tasks is not None else lambda: None
+        announcing = run_announcer(engine, self._backend.announcements(), on_announced)
         helpers = [asyncio.create_task(each) for each in (self._housekeep(), announcing)]
         helpers += self._start_upkeep(engine)
         if ledger_tasks is not None:

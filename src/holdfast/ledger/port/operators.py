@@ -152,7 +152,10 @@ class OperatorStore(Protocol):
     # Tasks
 
     async def announce_tasks(self, tasks: Sequence[AnnouncedTask]) -> None:
-        """As `JobPort.announce_tasks`: a wiped engine does not refuse submissions of known tasks."""
+        """Store announcements with the time of each, the current time if it has none.
+
+        With them, a wiped engine does not refuse submissions of known tasks. Can be repeated.
+        """
         ...
 
     async def announced_tasks(self) -> list[AnnouncedTask]:

@@ -7,7 +7,7 @@ letters have their own modules.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 
 import msgspec
 from sqlalchemy import delete, insert, select, update
@@ -107,9 +107,10 @@ def clear_alert(key: str, entry: AuditEntry) -> SqlTransaction[bool]:
 def announce(tasks: Sequence[AnnouncedTask]) -> SqlTransaction[None]:
     now = yield NOW
     table = announced_tasks
-    # In one order, so that two workers that start at once do not block each other.
+    # In one order, so that two processes that copy at once do not block each other.
     for task in sorted(tasks, key=lambda each: (each.task, each.fingerprint)):
-        values = {"queue": task.queue, "priority": task.priority, "schema": task.schema, "seen_at": now}
+        seen_at = datetime.fromtimestamp(task.seen_at_ms / 1000, UTC) if task.seen_at_ms else now
+        values = {"queue": task.queue, "priority": task.priority, "schema": task.schema, "seen_at": seen_at}
         row = postgresql_insert(table).values(task=task.task, fingerprint=task.fingerprint, **values)
         yield row.on_conflict_do_update(index_elements=[table.c.task, table.c.fingerprint], set_=values)
     names = sorted({task.task for task in tasks})
