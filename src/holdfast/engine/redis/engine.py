@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 from holdfast.core.announcement import AnnouncedTask
 from holdfast.core.fingerprint import raw_fingerprint
@@ -35,7 +35,7 @@ from holdfast.engine.redis.announcements import Announcements
 from holdfast.engine.redis.claims import Claims
 from holdfast.engine.redis.diagnosis import Diagnosis, unreachable_finding
 from holdfast.engine.redis.feed import Feed
-from holdfast.engine.redis.intake import Intake
+from holdfast.engine.redis.intake import EACH, WHOLE, Intake
 from holdfast.engine.redis.keys import KeyNames
 from holdfast.engine.redis.net.client import RedisClient
 from holdfast.engine.redis.net.connection import ClusterSeeds, SentinelAddresses, is_cluster, parse_url
@@ -140,10 +140,10 @@ class RedisEngine(Engine):
     # Jobs ------------------------------------------------------------------------------------------
 
     async def submit(self, envelopes: Sequence[Envelope]) -> list[Receipt]:
-        return await self._intake.submit(envelopes)
+        return cast("list[Receipt]", await self._intake.submit(envelopes, WHOLE))
 
     async def submit_each(self, envelopes: Sequence[Envelope]) -> list[Receipt | JobRefused]:
-        return await self._intake.submit_each(envelopes)
+        return await self._intake.submit(envelopes, EACH)
 
     async def claim(
         self,

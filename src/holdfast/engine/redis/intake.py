@@ -13,8 +13,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from functools import partial
-from typing import Any, Final, cast
+from functools import lru_cache, partial
+from typing import Any, Final
 
 import msgspec
 
@@ -39,6 +39,10 @@ from holdfast.errors import (
     IntakeRefused,
 )
 
+#: A batch is accepted whole or not at all, or each job is judged on its own.
+WHOLE: Final = b"whole"
+EACH: Final = b"each"
+
 
 class Intake:
     """Accepts envelopes, one script call per queue and batch."""
@@ -46,13 +50,8 @@ class Intake:
     def __init__(self, store: RedisStore) -> None:
         self._store = store
 
-    async def submit(self, envelopes: Sequence[Envelope]) -> list[Receipt]:
-        return cast("list[Receipt]", await self._submit_all(envelopes, _WHOLE))
-
-    async def submit_each(self, envelopes: Sequence[Envelope]) -> list[Receipt | JobRefused]:
-        return await self._submit_all(envelopes, _EACH)
-
-    async def _submit_all(self, envelopes: Sequence[Envelope], mode: bytes) -> list[Receipt | JobRefused]:
+    async def submit(self, envelopes: Sequence[Envelope], mode: bytes) -> list[Receipt | JobRefused]:
+        """Accept or refuse each envelope, with `EACH`; `WHOLE` raises the refusal, and no job of that batch is new."""
         first = envelopes[0].queue if envelopes else ""
         if len(envelopes) <= MAX_BATCH and all(envelope.queue == first for envelope in envelopes):
             return await self._submit(first, envelopes, mode) if envelopes else []
@@ -69,18 +68,10 @@ class Intake:
 
     async def _submit(self, queue: str, envelopes: Sequence[Envelope], mode: bytes) -> list[Receipt | JobRefused]:
         store = self._store
-        await store.register_queue(queue)
+        if not store.is_registered(queue):
+            await store.register_queue(queue)
         keys, options = store.keys(queue), store.options
-        names = [
-            *keys.streams,
-            keys.feed,
-            keys.delayed,
-            keys.waiting_approval,
-            keys.control,
-            keys.notices,
-            keys.wake,
-            keys.lanes,
-        ]
+        names = list(keys.of_submission)
         names += [keys.job(envelope.job_id) for envelope in envelopes]
         width, jobs, key_names, keyed = _plain(envelopes) or _full(keys, envelopes, options.fingerprint)
         names += key_names
@@ -92,7 +83,7 @@ class Intake:
             wire.pack(durable) if durable else b"",
             store.names.group,
             RETRY_CONSUMER,
-            _schemas(envelopes),
+            _tokens(envelopes),
             mode,
             wire.pack(keyed) if keyed else b"",
         )
@@ -118,12 +109,11 @@ class Intake:
 
     def _receipts(self, queue: str, envelopes: Sequence[Envelope], reply: list[Any]) -> list[Receipt | JobRefused]:
         counters = self._store.counters
-        if reply[0] in _JOB_REFUSALS:
-            if reply[0] == b"limited":
-                counters.intake_refused += len(envelopes)
-            raise _job_refusal(queue, envelopes, *reply)
         if reply[0] != b"ok":
-            counters.intake_refused += len(envelopes)
+            if reply[0] != b"reused":
+                counters.intake_refused += len(envelopes)
+            if reply[0] in _JOB_REFUSALS:
+                raise _job_refusal(queue, envelopes, *reply)
             raise _REFUSALS[reply[0]](queue)
         receipts: list[Receipt | JobRefused] = [Receipt(envelope.job_id) for envelope in envelopes]
         counters.submitted += len(envelopes)
@@ -139,8 +129,6 @@ class Intake:
         return receipts
 
 
-_WHOLE: Final = b"whole"
-_EACH: Final = b"each"
 _JOB_REFUSALS: Final = (b"limited", b"reused")
 
 
@@ -218,15 +206,18 @@ def _full(keys: QueueKeys, envelopes: Sequence[Envelope], fingerprint: Callable[
     return 10, jobs, [*key_indexes, *by_id], keyed
 
 
-def _schemas(envelopes: Sequence[Envelope]) -> bytes:
-    """The packed fingerprints of the schemas: by task, or by number if a job has another one than those before it."""
-    schemas: dict[str | int, str] = {}
-    for number, envelope in enumerate(envelopes, 1):
-        if schemas.setdefault(envelope.task, envelope.schema) != envelope.schema:
-            schemas[number] = envelope.schema
+def _tokens(envelopes: Sequence[Envelope]) -> bytes:
+    """The token of new jobs, which has the fingerprint of a schema; packed, a token per job if they differ."""
+    schemas = {envelope.schema for envelope in envelopes}
+    if len(schemas) == 1:
+        return _token(envelopes[0].schema)
+    return wire.pack([_token(envelope.schema).decode() for envelope in envelopes])
+
+
+@lru_cache(maxsize=1_000)
+def _token(schema: str) -> bytes:
     # It becomes a part of the record's first line.
-    known = {key: schema if _is_fingerprint(schema) else "" for key, schema in schemas.items()}
-    return wire.pack(known) if any(known.values()) else b""
+    return f"-#{schema}".encode() if _is_fingerprint(schema) else b"-"
 
 
 def _due(envelope: Envelope) -> str:

@@ -98,6 +98,20 @@ class QueueKeys:
         return self.lane(index // STREAMS_PER_LANE)[index % STREAMS_PER_LANE]
 
     @cached_property
+    def of_submission(self) -> tuple[bytes, ...]:
+        """The first keys of the script `submit`."""
+        return (
+            *self.streams,
+            self.feed,
+            self.delayed,
+            self.waiting_approval,
+            self.control,
+            self.notices,
+            self.wake,
+            self.lanes,
+        )
+
+    @cached_property
     def feed(self) -> bytes:
         """All moves of this queue, one entry per atomic step."""
         return self._key("stream:feed")

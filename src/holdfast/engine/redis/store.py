@@ -109,6 +109,10 @@ class RedisStore:
         """Return the time of Redis; on a Cluster, that of the queue's node."""
         return await self.client.time_ms(None if queue is None else self.keys(queue).control)
 
+    def is_registered(self, queue: str) -> bool:
+        """Whether `register_queue` has nothing to do."""
+        return self._known.get(queue, 0.0) >= time.monotonic()
+
     async def register_queue(self, queue: str, *, again: bool = False) -> None:
         """Add the queue to the list of queues. Repeated every `_KNOWN_S`, because a wipe may have removed it."""
         now = time.monotonic()

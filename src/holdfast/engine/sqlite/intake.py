@@ -168,9 +168,14 @@ class _Limits:
         #: What the batch adds to it; the empty tenant is the queue.
         self._added: Counter[str] = Counter()
 
+    @property
+    def none(self) -> bool:
+        """Whether there are no limits."""
+        return self._limit is None and not self._limits
+
     def refusal(self, envelope: Envelope) -> IntakeLimited | None:
         """Why a new job does not fit; None if it does. It then counts for those after it."""
-        if self._limit is None and not self._limits:
+        if self.none:
             return None
         backlogs = self._backlogs = self._backlogs or self._count_backlogs()
         tenant = envelope.tenant_id
@@ -215,6 +220,8 @@ class _Judged(msgspec.Struct):
 def _judge(known: IntakeState, envelopes: Sequence[Envelope], limits: _Limits, queue: str) -> _Judged:
     """Judge the envelopes in order: known by their id (a resend) or their key (a duplicate), refused, or new."""
     ids = {job.job_id for job in known.jobs}
+    if not ids and limits.none and _are_plain(envelopes):
+        return _Judged([Receipt(envelope.job_id) for envelope in envelopes], list(envelopes), [])
     #: By tenant and key: the first job, and the fingerprint of its request. A job without a key is known by its id.
     firsts = {(job.tenant_id, job.job_id): (job.job_id, "") for job in known.jobs if job.keyless and not job.expired}
     firsts |= {(key.tenant_id, key.key): (key.job_id, key.fingerprint) for key in known.keys if not key.expired}
@@ -248,6 +255,12 @@ def _judge(known: IntakeState, envelopes: Sequence[Envelope], limits: _Limits, q
             judged.refusal = answer
         judged.answers.append(answer)
     return judged
+
+
+def _are_plain(envelopes: Sequence[Envelope]) -> bool:
+    """Whether none has a key, and no job id occurs twice."""
+    ids = {envelope.job_id for envelope in envelopes if not envelope.idempotency_key}
+    return len(ids) == len(envelopes)
 
 
 def _write(transaction: Transaction, policy: EngineContext, queue: str, judged: _Judged, now_ms: int) -> None:

@@ -237,7 +237,7 @@ _encoder: Final = msgspec.json.Encoder()
 
 
 def encode_meta(meta: Meta) -> str | None:
-    return None if meta == EMPTY_META else _encoder.encode(meta).decode()
+    return None if meta is EMPTY_META or meta == EMPTY_META else _encoder.encode(meta).decode()
 
 
 def row_id_of(lease: Lease) -> int:

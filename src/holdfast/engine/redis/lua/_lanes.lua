@@ -1,4 +1,4 @@
--- Prepended after _prelude to scripts that use lanes: their streams, owners and limits.
+-- Shared by scripts that use lanes, after _prelude: their streams, owners and limits.
 
 local WHOLE_QUEUE = -1 -- in `limits`: the limit of all lanes together
 local SHARED_MS = 10000 -- a tenant that shares a lane searches for its own again after this time

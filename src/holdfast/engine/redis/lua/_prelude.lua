@@ -1,4 +1,5 @@
--- Prepended to every script, after the generated constants: MOVES, the legal moves, and LANES, the number of lanes.
+-- Shared by all scripts, after the generated constants: MOVES, the legal moves, and LANES, the number of lanes. A script is
+-- loaded with the statements that it uses, so one at the top level begins with `local` and has no other effect.
 -- Scripts are isolated but do not roll back: each reads and checks first, then makes writes that cannot fail.
 --
 -- A job's record is `<position> <state> <token>\n<body>`. The position is `<stream index>:<message id>` while a stream has

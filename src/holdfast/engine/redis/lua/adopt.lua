@@ -1,4 +1,3 @@
--- uses: lanes
 -- adopt: turn foreign messages, just delivered to this worker, into jobs or dead letters.
 -- KEYS   1-4 streams  5 feed  6 result  7 dlq ('' if off)  8 dead  9 control  10 waiters  11 wake  then n records,
 --        then m idempotency keys, then the m records of the jobs whose ids are these keys, then streams of further lanes

@@ -1,4 +1,3 @@
--- uses: lanes
 -- claim: lease ready jobs. Writes nothing per job: the pending list is the lease.
 -- KEYS   1-4 streams  5 feed  6 control  7 wake  8 workers  then streams of further lanes
 -- ARGV   1 group  2 worker  3 limit  4 nonce  5 feed limit  6 wake group  7-9 priorities in reading order

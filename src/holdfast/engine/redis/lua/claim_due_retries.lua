@@ -1,4 +1,3 @@
--- uses: lanes
 -- claim_due_retries: lease due retries that waited in the pending list. One without a free slot becomes ready instead: a
 -- slot that other jobs always take first would never be free at this point.
 -- KEYS   1-4 streams  5 feed  6 control  7 waiting  8 wake  9 lanes  then n records, then streams of further lanes

@@ -1,4 +1,3 @@
--- uses: lanes
 -- claim_job: lease one waiting job by id. Its message moves to the stream of its tenant's lane that `claim` does not read.
 -- KEYS   1-4 streams  5 feed  6 delayed  7 retry  8 waiting  9 control  10 wake  11 lanes  12 workers  13 record
 --        then streams of further lanes

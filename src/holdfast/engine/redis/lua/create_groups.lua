@@ -1,4 +1,3 @@
--- uses: lanes
 -- create_groups: create both groups on every stream, starting at 0: `$` would skip existing messages.
 -- KEYS   1-4 streams  5 wake  then streams of further lanes
 -- ARGV   1 group  2 wake group  then declared lanes

@@ -1,4 +1,3 @@
--- uses: lanes
 -- find_expired: leases that have been idle for the visibility timeout. Reads only; `reclaim` claims them.
 -- KEYS   1-4 streams  5 control  then streams of further lanes
 -- ARGV   1 group  2 visibility timeout  3 limit  4 filter by idle time (1: Redis 6.2 and later)

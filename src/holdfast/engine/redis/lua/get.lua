@@ -1,4 +1,3 @@
--- uses: lanes
 -- get: a consistent read of jobs. With register waiters, callers are notified when jobs that have not finished finish.
 -- KEYS   1-4 streams  5 waiting  6 retry  7 delayed  8 waiters  then records, then streams of further lanes
 -- ARGV   1 group  2 register waiters (1|0)  then the job ids, then declared lanes

@@ -1,4 +1,3 @@
--- uses: lanes
 -- move: an operator's move, checked with the same table as every other move.
 -- KEYS   1-4 streams  5 feed  6 result  7 dlq  8 retry  9 waiting  10 suspended  11 held  12 dead  13 delayed  14 control
 --        15 waiters  16 notices  17 wake  18 lanes  19 record  20 idempotency key (or the record again)

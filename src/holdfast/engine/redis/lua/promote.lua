@@ -1,4 +1,3 @@
--- uses: lanes
 -- promote: make due jobs ready. Not a move of the state machine: a retry stays `retrying` until it is claimed.
 -- KEYS   1-4 streams  5 delayed  6 retry  7 control  8 wake  9 lanes  then n records, then streams of further lanes
 -- ARGV   1 group  2 n, then 2 per job: job id, 'delayed' | 'retry', then declared lanes

@@ -1,4 +1,3 @@
--- uses: lanes
 -- reclaim: claim expired leases, if they are still expired. No limit of running jobs applies: they were leased before.
 -- KEYS   1-4 streams  5 feed  6 control  7 wake  then n records, then streams of further lanes
 -- ARGV   1 group  2 worker  3 nonce  4 feed limit  5 visibility timeout  6 autoclaim (1: Redis 6.2 and later)  7 n

@@ -1,4 +1,3 @@
--- uses: lanes
 -- remove_consumers: remove consumers without pending entries. Removing others would lose their entries.
 -- KEYS   1-4 streams  5 workers  6 control  then streams of further lanes
 -- ARGV   1 group  2 consumer to remove ('': all that are idle)  3 idle ms  4 consumer never to remove

@@ -1,4 +1,3 @@
--- uses: lanes
 -- renew: extend leases that are still this worker's.
 -- KEYS   1-4 streams  5 feed  6 control  then the records of jobs with a heartbeat, then streams of further lanes
 -- ARGV   1 group  2 worker  3 n  4 nonce  5 feed limit  then 4 per lease: stream index, message id,

@@ -1,4 +1,3 @@
--- uses: lanes
 -- restore: write lost jobs again in their states, if the feed is still the one of the snapshot.
 -- KEYS   1-4 streams  5 feed  6 retry  7 suspended  8 held  9 dead  10 delayed  11 control  12 notices  13 wake  14 lanes
 --        then n records, then idempotency keys, then streams of further lanes

@@ -1,4 +1,3 @@
--- uses: lanes
 -- set_control: change an operator's controls of a queue; all listeners and waiting workers are notified.
 -- KEYS   1 control  2 notices  3 wake  4 feed  5 lanes
 -- ARGV   1 nonce  2 feed limit  3 the operator's event ('': none)  4 its data  5 packed, 4 values per named tenant: tenant,

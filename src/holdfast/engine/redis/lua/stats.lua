@@ -1,4 +1,3 @@
--- uses: lanes
 -- stats: counts of a queue, in one atomic step. Reads only.
 -- KEYS   1-4 streams  5 feed  6 retry  7 waiting  8 suspended  9 held  10 dead  11 delayed  12 control  13 dlq  14 workers
 --        15 lanes  then streams of further lanes

@@ -1,4 +1,3 @@
--- uses: lanes
 -- submit: accept new jobs; reply with the existing job for each duplicate.
 -- KEYS   1-4 streams  5 feed  6 delayed  7 held  8 control  9 notices  10 wake  11 lanes  then n records, then m idempotency
 --        keys, then the m records of the jobs whose ids are these keys, then streams of further lanes
@@ -8,7 +7,7 @@
 --        Four values if no job of the batch needs more, and no job id occurs twice.
 --        7 epoch that the caller expects ('': there is no ledger)  8 packed indexes (from 1) of durable jobs ('' if none)
 --        9 group  10 consumer that holds retries in the pending list
---        11 packed, fingerprint of the schema by task, or by index of a job that has another ('' if none)
+--        11 the token of new jobs (`-`, and `#` with the fingerprint of a schema), or packed, tokens by index of the job
 --        12 'each' (jobs are judged one by one) | 'whole' (all are accepted, or none)
 --        13 packed, 3 values per job with a key ('' if none): index of the job, fingerprint, whether a reused key returns the
 --        first job (1) or is refused (0)  14 declared lanes
@@ -44,8 +43,14 @@ local function skip(i, answer)
 end
 
 -- Judge the jobs in order: which are known, which have the key of another request, which exceed a limit.
-local whole, differing, undeclared, refusal = ARGV[12] == 'whole', {}, nil, nil
-local function judge_jobs()
+local whole, differing = ARGV[12] == 'whole', {}
+if plain and not controls[4] and not controls[5] then
+  for i = 1, n do
+    if known[i] then skip(i, 'known') end
+  end
+else
+  -- Not in a separate function: most calls would only create it.
+  local undeclared, refusal
   -- Limits apply to ready and running jobs. The backlog is counted when the first new job needs it.
   local limited = controls[4] or controls[5]
   local limits, queue_limit, queued, added, tenants = limited and decode_limits(controls[5]), tonumber(controls[4] or nil), nil, 0, {}
@@ -117,7 +122,7 @@ local function judge_jobs()
 
   if not plain then
     undeclared = undeclared_positions(streams, { unpack(known, n + number_of_keys + 1, n + 2 * number_of_keys) })
-    if undeclared then return end
+    if undeclared then return undeclared end
     local keyed = ARGV[13] ~= '' and cmsgpack.unpack(ARGV[13]) or {}
     for at = 1, #keyed, 3 do fingerprints[keyed[at]], returned[keyed[at]] = keyed[at + 1], keyed[at + 2] == 1 end
   end
@@ -128,13 +133,6 @@ local function judge_jobs()
       skip(i, answer)
     end
   end
-end
-if plain and not controls[4] and not controls[5] then
-  for i = 1, n do
-    if known[i] then skip(i, 'known') end
-  end
-else
-  judge_jobs()
   if undeclared then return undeclared end
   if whole and refusal then
     if refusal[1] == 'limited' then refusal[5] = n - #skipped end
@@ -165,15 +163,14 @@ local at = now_ms()
 local now = format_integer(at)
 local head = '1 queued 0 0 ' .. now
 local to_set, p, earliest = {}, 0, nil
-local schemas = ARGV[11] ~= '' and cmsgpack.unpack(ARGV[11]) or {}
+local same_token = string.byte(ARGV[11]) == 45 and ARGV[11]
+local tokens = not same_token and cmsgpack.unpack(ARGV[11])
 for i = 1, n do
   if not known[i] then
     local first = (i - 1) * width
     local priority, job_id, task, payload = jobs[first + 1], jobs[first + 2], jobs[first + 3], jobs[first + 4]
     local record
-    -- The token of a job without a settled attempt: `-`, and `#` with the fingerprint of its schema.
-    local schema = schemas[i] or schemas[task]
-    local token = schema and schema ~= '' and '-#' .. schema or '-'
+    local token = same_token or tokens[i]
     if plain then
       record = POSITION_PREFIX[priority] .. call('XADD', streams[priority + 1], '*',
         'holdfast', head, 'task_id', job_id, 'type', task, 'payload', payload) .. ' queued ' .. token
@@ -206,6 +203,6 @@ end
 in_chunks(to_set, function(...) redis.call('MSET', ...) end)
 reply[2] = append_packed_feed(feed_key, feed_limit, controls[2], nonce, plain and 'created_plain' or 'created', now, '', ARGV[6], skipped, urgent)
 -- The first job stands; that the arguments of another submission differ is recorded.
-append_feed(feed_key, feed_limit, controls[2], nonce, 'adopted', now, '', differing)
+if #differing > 0 then append_feed(feed_key, feed_limit, controls[2], nonce, 'adopted', now, '', differing) end
 if earliest then notify_if_earliest(delayed, notices, earliest) end
 return reply

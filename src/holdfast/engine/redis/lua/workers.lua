@@ -1,4 +1,3 @@
--- uses: lanes
 -- workers: the workers of a queue and their leases. Reads only.
 -- KEYS   1-4 streams  5 workers  6 control  then streams of further lanes
 -- ARGV   1 group  2 consumer that holds retries in the pending list  3 declared lanes

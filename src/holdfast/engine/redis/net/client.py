@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from importlib.resources import files
@@ -56,8 +57,12 @@ _EPOCH_AWARE: Final = frozenset({Purpose.SUBMIT, Purpose.OTHER})
 #: Scripts that receive the epoch, and the index of that argument; left alone if it is empty.
 _EPOCH_ARGUMENT: Final[Mapping[str, int]] = {"submit": 6}
 
-#: First line of scripts that need `_lanes.lua`. It is large, so others are loaded without it.
-_USES_LANES: Final = "-- uses: lanes\n"
+#: Files that scripts share, in this order; each may use what is before it.
+_SHARED: Final = ("_prelude", "_lanes")
+#: The names that a statement at the top level of a shared file defines.
+_defines: Final = re.compile(r"local (?:function )?(\w+(?:, \w+)*)").match
+_words: Final = re.compile(r"\w+").findall
+_comments: Final = re.compile(r"(?m)^\s*--.*$")
 
 #: Errors of a server that is no longer the master.
 _DEMOTED: Final = ("READONLY", "MASTERDOWN")
@@ -85,15 +90,14 @@ class ConnectionLost(Unreachable):
 
 
 class Script:
-    """A Lua script: constants, prelude, `_lanes` if its first line requests it, and the file itself."""
+    """A Lua script: what it uses of the constants and the shared files, and the file itself."""
 
     def __init__(self, name: str) -> None:
         folder = files("holdfast.engine.redis") / "lua"
         own = (folder / f"{name}.lua").read_text()
-        shared = ["_prelude", "_lanes"] if own.startswith(_USES_LANES) else ["_prelude"]
-        parts = [(folder / f"{part}.lua").read_text() for part in shared]
+        shared = [_constants(), *((folder / f"{part}.lua").read_text() for part in _SHARED)]
         self.name = name
-        self.source = "\n".join([_constants(), *parts, own]).encode()
+        self.source = "\n".join([*_used_statements(own, shared), own]).encode()
         self.sha = hashlib.sha1(self.source, usedforsecurity=False).hexdigest().encode()
         self._epoch_at = _EPOCH_ARGUMENT.get(name)
 
@@ -396,6 +400,27 @@ def _retrieve_exception(future: asyncio.Future[Any]) -> None:
     """Retrieve the exception, so that asyncio does not log it."""
     if not future.cancelled():
         future.exception()
+
+
+def _used_statements(own: str, shared: Sequence[str]) -> list[str]:
+    """The statements of shared files that a script uses, directly or through others.
+
+    Redis runs all of a script for each call: every function and table that it does not need takes time.
+    """
+    statements: list[str] = []
+    for line in filter(None, _comments.sub("", "\n".join(shared)).splitlines()):
+        if line.startswith("local "):
+            statements.append(line)
+        else:
+            statements[-1] += f"\n{line}"
+    words, used = set(_words(_comments.sub("", own))), []
+    for statement in reversed(statements):
+        names = _defines(statement)
+        assert names is not None
+        if words.intersection(_words(names[1])):
+            words.update(_words(statement))
+            used.append(statement)
+    return used[::-1]
 
 
 def _constants() -> str:
