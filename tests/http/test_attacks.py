@@ -158,6 +158,12 @@ class _NoTokens:
         _scope(host="127.0.0.1.evil.example"),
         _scope(origin="http://evil.example"),
         _scope(sec_fetch_site="cross-site"),
+        _scope(referer="http://evil.example/page"),
+        _scope(referer="http://127.0.0.1:3000/"),
+        _scope(referer="http://127.0.0.1:8000.evil.example/"),
+        _scope(referer="http://127.0.0.1:8000@evil.example/"),
+        _scope(referer="about:blank"),
+        _scope(referer="http://["),
     ],
 )
 async def test_dev_mode_accepts_only_this_machine(scope: dict[str, Any]) -> None:
@@ -174,6 +180,15 @@ async def test_the_dev_cookie_is_accepted_only_from_pages_of_the_server() -> Non
     assert (
         await authenticator.authenticate(_scope("::1", origin="http://127.0.0.1:8000", cookie=cookie))
     ).name == "dev"
-    for other in ({"sec_fetch_site": "same-site"}, {"origin": "http://127.0.0.1:3000"}, {"origin": "null"}):
+    own_page = _scope(referer="http://127.0.0.1:8000/docs?a=b", cookie=cookie)
+    assert (await authenticator.authenticate(own_page)).name == "dev"
+    for other in (
+        {"sec_fetch_site": "same-site"},
+        {"origin": "http://127.0.0.1:3000"},
+        {"origin": "null"},
+        {"referer": "http://127.0.0.1:3000/docs"},
+        {"referer": "http://evil.example/http://127.0.0.1:8000/"},
+        {"origin": "http://127.0.0.1:8000", "referer": "http://evil.example/"},
+    ):
         with pytest.raises(Unauthorized):
             await authenticator.authenticate(_scope(cookie=cookie, **other))

@@ -56,6 +56,9 @@ def test_dev_needs_no_token_and_has_a_link_that_works_once(shell: Shell) -> None
         cross_site = {"sec-fetch-site": "cross-site"}
         assert client.get("/api/v1/jobs", headers=cross_site).status_code == 401
         assert client.get("/api/v1/jobs", headers={"host": "evil.example"}).status_code == 401
+        # Only the Referer shows that a page of another site sent it.
+        body = {"task": "add", "payload": {"a": 1}}
+        assert client.post("/api/v1/jobs", json=body, headers={"referer": "http://evil.example/"}).status_code == 401
         found = re.search(r"/dev\?key=\S+", process.log.read_text())
         assert found
         first = client.get(found.group())

@@ -1,8 +1,8 @@
 """Authentication: bearer tokens, or the local user in dev mode on loopback.
 
 In dev mode programs need no token. A browser must have signed in with the one-time link, otherwise any page open in it
-could use the API. Its requests are accepted only from pages of this server, because browsers treat all ports of a host
-as one site. Requests from other machines or through a proxy are refused.
+could use the API. Its requests are accepted only from pages of this server (`Sec-Fetch-Site`, `Origin`, `Referer`),
+because browsers treat all ports of a host as one site. Requests from other machines or through a proxy are refused.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ _NEEDED: Final = "no valid token; send one as a bearer token (create one with `h
 #: Number of used links kept, so that they are reported as used, not as unknown.
 _USED_LINKS: Final = 100
 _LOOPBACK: Final = ("127.0.0.1", "localhost", "[::1]")
+_BROWSER_HEADERS: Final = (b"sec-fetch-site", b"origin", b"referer")
 _PROXY_HEADERS: Final = (
     b"forwarded",
     b"via",
@@ -118,8 +119,7 @@ class DevAuthenticator(Authenticator):
             raise Unauthorized("the dev server accepts only the host names 127.0.0.1, localhost and [::1]")
         if not _is_local(scope):
             raise Unauthorized("the dev server accepts only direct requests from this machine; use a token")
-        from_browser = header(scope, b"sec-fetch-site") is not None or header(scope, b"origin") is not None
-        if from_browser and not (_is_own_page(scope) and self._has_session(scope)):
+        if _is_from_browser(scope) and not (_is_own_page(scope) and self._has_session(scope)):
             raise Unauthorized("this browser is not signed in; open the link that the dev server printed at start")
         return self._local_user
 
@@ -145,8 +145,18 @@ def _is_local(scope: Scope) -> bool:
     return is_loopback_client and not any(header(scope, name) is not None for name in _PROXY_HEADERS)
 
 
+def _is_from_browser(scope: Scope) -> bool:
+    """Whether the request has a header that browsers add.
+
+    A browser without `Sec-Fetch-Site` that omits `Origin` still sends the `Referer` of the page.
+    """
+    return any(header(scope, name) is not None for name in _BROWSER_HEADERS)
+
+
 def _is_own_page(scope: Scope) -> bool:
     """Whether a page of this server made the request, or the user entered the address."""
     if header(scope, b"sec-fetch-site") not in (None, "same-origin", "none"):
         return False
-    return header(scope, b"origin") in (None, f"{scope.get('scheme', 'http')}://{header(scope, b'host')}")
+    own = f"{scope.get('scheme', 'http')}://{header(scope, b'host')}"
+    referer = header(scope, b"referer")
+    return header(scope, b"origin") in (None, own) and (referer is None or f"{referer}/".startswith(f"{own}/"))
