@@ -18,8 +18,6 @@ from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Final
 
-import msgspec
-
 from holdfast.clock import Clock, SystemClock, to_datetime
 from holdfast.core.principal import ALL_TENANTS, AuditEntry, Permission, Principal, Role
 from holdfast.errors import Forbidden, InvalidOption, NoLedger, NotFound, Unauthorized
@@ -213,19 +211,12 @@ class AuditOperations:
     async def list(
         self, principal: Principal, filters: AuditFilter | None = None, limit: int = 50, cursor: str | None = None
     ) -> AuditPage:
-        """Return a page of the audit log, newest first; entries that concern every tenant need all tenants."""
+        """Return a page of the audit log, newest first; entries about a whole queue need all tenants."""
         principal.require(Permission.READ)
         from holdfast.ledger.queries.operator_filters import AuditFilter
 
-        filters, visible = filters or AuditFilter(), principal.visible_tenants
-        if visible is None:
-            return await self._queries().audit_log(filters, limit, cursor)
-        tenants = (
-            visible if filters.tenants is None else tuple(tenant for tenant in filters.tenants if tenant in visible)
-        )
-        restricted = msgspec.structs.replace(filters, tenants=tenants)
-        page = await self._queries().audit_log(restricted, limit, cursor)
-        return msgspec.structs.replace(page, entries=[entry for entry in page.entries if entry.target != "queue"])
+        restricted = (filters or AuditFilter()).limited_to(principal.visible_tenants)
+        return await self._queries().audit_log(restricted, limit, cursor)
 
     def _queries(self) -> Queries:
         if self._ledger is None:

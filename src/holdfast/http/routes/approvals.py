@@ -220,11 +220,11 @@ async def reject(call: Call) -> Reply:
 async def operator_log(call: Call) -> Reply:
     """List audit entries: actions of operators, and alerts.
 
-    Each entry has the actor, time, reason, and the values before and after.
+    Each entry has the actor, time, reason, and the values before and after. Entries about a whole queue, with the
+    limits and weights of every tenant, need a token of all tenants.
     """
     query: AuditQuery = call.query
     audit_filter = AuditFilter(
-        tenants=call.principal.visible_tenants,
         types=frozenset(query.type),
         actor=query.actor,
         target=query.target,
@@ -233,7 +233,7 @@ async def operator_log(call: Call) -> Reply:
         since=query.since,
         until=query.until,
     )
-    page = await call.service.queries.audit_log(audit_filter, query.limit, query.cursor)
+    page = await call.service.operations.audit.list(call.principal, audit_filter, query.limit, query.cursor)
     return Reply(AuditLogResponse(entries=[_audit_entry(row) for row in page.entries], cursor=page.cursor))
 
 

@@ -17,6 +17,8 @@ from holdfast.schema import approvals, dlq_items, operator_events
 
 APPROVALS: Final = ListSpec(approvals, "requested_at", "approval_id")
 LOG: Final = ListSpec(operator_events, "at", "id")
+#: Target of entries about a whole queue.
+_QUEUE: Final = "queue"
 
 
 class ApprovalFilter(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,13 +82,17 @@ class AuditFilter(msgspec.Struct, frozen=True, kw_only=True):
     queues: frozenset[str] = frozenset()
     since: datetime | None = None
     until: datetime | None = None
+    #: Without entries about a whole queue: they are recorded under the default tenant, but concern every tenant.
+    without_queues: bool = False
 
     def __post_init__(self) -> None:
         check_instants(since=self.since, until=self.until)
 
     def limited_to(self, tenants: Sequence[str] | None) -> AuditFilter:
-        """Return the filter restricted to these tenants; None: not restricted."""
-        return msgspec.structs.replace(self, tenants=visible_tenants(self.tenants, tenants))
+        """Return the filter restricted to these tenants, without entries about whole queues; None: not restricted."""
+        if tenants is None:
+            return self
+        return msgspec.structs.replace(self, tenants=visible_tenants(self.tenants, tenants), without_queues=True)
 
     def driving(self) -> Conditions:
         """Conditions that an index covers."""
@@ -99,6 +105,8 @@ class AuditFilter(msgspec.Struct, frozen=True, kw_only=True):
             conditions.append(columns.type.in_(sorted(map(clean, self.types))))
         if self.queues:
             conditions.append(columns.queue.in_(sorted(map(clean, self.queues))))
+        if self.without_queues:
+            conditions.append(columns.target != _QUEUE)
         given = ((columns.actor, self.actor), (columns.target, self.target), (columns.target_id, self.target_id))
         return conditions + [column == clean(value) for column, value in given if value is not None]
 
