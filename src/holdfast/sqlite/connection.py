@@ -18,11 +18,12 @@ import fcntl
 import os
 import shutil
 import sqlite3
+import stat
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -40,6 +41,11 @@ _CACHE_KIB: Final = 64 * 1024
 #: In pages of 4 KiB. Each checkpoint costs two more syncs, so not every batch should cause one.
 _CHECKPOINT_PAGES: Final = 4_000
 _WAL_LIMIT_BYTES: Final = 64 * 1024 * 1024
+
+#: Mode of new files: they contain arguments and results of jobs.
+_PRIVATE: Final = 0o600
+#: Files next to a database: SQLite's own, and those of `WriteLock`.
+_SUFFIXES: Final = ("", "-wal", "-shm", "-lock", "-queue")
 
 _ADVICE: Final = {
     "SQLITE_BUSY": "another program has locked it; end that program's transaction, then retry",
@@ -103,8 +109,32 @@ def is_lost(error: sqlite3.Error) -> bool:
     return name.startswith(("SQLITE_IOERR", "SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_READONLY", "SQLITE_CANTOPEN"))
 
 
+def shared_files(path: Path) -> list[Path]:
+    """Files of a database that users other than the owner can read or write."""
+    files = [Path(f"{path}{suffix}") for suffix in _SUFFIXES]
+    return [file for file in files if file.exists() and file.stat().st_mode & 0o066]
+
+
+def create_private(path: Path) -> None:
+    """Create the file if it does not exist; only its owner can read and write it, whatever the umask.
+
+    SQLite gives `-wal` and `-shm` the mode of the database. Errors are left to SQLite, which reports them.
+    """
+    with suppress(OSError):
+        os.close(_create(str(path), _PRIVATE))
+
+
+def _create(path: str, mode: int) -> int:
+    """Create a file with exactly this mode. Raises `FileExistsError`."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
+    # The umask may have removed bits.
+    os.fchmod(descriptor, mode)
+    return descriptor
+
+
 def connect(path: Path) -> sqlite3.Connection:
-    """Open a connection that never begins a transaction by itself."""
+    """Open a connection that never begins a transaction by itself. A new file is private."""
+    create_private(path)
     return sqlite3.connect(
         path,
         timeout=BUSY_TIMEOUT_MS / 1000,
@@ -157,9 +187,10 @@ class WriteLock:
     """The lock between writing processes. Not thread-safe: one writer per process uses it."""
 
     def __init__(self, database: Path) -> None:
-        self._waiting = os.open(f"{database}-queue", os.O_RDWR | os.O_CREAT, 0o666)
+        create_private(database)
+        self._waiting = _open_lock(database, "-queue")
         try:
-            self._writing = os.open(f"{database}-lock", os.O_RDWR | os.O_CREAT, 0o666)
+            self._writing = _open_lock(database, "-lock")
         except OSError:
             os.close(self._waiting)
             raise
@@ -178,6 +209,19 @@ class WriteLock:
     def close(self) -> None:
         os.close(self._waiting)
         os.close(self._writing)
+
+
+def _open_lock(database: Path, suffix: str) -> int:
+    """Open a lock file; a new one gets the mode of the database, so that users who share it also share its locks."""
+    path = f"{database}{suffix}"
+    try:
+        mode = stat.S_IMODE(database.stat().st_mode) & 0o666
+    except OSError:
+        mode = _PRIVATE
+    try:
+        return _create(path, mode)
+    except FileExistsError:
+        return os.open(path, os.O_RDWR)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from sqlalchemy import func, select
 from holdfast.clock import Clock
 from holdfast.core.publishing import EventPublishing
 from holdfast.engine.port.reads import Finding
+from holdfast.engine.sqlite.diagnosis import permissions
 from holdfast.errors import InvalidOption, LedgerUnavailable, SchemaMismatch
 from holdfast.ledger.checks import READ_OWNER, check_owner, engine_changed, outbox_findings
 from holdfast.ledger.port.effects import EffectStore
@@ -102,4 +103,4 @@ class SqliteLedger:
         return await self.store.write(retention.prune, self._clock.now_ms(), keep_ms, limit, marks)
 
     async def diagnose(self) -> list[Finding]:
-        return await examine(self.store, self.outbox)
+        return [*await examine(self.store, self.outbox), *permissions(self.store.path)]
