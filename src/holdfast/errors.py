@@ -150,6 +150,12 @@ class InvalidOption(UsageError):
     code = "INVALID_OPTION"
 
 
+class NameNotDistinct(UsageError):
+    """The name of a new token could be mistaken for another principal's."""
+
+    code = "NAME_NOT_DISTINCT"
+
+
 class IdempotencyKeyReused(UsageError):
     """The idempotency key belongs to an earlier job with other arguments, or of another task."""
 

@@ -473,3 +473,18 @@ async def test_an_effect_in_doubt_is_resolved_once(any_ledger: AnyLedger) -> Non
     assert kept is not None
     assert (kept.state, kept.value, freed) == (EffectState.DONE, b"1", None)
     assert [entry[:2] for entry in await list_audit_log(any_ledger)] == [("operator.resolve_effect", "ann")] * 2
+
+
+@pytest.mark.parametrize("name", ["Ann", " ANN ", "\uff21nn"])
+async def test_names_that_differ_only_in_case_or_form_are_one_principal(any_ledger: AnyLedger, name: str) -> None:
+    await add_approval(any_ledger, "a", quorum=2, requested_by="Cyd")
+    await any_ledger.operators.vote(None, "a", actor="ann", approve=True, reason="")
+    with pytest.raises(Conflict):
+        await any_ledger.operators.vote(None, "a", actor=name, approve=True, reason="")
+    with pytest.raises(Forbidden):
+        await any_ledger.operators.vote(None, "a", actor="cYD", approve=True, reason="")
+    await add_dead_letter(any_ledger, "d")
+    await any_ledger.operators.request_discard(None, "d", actor="ann", reason="r")
+    with pytest.raises(Forbidden):
+        await any_ledger.operators.confirm_discard(None, "d", actor=name)
+    await any_ledger.operators.confirm_discard(None, "d", actor="bob")

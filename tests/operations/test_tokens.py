@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import text as sql
 
 from holdfast.core.principal import ALL_TENANTS, Role
-from holdfast.errors import Conflict, Forbidden, InvalidOption, NotFound, Unauthorized
+from holdfast.errors import Conflict, Forbidden, InvalidOption, NameNotDistinct, NotFound, Unauthorized
 from holdfast.execution.backend import backend_of
 from holdfast.operations.access import CACHE_S, TokenOperations
 from holdfast.testing import ManualClock
@@ -227,3 +227,25 @@ async def test_creating_and_revoking_tokens_is_audited(deployment: SampleDeploym
     assert (made.before, made.after.value["name"], made.after.value["role"]) == (None, "ada", "viewer")
     (ended,) = await deployment.audit_log("operator.token_revoke")
     assert (ended.actor, ended.reason, ended.before.value["name"]) == ("root", "laptop lost", "ada")
+
+
+@pytest.mark.parametrize("name", ["Boss", "BOSS", "\uff42oss", "bo\u017fs"])
+async def test_a_name_that_differs_only_in_case_or_form_is_refused(deployment: SampleDeployment, name: str) -> None:
+    tokens = get_tokens(deployment)
+    first, _ = await tokens.create(ADMIN, name="boss", role=Role.ADMIN, tenants=["acme"])
+    with pytest.raises(NameNotDistinct):
+        await tokens.create(ADMIN, name=name, role=Role.ADMIN, tenants=["globex"])
+    await tokens.revoke(ADMIN, first.token_id)
+    with pytest.raises(NameNotDistinct):
+        await tokens.create(ADMIN, name=name, role=Role.ADMIN, tenants=["globex"])
+    # The same name is the same principal: a token can be replaced.
+    await tokens.create(ADMIN, name="boss", role=Role.ADMIN, tenants=["acme"])
+
+
+@pytest.mark.parametrize("name", ["b\u043ess", "b\u03bfss", "\u0430\u03bf"])
+async def test_a_name_that_mixes_scripts_with_look_alikes_is_refused(deployment: SampleDeployment, name: str) -> None:
+    tokens = get_tokens(deployment)
+    with pytest.raises(NameNotDistinct):
+        await tokens.create(ADMIN, name=name, role=Role.ADMIN, tenants=["acme"])
+    for fine in ("\u043e\u043b\u044f-2", "\u03bd\u03b9\u03ba\u03bf\u03c2", "yuki.\u96ea", "zo\u00eb"):
+        await tokens.create(ADMIN, name=fine, role=Role.ADMIN, tenants=["acme"])

@@ -123,6 +123,7 @@ def test_the_codes_are_stable() -> None:
         "Unauthorized": "UNAUTHORIZED",
         "Forbidden": "FORBIDDEN",
         "NotFound": "NOT_FOUND",
+        "NameNotDistinct": "NAME_NOT_DISTINCT",
         "Conflict": "CONFLICT",
         "ConcurrencyLimited": "CONCURRENCY_LIMITED",
         "AlreadyReplayed": "ALREADY_REPLAYED",

@@ -6,6 +6,7 @@ the stores anyway, or from dev mode on loopback; never from an argument.
 
 from __future__ import annotations
 
+import unicodedata
 from enum import StrEnum
 from typing import Any, Final
 
@@ -16,6 +17,30 @@ from holdfast.errors import Forbidden
 
 #: In a token's tenants: all of them, including those created later.
 ALL_TENANTS: Final = "*"
+
+
+#: Scripts with letters that look alike: a name may have letters of one of them, besides other scripts.
+_LOOK_ALIKE: Final = frozenset({"LATIN", "CYRILLIC", "GREEK"})
+
+
+def fold_name(name: str) -> str:
+    """Return what identifies a principal: the name trimmed, in NFKC, without case.
+
+    Where two principals are required, names with the same folded form are one principal.
+    """
+    folded = unicodedata.normalize("NFKC", name.strip()).casefold()
+    # Case folding may leave another form.
+    return unicodedata.normalize("NFKC", folded)
+
+
+def mixed_scripts(name: str) -> list[str]:
+    """Scripts with look-alike letters in a name, if there are several; a script is the first word of a letter's name.
+
+    A name in one script that resembles a name in another is not detected.
+    """
+    letters = (letter for letter in unicodedata.normalize("NFKC", name) if letter.isalpha())
+    found = _LOOK_ALIKE & {unicodedata.name(letter, "").partition(" ")[0] for letter in letters}
+    return sorted(found) if len(found) > 1 else []
 
 
 class Role(StrEnum):

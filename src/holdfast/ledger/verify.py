@@ -24,6 +24,7 @@ from sqlalchemy import ColumnElement, Select, and_, func, or_, select
 
 from holdfast.core.history import SHOWN_FAULTS, JobHistory
 from holdfast.core.job import Event, JobKey
+from holdfast.core.principal import fold_name
 from holdfast.core.states import FINAL, State
 from holdfast.ledger.port.operators import ApprovalStatus, DeadLetterStatus
 from holdfast.ledger.queries.jobs import Queries, Snapshot
@@ -110,7 +111,7 @@ def _dead_letter_faults(row: Any) -> Iterator[str]:
             yield "is to be discarded, but not by one operator"
         case DeadLetterStatus.DISCARDED if not row.requested_by or not row.confirmed_by:
             yield "is discarded, but not by two operators"
-        case DeadLetterStatus.DISCARDED if row.requested_by == row.confirmed_by:
+        case DeadLetterStatus.DISCARDED if fold_name(row.requested_by) == fold_name(row.confirmed_by):
             yield f"is discarded by {row.requested_by} alone"
 
 

@@ -4,7 +4,8 @@ A token is `hf_<id>_<secret>`. Its text is shown once, when it is created; the l
 which is 32 random bytes. A token that is missing, unknown, expired or revoked gets the same answer.
 
 A token's name is the principal: two tokens with one name are the same principal. A token can therefore be replaced by
-another, and having two of them does not give two votes.
+another, and having two of them does not give two votes. Names are compared in their folded form (`core.principal`). A
+new name that differs from an existing one only by that, or mixes scripts with look-alike letters, is refused.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Final
 
 from holdfast.clock import Clock, SystemClock, to_datetime
-from holdfast.core.principal import ALL_TENANTS, AuditEntry, Permission, Principal, Role
-from holdfast.errors import Forbidden, InvalidOption, NoLedger, NotFound, Unauthorized
+from holdfast.core.principal import ALL_TENANTS, AuditEntry, Permission, Principal, Role, fold_name, mixed_scripts
+from holdfast.errors import Forbidden, InvalidOption, NameNotDistinct, NoLedger, NotFound, Unauthorized
 from holdfast.ledger.port.operators import TokenRow
 
 if TYPE_CHECKING:
@@ -76,10 +77,11 @@ class TokenOperations:
     ) -> tuple[TokenRow, str]:
         """Create a token; return it and its text, which is not stored.
 
-        Only the caller's own tenants can be granted.
+        Only the caller's own tenants can be granted. Raises `NameNotDistinct`.
         """
         by.require(Permission.ADMINISTER)
         self._check(by, name, tenants, expires_in)
+        await self._check_distinct(name)
         now, secret = self._now(), secrets.token_urlsafe(32)
         row = TokenRow(
             token_id=secrets.token_hex(8),
@@ -155,6 +157,19 @@ class TokenOperations:
                 raise Forbidden(f"{by.name} cannot grant tenant {tenant!r} without belonging to it")
         if expires_in is not None and not timedelta(0) < expires_in <= _LONGEST:
             raise InvalidOption("expires_in must be more than 0 s and at most 100 years")
+
+    async def _check_distinct(self, name: str) -> None:
+        if scripts := mixed_scripts(name):
+            raise NameNotDistinct(
+                f"{name!r} mixes letters of {' and '.join(each.title() for each in scripts)} that look alike; "
+                "use letters of one script"
+            )
+        # Also of revoked tokens, which are in the audit log. The message does not reveal other tenants' names.
+        if any(row.name != name and fold_name(row.name) == fold_name(name) for row in await self._operators.tokens()):
+            raise NameNotDistinct(
+                f"{name!r} differs from the name of another token only in case or form; "
+                "use exactly that name for the same principal, or a different name"
+            )
 
     def _is_expired(self, row: TokenRow) -> bool:
         return row.expires_at is not None and row.expires_at <= self._now()

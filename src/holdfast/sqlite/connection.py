@@ -109,10 +109,16 @@ def is_lost(error: sqlite3.Error) -> bool:
     return name.startswith(("SQLITE_IOERR", "SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_READONLY", "SQLITE_CANTOPEN"))
 
 
-def shared_files(path: Path) -> list[Path]:
-    """Files of a database that users other than the owner can read or write."""
+def describe_shared_files(path: Path) -> tuple[str, str] | None:
+    """Which files of a database other users can read or write, and what to do; None if there are none."""
     files = [Path(f"{path}{suffix}") for suffix in _SUFFIXES]
-    return [file for file in files if file.exists() and file.stat().st_mode & 0o066]
+    names = " ".join(str(file) for file in files if file.exists() and file.stat().st_mode & 0o066)
+    if not names:
+        return None
+    return (
+        f"other users can read or write {names}",
+        f"chmod 600 {names}, unless other users are meant to use the database",
+    )
 
 
 def create_private(path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from holdfast.engine.port.reads import Finding
-from holdfast.sqlite.connection import shared_files
+from holdfast.sqlite.connection import describe_shared_files
 
 #: How long the integrity check may take.
 _CHECK_S: Final = 5.0
@@ -31,7 +31,7 @@ def diagnose(connection: sqlite3.Connection, path: Path, *, durable: bool) -> li
         _writable(path),
         _disk(path),
         *_log(path),
-        *permissions(path),
+        *_permissions(path),
     ]
 
 
@@ -100,14 +100,6 @@ def _log(path: Path) -> Iterator[Finding]:
         )
 
 
-def permissions(path: Path) -> Iterator[Finding]:
-    """Report files of a database that other users can read or write."""
-    if shared := shared_files(path):
-        names = " ".join(map(str, shared))
-        yield Finding(
-            "permissions",
-            False,
-            f"other users can read or write {names}",
-            f"chmod 600 {names}, unless other users are meant to use the database",
-            warning=True,
-        )
+def _permissions(path: Path) -> Iterator[Finding]:
+    if problem := describe_shared_files(path):
+        yield Finding("permissions", False, *problem, warning=True)

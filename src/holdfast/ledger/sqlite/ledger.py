@@ -11,7 +11,6 @@ from sqlalchemy import func, select
 from holdfast.clock import Clock
 from holdfast.core.publishing import EventPublishing
 from holdfast.engine.port.reads import Finding
-from holdfast.engine.sqlite.diagnosis import permissions
 from holdfast.errors import InvalidOption, LedgerUnavailable, SchemaMismatch
 from holdfast.ledger.checks import READ_OWNER, check_owner, engine_changed, outbox_findings
 from holdfast.ledger.port.effects import EffectStore
@@ -29,6 +28,7 @@ from holdfast.ledger.sqlite.store import Guard, SqliteLedgerStore
 from holdfast.ledger.sqlite.transactions import SqliteNotificationMarks, SqliteOperatorStore, SqliteTriggerStore
 from holdfast.schema import anomalies
 from holdfast.schema.columns import HEAD
+from holdfast.sqlite.connection import describe_shared_files
 from holdfast.sqlite.transaction import Transaction
 
 _CLAIM = "INSERT INTO ledger_owner (id, namespace, engine, since) VALUES (1, ?, ?, ?)"
@@ -103,4 +103,7 @@ class SqliteLedger:
         return await self.store.write(retention.prune, self._clock.now_ms(), keep_ms, limit, marks)
 
     async def diagnose(self) -> list[Finding]:
-        return [*await examine(self.store, self.outbox), *permissions(self.store.path)]
+        findings = await examine(self.store, self.outbox)
+        if problem := describe_shared_files(self.store.path):
+            findings.append(Finding("permissions", False, *problem, warning=True))
+        return findings

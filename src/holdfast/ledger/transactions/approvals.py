@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from sqlalchemy import Executable, Update, insert, select, tuple_, update
 
-from holdfast.core.principal import AuditEntry
+from holdfast.core.principal import AuditEntry, fold_name
 from holdfast.core.text import clean
 from holdfast.errors import Conflict, Forbidden
 from holdfast.ledger.port.operators import ApprovalRow, ApprovalStatus, VoteRow
@@ -37,10 +37,10 @@ def vote(
     if row["deadline"] is not None and row["deadline"] <= now:
         yield _decide_row(row, ApprovalStatus.EXPIRED, now)
         return Conflict(f"approval {approval_id} has expired and the job is cancelled; submit it again")
-    if row["requested_by"] and row["requested_by"] == clean(actor):
+    if row["requested_by"] and fold_name(row["requested_by"]) == fold_name(clean(actor)):
         raise Forbidden(f"{actor} requested approval {approval_id}; another person has to vote")
     cast = (yield from _votes([row]))[0]
-    if any(earlier.voter == clean(actor) for earlier in cast):
+    if any(fold_name(earlier.voter) == fold_name(clean(actor)) for earlier in cast):
         raise Conflict(f"{actor} has already voted on approval {approval_id}; another person has to vote")
     yield insert(approval_votes).values(
         tenant_id=row["tenant_id"],

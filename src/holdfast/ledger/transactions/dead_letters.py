@@ -16,7 +16,7 @@ from sqlalchemy import Executable, Select, and_, delete, or_, select, tuple_, up
 from sqlalchemy.dialects.postgresql import insert as postgresql_insert
 
 from holdfast.core.job import Meta, Priority, decode_meta, new_job_ids
-from holdfast.core.principal import AuditEntry
+from holdfast.core.principal import AuditEntry, fold_name
 from holdfast.core.states import State
 from holdfast.core.text import clean, decode_text
 from holdfast.errors import AlreadyReplayed, Conflict, Forbidden, ReplayKeyReused
@@ -55,7 +55,7 @@ def request_discard(tenants: Sequence[str] | None, dlq_id: str, *, actor: str, r
 def confirm_discard(tenants: Sequence[str] | None, dlq_id: str, *, actor: str) -> SqlTransaction[None]:
     row = yield from _lock(tenants, dlq_id)
     _must_be(row, DeadLetterStatus.DISCARD_REQUESTED)
-    if row["requested_by"] == clean(actor):
+    if fold_name(row["requested_by"]) == fold_name(clean(actor)):
         raise Forbidden(f"{actor} requested the discard of dead letter {dlq_id}; another person has to confirm it")
     confirmed = {"status": DeadLetterStatus.DISCARDED.value, "confirmed_by": actor}
     yield from _change(row, "operator.dlq_discard", actor, row["reason"] or "", **confirmed)
