@@ -18,7 +18,7 @@ _COLLECTIONS = "/api/v2/tenants/default_tenant/databases/default_database/collec
 class ChromaServer(ServerProcess):
     """`chroma run`, from the library that contains the whole server."""
 
-    _ready_within_s = 30.0
+    _ready_within_s = 150.0
 
     @property
     def url(self) -> str:

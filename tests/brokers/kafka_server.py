@@ -35,7 +35,7 @@ class KafkaServer(ServerProcess):
     """`kafka.Kafka` in KRaft mode. Topics are created on first use, with two partitions."""
 
     #: A JVM starts slowly on a busy machine.
-    _ready_within_s = 45.0
+    _ready_within_s = 150.0
 
     def __init__(self, jar: Path, folder: Path, options: Mapping[str, str] | None = None) -> None:
         super().__init__(jar, folder, options)

@@ -42,7 +42,7 @@ class RabbitServer(ServerProcess):
     """`rabbitmq-server`, plain and, with `tls`, on a second port with a certificate."""
 
     #: A start takes 6 s on an idle machine.
-    _ready_within_s = 45.0
+    _ready_within_s = 150.0
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ _PROGRAM: Final = Path(__file__).with_name("serial_moto.py")
 class SqsServer(ServerProcess):
     """moto. It accepts any credentials; with `strict` it accepts none."""
 
-    _ready_within_s = 45.0
+    _ready_within_s = 150.0
 
     def __init__(self, folder: Path, *, strict: bool = False) -> None:
         super().__init__(Path(sys.executable), folder)

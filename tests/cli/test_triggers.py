@@ -326,5 +326,5 @@ def test_a_second_signal_stops_now(shell: Shell, redis_url: str, namespace: str)
         assert process.process.poll() is None
         assert redis.xpending(queue, "shop")["pending"] == 1
         os.kill(process.process.pid, signal.SIGTERM)
-        assert process.process.wait(10) == 0
+        assert process.process.wait(60) == 0
         assert process.logged("with 1 unfinished messages")

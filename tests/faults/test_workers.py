@@ -211,6 +211,7 @@ async def test_sigterm_drains(site: Site) -> None:
     waiting: list[Job[Any]] = [await site.tasks.work.submit(number) for number in range(5)]
     await site.wait_runs([job.id for job in running], 1)
     worker.terminate()
+    await worker.wait_for_log("draining: starting no more jobs")
     await _check_claims_nothing(site, worker, [job.id for job in waiting])
     gate.touch()
     assert await worker.wait_ended() == 0
@@ -242,6 +243,8 @@ async def test_a_second_sigterm_stops_at_once_and_the_jobs_run_elsewhere(redis_s
     jobs = [await task.submit(str(gate)) for task in (site.tasks.hold, site.tasks.hold_in_thread)]
     await site.wait_runs([job.id for job in jobs], 1)
     worker.terminate()
+    # Not before: two signals at once are one.
+    await worker.wait_for_log("draining: starting no more jobs")
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.3):
             await worker.wait_ended()

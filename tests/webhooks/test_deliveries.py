@@ -193,6 +193,33 @@ async def test_a_tenant_at_its_intake_limit_does_not_delay_the_webhooks_of_other
         await eventually(lambda: len(receiver.requests) == 3, "all webhooks")
 
 
+async def test_a_page_of_a_limited_tenant_does_not_delay_the_webhooks_of_others(
+    stores: dict[str, Any], receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are read by tenant: those of "acme" fill every page until their limit is lifted."""
+    monkeypatch.setattr(dispatch, "_LIMIT", 2)
+    app = make_app(stores)
+    monkeypatch.setattr(WebhookDispatcher, "run", _wait_forever)
+    async with app, working(app):
+        jobs = [
+            await app.tasks["add"].options(webhook=receiver.url, tenant_id=tenant).submit(1, 2)
+            for tenant in ("acme", "acme", "acme", "bolt", "zeta", "zeta")
+        ]
+        for job in jobs:
+            await job.result(timeout=60)
+        ledger = backend_of(app).ledger
+        assert ledger is not None
+        await app.ledger.wait_caught_up()
+        dispatcher = WebhookDispatcher(app.engine, ledger, app.settings)
+        none = TenantControl(intake_limit=0)
+        await app.engine.set_control(QUEUE, QueueControl(tenants={"acme": none, "bolt": none}))
+        assert [await dispatcher.run_once() for _ in range(2)] == [2, 0]
+        await eventually(lambda: len(receiver.requests) == 2, "the webhooks of the other tenant")
+        assert {request.json["data"]["job_id"] for request in receiver.requests} == {job.id for job in jobs[4:]}
+        await app.engine.set_control(QUEUE, QueueControl())
+        assert [await dispatcher.run_once() for _ in range(3)] == [2, 2, 0]
+
+
 async def _record_nothing(*_: Any) -> set[Any]:
     return set()
 

@@ -15,7 +15,7 @@ Any number of processes may run each of these at once, and alongside the process
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from random import Random
 from typing import Any, Final, TypeVar
 
@@ -128,7 +128,7 @@ class WebhookDispatcher:
             await self._probe.close()
 
     async def run_once(self) -> int:
-        """Submit the deliveries of all pending notifications, a page of each kind; returns the rows handled."""
+        """Submit the deliveries of pending notifications, at least a page of each kind; returns the rows handled."""
         notifications = self._ledger.notifications
         count = await self._notify(
             notifications.finished_jobs, job_deliveries, lambda rows: notifications.mark.jobs([row.key for row in rows])
@@ -150,34 +150,44 @@ class WebhookDispatcher:
 
     async def _notify(
         self,
-        find: Callable[[int], Awaitable[list[Row]]],
+        find: Callable[[int, Collection[str]], Awaitable[list[Row]]],
         deliveries_of: Callable[[Row, Subscribers], Iterable[WebhookDelivery]],
         mark: Callable[[Sequence[Row]], Awaitable[Any]],
     ) -> int:
-        rows = await find(_LIMIT)
-        if rows:
-            deliveries = [list(deliveries_of(row, self._subscribers)) for row in rows]
-            keys = iter(await self._submit_all([each for of_row in deliveries for each in of_row]))
-            # A delivery over an intake limit has no key: the next pass submits it again.
-            keys_of = [[next(keys) for _ in of_row] for of_row in deliveries]
-            rows = [row for row, of_row in zip(rows, keys_of, strict=True) if None not in of_row]
-            if not rows or not await self._is_recorded(
-                [key for of_row in keys_of for key in of_row if key is not None]
-            ):
-                return 0
-            # Only now: a marked row is never read again.
-            await mark(rows)
-        return len(rows)
+        """Submit the deliveries of a page of rows, and of further pages while rows of limited tenants fill one.
 
-    async def _submit_all(self, deliveries: Sequence[WebhookDelivery]) -> list[JobKey | None]:
-        """Submit the deliveries; returns the keys of their jobs, new or known. None: over an intake limit."""
+        Returns the number of rows whose deliveries are submitted and recorded.
+        """
+        count, limited = 0, set[str]()
+        while True:
+            rows = await find(_LIMIT, limited)
+            of_rows = [list(deliveries_of(row, self._subscribers)) for row in rows]
+            keys = await self._submit_all([each for of_row in of_rows for each in of_row])
+            # One over an intake limit has no key: a later pass submits it again.
+            over = {each.tenant_id for of_row in of_rows for each in of_row if each.webhook_id not in keys}
+            accepted = [
+                row
+                for row, of_row in zip(rows, of_rows, strict=True)
+                if all(each.webhook_id in keys for each in of_row)
+            ]
+            if accepted and await self._is_recorded(list(keys.values())):
+                # Only now: a marked row is never read again.
+                await mark(accepted)
+                count += len(accepted)
+            if len(rows) < _LIMIT or over <= limited:
+                return count
+            limited |= over
+
+    async def _submit_all(self, deliveries: Sequence[WebhookDelivery]) -> dict[str, JobKey]:
+        """Submit the deliveries; returns by their ids the jobs, new or known, of those within intake limits."""
         ids = new_job_ids(len(deliveries))
         envelopes = [self._envelope(job_id, delivery) for job_id, delivery in zip(ids, deliveries, strict=True)]
-        keys: list[JobKey | None] = []
+        keys: dict[str, JobKey] = {}
         for start in range(0, len(envelopes), MAX_BATCH):
             batch = envelopes[start : start + MAX_BATCH]
             for each, got in zip(batch, await self._submit(batch), strict=True):
-                keys.append(JobKey(each.tenant_id, QUEUE, got.job_id) if isinstance(got, Receipt) else None)
+                if isinstance(got, Receipt):
+                    keys[each.idempotency_key] = JobKey(each.tenant_id, QUEUE, got.job_id)
         return keys
 
     async def _submit(self, envelopes: Sequence[Envelope]) -> list[Receipt | JobRefused]:

@@ -104,6 +104,8 @@ class Drain:
     async def finish(self, runner: Runner, fetcher: Fetcher, settler: Settler) -> None:
         """Settle every lease in flight; verdicts that cannot be delivered are abandoned."""
         runner.stop_starting()
+        running = sum(not run.judged for run in self._in_flight)
+        _log.info("draining: starting no more jobs, waiting up to %g s for %d", self._settings.drain_grace_s, running)
         await self._recover_claims(fetcher)
         await self._wait_judged(self._settings.drain_grace_s, self._stop_now)
         runner.stop_all(StopReason.DRAIN)

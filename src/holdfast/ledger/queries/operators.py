@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
@@ -68,13 +68,16 @@ _OF_JOB: Final = and_(
 
 
 class PendingNotifications:
-    """Reads what has not been sent, oldest first within a tenant. All raise `LedgerUnavailable`."""
+    """Reads what has not been sent, oldest first within a tenant. All raise `LedgerUnavailable`.
+
+    `except_for`: tenants whose rows are left out.
+    """
 
     def __init__(self, engine: AsyncEngine, mark: NotificationMarks) -> None:
         self._engine = engine
         self.mark = mark
 
-    async def finished_jobs(self, limit: int) -> list[FinishedJob]:
+    async def finished_jobs(self, limit: int, except_for: Collection[str] = ()) -> list[FinishedJob]:
         """Return jobs that have ended and have a webhook."""
         query = (
             select(jobs)
@@ -82,9 +85,9 @@ class PendingNotifications:
             .order_by(jobs.c.tenant_id, jobs.c.finished_at)
             .limit(limit)
         )
-        return [_finished_job(row) for row in await self._rows(query)]
+        return [_finished_job(row) for row in await self._rows(query, jobs, except_for)]
 
-    async def approvals(self, limit: int) -> list[ApprovalNotification]:
+    async def approvals(self, limit: int, except_for: Collection[str] = ()) -> list[ApprovalNotification]:
         """Return approvals requested or decided within `MAX_NOTIFICATION_AGE`."""
         since = datetime.now(UTC) - MAX_NOTIFICATION_AGE
         query = (
@@ -97,9 +100,9 @@ class PendingNotifications:
             .order_by(approvals.c.tenant_id, approvals.c.requested_at)
             .limit(limit)
         )
-        return [_approval(row) for row in await self._rows(query)]
+        return [_approval(row) for row in await self._rows(query, approvals, except_for)]
 
-    async def alerts(self, limit: int) -> list[AlertNotification]:
+    async def alerts(self, limit: int, except_for: Collection[str] = ()) -> list[AlertNotification]:
         """Return alerts raised or cleared within `MAX_NOTIFICATION_AGE`."""
         query = (
             select(operator_events)
@@ -111,9 +114,12 @@ class PendingNotifications:
             .order_by(operator_events.c.tenant_id, operator_events.c.at)
             .limit(limit)
         )
-        return [msgspec.convert(row, AlertNotification) for row in await self._rows(query)]
+        rows = await self._rows(query, operator_events, except_for)
+        return [msgspec.convert(row, AlertNotification) for row in rows]
 
-    async def _rows(self, query: Select[Any]) -> list[dict[str, Any]]:
+    async def _rows(self, query: Select[Any], table: Table, except_for: Collection[str]) -> list[dict[str, Any]]:
+        if except_for:
+            query = query.where(table.c.tenant_id.not_in(except_for))
         try:
             async with self._engine.connect() as connection:
                 found = (await connection.execute(query)).mappings()
