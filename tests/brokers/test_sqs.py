@@ -466,3 +466,12 @@ async def test_a_call_that_fails_unexpectedly_is_repeated(rig: BrokerRig, monkey
     await rig.publish(b"one")
     assert (await rig.read(adapter).one()).body == b"one"
     assert not failures
+
+
+@pytest.mark.parametrize(
+    "attributes", [{"x-headers": "[" * 100_000}, {"x-body-encoding": "base64"}], ids=["deep headers", "not base64"]
+)
+def test_a_hostile_attribute_is_kept_as_it_is(attributes: dict[str, str]) -> None:
+    values = {name: {"DataType": "String", "StringValue": text} for name, text in attributes.items()}
+    received = {"MessageId": "m", "ReceiptHandle": "r", "Body": "é", "MessageAttributes": values}
+    assert decode(received, "q").body == "é".encode()

@@ -14,9 +14,10 @@ import pytest
 from holdfast import RequireApproval
 from holdfast.core.job import Envelope
 from holdfast.core.principal import Role
+from holdfast.core.text import too_deep
 from holdfast.errors import Unauthorized
 from holdfast.http.auth import DevAuthenticator
-from holdfast.http.operation import too_deep
+from holdfast.http.operation import MAX_DEPTH
 from holdfast.http.subscribers import EventIdCodec
 from tests.http.deployment import Deployment, sample, serving
 from tests.http.test_jobs import _submit
@@ -31,13 +32,13 @@ from tests.http.test_stream import _job_ids, _open_stream, _parse_events, _read
 def test_depth_is_measured_in_one_pass(body: bytes) -> None:
     """Unclosed quotes must not cost quadratic time, which would block all requests."""
     started = time.thread_time()
-    too_deep(b"[" * 65 + body)
+    too_deep(b"[" * 65 + body, MAX_DEPTH)
     assert time.thread_time() - started < 5
 
 
 def test_depth_is_not_hidden_by_strings() -> None:
-    assert too_deep(b'["\\"",' * 65 + b"1" + b"]" * 65)
-    assert not too_deep(b'["' + b"[" * 100 + b'\\""]')
+    assert too_deep(b'["\\"",' * 65 + b"1" + b"]" * 65, MAX_DEPTH)
+    assert not too_deep(b'["' + b"[" * 100 + b'\\""]', MAX_DEPTH)
 
 
 def test_an_event_id_does_not_name_queues_of_other_tenants(deployment: Deployment) -> None:

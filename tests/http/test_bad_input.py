@@ -51,6 +51,12 @@ def test_json_that_does_not_match_the_schema_is_invalid(shared: Deployment, body
     _problem(shared.client().post("/api/v1/jobs", content=body, headers=_JSON), 422, "INVALID_REQUEST")
 
 
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "9" * 5_000])
+def test_a_number_that_json_cannot_hold_is_invalid(shared: Deployment, number: str) -> None:
+    body = '{"task": "add", "payload": {"a": 1}, "context": {"x": ' + number + "}}"
+    _problem(shared.client().post("/api/v1/jobs", content=body, headers=_JSON), 422, "INVALID_REQUEST")
+
+
 def test_arguments_that_do_not_match_the_task_are_invalid(shared: Deployment) -> None:
     client = shared.client()
     reply = client.post("/api/v1/jobs", json={"task": "add", "payload": {"a": "one"}})

@@ -95,7 +95,7 @@ def test_an_invalid_event_name_is_refused(name: str) -> None:
 
 
 def test_invalid_characters_in_headers_are_replaced() -> None:
-    assert _envelope({"odd": "half \ud800 and nul \0é"}).headers == {"odd": "half \ufffd and nul \ufffdé"}
+    assert _envelope({"odd": "half \ud800 and nul \0é"}).headers == {"odd": "half \ufffd and nul \0é"}
 
 
 def test_a_too_large_message_is_refused() -> None:
@@ -129,3 +129,11 @@ def test_headers_take_precedence_over_a_cloud_event() -> None:
     )
     names = HeaderNames(tenant_id="ce-tenantid")
     assert MessageEnvelope.from_raw(_raw(body=body), "q", parser_of("cloudevents"), names).tenant_id == "acme"
+
+
+def test_a_zero_byte_beside_other_text_stays_in_a_header() -> None:
+    envelope = MessageEnvelope.from_raw(
+        _raw({"x-ascii": "a\0b", "x-other": "é\0ü", "x-lone": "é\ud800"}), "q", parser_of("json")
+    )
+    assert (envelope.headers["x-ascii"], envelope.headers["x-other"]) == ("a\0b", "é\0ü")
+    assert envelope.headers["x-lone"] == "é\ufffd"

@@ -108,6 +108,14 @@ def test_the_context_is_json_and_bounded() -> None:
     assert make(context={}).meta is EMPTY_META
 
 
+def test_a_context_that_could_not_be_read_back_is_refused() -> None:
+    deep: object = 0
+    for _ in range(250):
+        deep = [deep]
+    with pytest.raises(InvalidPayload, match="the context is nested deeper than 200 levels"):
+        make_options({"context": {"a": deep}}, queue="q", priority=Priority.NORMAL, payload_limit=10_000)
+
+
 def test_priorities_are_parsed() -> None:
     assert [parse_priority(value) for value in ("HIGH", Priority.LOW, 1)] == [
         Priority.HIGH,

@@ -127,3 +127,20 @@ def test_invalid_secrets_are_refused(text: str) -> None:
     with pytest.raises(InvalidOption, match="base64") as caught:
         parse_secrets(text)
     assert text not in str(caught.value) or text in ("whsec_", "secret")
+
+
+@pytest.mark.parametrize("change", [{"webhook-id": "a\ud800"}, {"webhook-signature": "v1,\ud800"}])
+def test_a_header_with_a_lone_surrogate_is_refused(change: dict[str, str]) -> None:
+    with pytest.raises(SignatureInvalid):
+        verify(headers() | change, BODY, SECRET, now=NOW)
+
+
+def test_a_body_with_a_lone_surrogate_is_refused() -> None:
+    with pytest.raises(SignatureInvalid):
+        verify(headers(), BODY.decode() + "\ud800", SECRET, now=NOW)
+
+
+def test_a_signed_body_that_cannot_be_read_is_refused() -> None:
+    deep = b'{"type":"a","timestamp":"2026-11-15T12:00:00Z","data":{"a":' + b"[" * 1_200 + b"]" * 1_200 + b"}}"
+    with pytest.raises(SignatureInvalid):
+        verify(headers(deep), deep, SECRET, now=NOW)

@@ -14,7 +14,6 @@ import json
 import logging
 import re
 from base64 import b64decode, b64encode
-from binascii import Error as NotBase64
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
@@ -341,9 +340,9 @@ def _decode_body(text: str, encoding: str) -> bytes:
     if encoding == "base64":
         try:
             return b64decode(text, validate=True)
-        except NotBase64:
+        except ValueError:
             # A foreign header with the same name.
-            return text.encode()
+            return text.encode(errors="replace")
     return text.encode(errors="replace")
 
 
@@ -358,7 +357,7 @@ def _unpack_headers(packed: str | None) -> dict[str, str]:
     """Headers from the JSON attribute. A foreign header with the same name is kept as it is."""
     try:
         found = json.loads(packed) if packed else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         return {_PACKED: packed or ""}
     if not isinstance(found, dict):
         return {_PACKED: packed or ""}

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any, Final, TypedDict
 
 from holdfast.clock import to_ms
-from holdfast.core.codec import decode_json, encode_json
+from holdfast.core.codec import to_plain_json
 from holdfast.core.job import DEFAULT_QUEUE, DEFAULT_TENANT, EMPTY_META, Envelope, KeyReuse, Meta, Priority
 from holdfast.core.retry import Duration, Retry, duration_ms
 from holdfast.core.text import KEY_LIMIT as KEY_LIMIT
@@ -181,5 +181,5 @@ def _context(context: object, limit: int) -> dict[str, Any] | None:
     if not isinstance(context, Mapping) or not all(isinstance(key, str) for key in context):
         raise InvalidOption(f"context must be a mapping with string keys, not {context!r}")
     # Plain JSON values, as the task will get them.
-    plain: dict[str, Any] = decode_json(encode_json(dict(context), "the context", limit), "the context")
+    plain: dict[str, Any] = to_plain_json(dict(context), "the context", limit)
     return plain or None

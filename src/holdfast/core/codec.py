@@ -19,6 +19,7 @@ import pydantic
 from pydantic import BaseModel, ValidationError
 
 from holdfast.core.fingerprint import bound_fingerprint, canonical
+from holdfast.core.text import MESSAGE_DEPTH, too_deep
 from holdfast.errors import InvalidOption, InvalidPayload, InvalidResult, PayloadTooLarge
 
 PAYLOAD_LIMIT: Final = 1024 * 1024
@@ -83,6 +84,17 @@ def decode_json(encoded: bytes, what: str) -> Any:
         return _any_decoder.decode(encoded)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as exc:
         raise InvalidPayload(f"{what} cannot be read as JSON: {exc}") from exc
+
+
+def to_plain_json(value: Any, what: str, limit: int = PAYLOAD_LIMIT) -> Any:
+    """The value as plain Python values, as readers of its JSON get it. Raises `InvalidPayload` or `PayloadTooLarge`.
+
+    For what a job's `Meta` contains: nested too deeply, it could not be read back with the job.
+    """
+    encoded = encode_json(value, what, limit)
+    if too_deep(encoded, MESSAGE_DEPTH):
+        raise InvalidPayload(f"{what} is nested deeper than {MESSAGE_DEPTH} levels")
+    return decode_json(encoded, what)
 
 
 def canonical_json(value: Any) -> bytes:

@@ -1,4 +1,4 @@
-"""Limits for names and keys, storable text, error fingerprints and queue prefixes. Pure.
+"""Limits for names, keys and nesting, storable text, error fingerprints and queue prefixes. Pure.
 
 PostgreSQL accepts neither NUL nor lone surrogates in text. `clean` and `decode_text` replace them, so that one bad text
 does not stop the projection of all others. Dead letters with the same kind of error have the same `error_fingerprint`.
@@ -16,6 +16,11 @@ from holdfast.errors import InvalidOption
 #: In bytes of UTF-8: all of a job's names together must fit a PostgreSQL index row, which has 2,704 bytes.
 NAME_LIMIT: Final = 200
 KEY_LIMIT: Final = 1_000
+#: Deepest nesting of JSON in a message. Far below the recursion limit, so that every later step can process it.
+MESSAGE_DEPTH: Final = 200
+#: Also matches an unterminated string, so that no quote inside it starts another: linear time.
+_STRINGS: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+_NOT_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def check_name(name: object, what: str) -> str:
@@ -72,6 +77,19 @@ def error_fingerprint(task: str, failure: Failure) -> str:
     kind = _VARYING.sub("*", failure.message.partition("\n")[0])[:500]
     text = f"{task}\x00{failure.code}\x00{failure.type}\x00{kind}"
     return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
+
+
+def too_deep(encoded: bytes, levels: int) -> bool:
+    """Whether JSON is nested deeper than `levels`. Every pass removes the innermost pairs of brackets."""
+    if encoded.count(b"[") + encoded.count(b"{") <= levels:
+        return False
+    brackets = _STRINGS.sub(b"", encoded).translate(None, _NOT_BRACKETS)
+    for _ in range(levels):
+        if not brackets:
+            return False
+        # Sibling pairs disappear together, so that what remains is the level above.
+        brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
+    return bool(brackets)
 
 
 @overload

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol
 
-from holdfast.core.codec import canonical_json, decode_json, encode_json
+from holdfast.core.codec import canonical_json, to_plain_json
 from holdfast.core.job import Approval, ApprovalRequest, Claim, new_job_ids
 from holdfast.core.retry import Duration, duration_ms
 from holdfast.errors import InvalidOption
@@ -195,8 +195,7 @@ def approval_or_request(
     if not isinstance(name, str) or not 1 <= len(name) <= _NAME_LIMIT or not name.isprintable():
         raise InvalidOption(f"an approval's name must be a string of 1 to {_NAME_LIMIT} characters, got {name!r}")
     check_approval_terms(reason, quorum, deadline)
-    what = f"the details of approval {name!r}"
-    plain = decode_json(encode_json(details, what, _DETAILS_LIMIT), what)
+    plain = to_plain_json(details, f"the details of approval {name!r}", _DETAILS_LIMIT)
     shown_hash = request_hash(claim.task, claim.tenant_id, claim.payload, name, plain)
     approval = (claim.meta.approvals or {}).get(name)
     if approval is not None and approval.payload_hash == shown_hash:

@@ -22,6 +22,7 @@ from msgspec import inspect
 from starlette.routing import Match, Route
 
 from holdfast.core.principal import Permission, Principal
+from holdfast.core.text import too_deep
 from holdfast.errors import HoldfastError
 from holdfast.http.problems import (
     CONTENT_TYPE,
@@ -120,9 +121,6 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 #: Deepest nesting of JSON that is accepted.
 MAX_DEPTH: Final = 64
-#: Also matches an unterminated string, so that no quote inside it starts another: linear time.
-_STRINGS: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
-_NOT_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
 _INTEGER: Final = re.compile(r"-?(0|[1-9][0-9]{0,17})")
 _NUMBER: Final = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 
@@ -161,7 +159,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
 
 def decode_body(body: bytes, decoder: msgspec.json.Decoder[S]) -> S:
     """Decode and validate the body. Raises `Unprocessable` and `BadRequest`."""
-    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and too_deep(body):
+    if too_deep(body, MAX_DEPTH):
         raise Unprocessable(f"the body is nested deeper than {MAX_DEPTH} levels")
     try:
         return decoder.decode(body)
@@ -180,17 +178,6 @@ def raw_arguments(raw: msgspec.Raw) -> bytes:
     if arguments.lstrip()[:1] != b"{":
         raise Unprocessable("the body is invalid: Expected `object` - at `$.payload`")
     return arguments
-
-
-def too_deep(body: bytes) -> bool:
-    """Whether brackets are nested deeper than `MAX_DEPTH`. Every pass removes the innermost pairs."""
-    brackets = _STRINGS.sub(b"", body).translate(None, _NOT_BRACKETS)
-    for _ in range(MAX_DEPTH):
-        if not brackets:
-            return False
-        brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
-        # Sibling pairs disappear together, so that what remains is the level above.
-    return bool(brackets)
 
 
 class QueryReader:

@@ -136,6 +136,8 @@ class Counters:
     skipped: int = 0
     #: Messages for a job that is not due yet; they do not run it early (requirement Y5).
     not_due: int = 0
+    #: Notices of another program that could not be read.
+    unreadable: int = 0
     #: Jobs that an operator dead-lettered.
     moved_to_dlq: int = 0
     #: Failed attempts to reclaim expired leases.

@@ -163,6 +163,7 @@ _PLAIN: Final = (
     ("engine_reconnects", "Times the engine recovered after it was unreachable.", "reconnects"),
     ("effect_duplicates", "Effects that may have happened twice.", "effect_duplicates"),
     ("ledger_events", "Events written from the feed to the ledger.", "projected"),
+    ("notices_unreadable", "Notices of other programs that could not be read.", "unreadable"),
     ("ledger_anomalies", "Events that the ledger could not record as they came.", "anomalies"),
     ("feed_forks", "Feed forks detected.", "forks"),
 )

@@ -271,11 +271,15 @@ def short_hash(text: str) -> str:
 
 
 def _clean_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    """Replace characters that JSON cannot hold, so that an odd header does not make a message unparsable."""
+    """Replace lone surrogates, which JSON cannot hold. All other text, zero bytes included, is unchanged."""
     return {
-        name if name.isascii() else clean(name): value if value.isascii() else clean(value)
+        name if name.isascii() else _without_surrogates(name): value if value.isascii() else _without_surrogates(value)
         for name, value in headers.items()
     }
+
+
+def _without_surrogates(text: str) -> str:
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def _key(text: str) -> str | None:

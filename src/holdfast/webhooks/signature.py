@@ -95,8 +95,12 @@ def verify(
         raise SignatureInvalid(f"header {missing[0]} is missing")
     sent_at = _sent_at(found[_TIMESTAMP])
     now = now or datetime.fromtimestamp(time.time(), UTC)
-    content = body.encode() if isinstance(body, str) else body
-    if not _matches(secret, found, content):
+    try:
+        content = body.encode() if isinstance(body, str) else body
+        matches = _matches(secret, found, content)
+    except UnicodeEncodeError as exc:
+        raise SignatureInvalid("the request has lone surrogates, which no signed request has") from exc
+    if not matches:
         raise SignatureInvalid("the signature does not match the request")
     if abs(now - sent_at) > tolerance:
         raise SignatureInvalid("the timestamp is outside the tolerance; the request is too old or a clock is wrong")
@@ -104,7 +108,7 @@ def verify(
         raise SignatureInvalid("the request was already received")
     try:
         read = msgspec.json.decode(content, type=_Body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+    except (ValueError, RecursionError) as exc:
         raise SignatureInvalid("the signature is valid, but the body is not a holdfast webhook") from exc
     return WebhookMessage(id=found[_ID], type=read.type, timestamp=read.timestamp, data=read.data)
 

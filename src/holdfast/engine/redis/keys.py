@@ -170,6 +170,10 @@ class QueueKeys:
         """A job's record."""
         return self._job + job_id.encode()
 
+    def member_job(self, member: bytes) -> bytes:
+        """The record of a member of a set. Other programs can add any bytes."""
+        return self._job + member
+
     def idempotency(self, tenant_id: str, key: str) -> bytes:
         """The first job with this idempotency key.
 

@@ -19,6 +19,7 @@ import msgspec
 
 from holdfast.core.job import DEFAULT_TENANT, EMPTY_META, Failure, JobInfo
 from holdfast.core.states import FINAL, State
+from holdfast.core.text import check_name
 from holdfast.core.verdict import MESSAGE_GONE
 from holdfast.engine.port.operators import QueueControl
 from holdfast.engine.port.reads import CancelledNotice, ControlNotice, DueNotice, Notice, QueueStats, WorkerInfo
@@ -29,12 +30,14 @@ from holdfast.engine.redis.net.client import Purpose, translate
 from holdfast.engine.redis.net.connection import PubSubConnection
 from holdfast.engine.redis.store import RedisStore
 from holdfast.engine.redis.wire import decode_control
-from holdfast.errors import EngineUnavailable
+from holdfast.errors import EngineUnavailable, InvalidOption
 
 #: How long the last list of queues is used after its node did not answer.
 _LIST_S: Final = 30.0
 #: An idle worker claims at least this often.
 _IDLE_CLAIM_MS: Final = 10_000
+#: Digits of an instant in milliseconds.
+_INSTANT_DIGITS: Final = 15
 
 
 class Reads:
@@ -168,7 +171,7 @@ class Reads:
                     f"restore that node: {exc}"
                 ) from exc
         else:
-            self._queues = sorted(name.decode() for name in names)
+            self._queues = sorted(name for name in map(wire.printable, names) if _is_queue(name))
         return list(self._queues)
 
     # listen ----------------------------------------------------------------------------------------
@@ -187,7 +190,9 @@ class Reads:
         for stream, entries in await client.read(Purpose.LISTEN, head, positions, wait_ms / 1000):
             queue = by_stream[stream]
             self._last_notices[queue] = entries[-1][0]
-            notices += [_notice(queue, wire.as_dict(entry[1])) for entry in entries]
+            found = [_notice(queue, wire.as_dict(entry[1])) for entry in entries]
+            notices += [notice for notice in found if notice is not None]
+            self._store.counters.unreadable += found.count(None)
         return notices
 
     async def _start_listening(self, queue: str) -> bool:
@@ -282,12 +287,23 @@ def _info_without_message(queue: str, job_id: str, state: State, owner: str) -> 
     )
 
 
-def _notice(queue: str, fields: dict[bytes, bytes]) -> Notice:
+def _notice(queue: str, fields: dict[bytes, bytes]) -> Notice | None:
+    """Decode a notice; None if it cannot be read. Other programs can write to the stream."""
     if b"cancelled" in fields:
-        return CancelledNotice(queue, fields[b"cancelled"].decode())
+        return CancelledNotice(queue, wire.printable(fields[b"cancelled"]))
     if b"due" in fields:
-        return DueNotice(queue, int(fields[b"due"]))
+        due = fields[b"due"]
+        return DueNotice(queue, int(due)) if len(due) <= _INSTANT_DIGITS and due.isdigit() else None
     return ControlNotice(queue)
+
+
+def _is_queue(name: str) -> bool:
+    """Whether a member of the set of queues is the name of one. Other programs can add any bytes."""
+    try:
+        check_name(name, "queue")
+    except InvalidOption:
+        return False
+    return "\ufffd" not in name
 
 
 #: The fingerprint in a record's token.

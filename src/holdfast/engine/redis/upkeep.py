@@ -57,7 +57,7 @@ class EngineUpkeep:
             jobs = [(job_id, name) for ids, name in zip(members, ("delayed", "retry"), strict=True) for job_id in ids]
             if jobs:
                 names = [*keys.streams, keys.delayed, keys.retry, keys.control, keys.wake, keys.lanes]
-                names += [keys.job(job_id.decode()) for job_id, _ in jobs]
+                names += [keys.member_job(job_id) for job_id, _ in jobs]
                 arguments = [self._store.names.group, len(jobs), *(part for job in jobs for part in job)]
                 lanes = self._store.lanes(queue).all()
                 count += await self._store.run_with_lanes(Purpose.OTHER, "promote", queue, names, arguments, lanes)
@@ -152,7 +152,7 @@ class EngineUpkeep:
     async def _claim_retries(self, worker: str, queue: str, due: Sequence[bytes], limit: int) -> list[Claim]:
         store, keys = self._store, self._store.keys(queue)
         names = [*keys.streams, keys.feed, keys.control, keys.pending_retries, keys.wake, keys.lanes]
-        names += [keys.job(job_id.decode()) for job_id in due]
+        names += [keys.member_job(job_id) for job_id in due]
         arguments = [store.names.group, worker, store.nonce(), store.feed_limit, RETRY_CONSUMER, len(due), limit, *due]
         lanes = store.lanes(queue).all()
         reply = await store.run_with_lanes(Purpose.OTHER, "claim_due_retries", queue, names, arguments, lanes)

@@ -28,6 +28,7 @@ from holdfast.core.job import (
     new_job_ids,
 )
 from holdfast.core.states import FINAL, State
+from holdfast.core.text import MESSAGE_DEPTH, too_deep
 from holdfast.core.verdict import MESSAGE_MALFORMED
 from holdfast.engine.port.operators import QueueControl, TenantControl
 from holdfast.engine.redis.keys import STREAMS_PER_LANE
@@ -41,6 +42,8 @@ _LONG: Final = 16
 _MAX_ID: Final = 200
 _MAX_TEXT: Final = 1_000
 _MAX_COUNT: Final = 10**9
+#: `Meta` contains values that may be nested to `MESSAGE_DEPTH`.
+_META_DEPTH: Final = MESSAGE_DEPTH + 20
 
 _match_head: Final = re.compile(rb"1 (?:queued|retrying) (\d{1,9}) \d{1,9} (\d{1,15})\Z").match
 
@@ -102,6 +105,7 @@ def parse_entry(
         tenant_id, key, trace_id, meta = DEFAULT_TENANT, job_id, "", EMPTY_META
         if len(fields) == _LONG:
             tenant_id, key, trace_id = fields[9].decode(), fields[11].decode(), fields[13].decode()
+            _check_depth(fields[15], "meta", _META_DEPTH)
             meta = decode_meta(fields[15])
         return Claim(
             lease,
@@ -115,7 +119,7 @@ def parse_entry(
             now_ms,
             meta,
         )
-    except (ValueError, AttributeError, msgspec.MsgspecError) as exc:
+    except (ValueError, AttributeError, RecursionError, msgspec.MsgspecError) as exc:
         raise MalformedMessage(f"the message has holdfast's marker but invalid fields: {exc}") from exc
 
 
@@ -136,9 +140,10 @@ def parse_foreign(entry: Sequence[Any], stream_index: int, queue: str, worker: s
     task, payload = _text(fields, b"type"), fields.get(b"payload")
     if not task or payload is None:
         raise MalformedMessage(f"the message lacks {'type' if not task else 'payload'}")
+    _check_depth(payload, "the payload")
     try:
         value = _decode_any(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+    except (ValueError, RecursionError) as exc:
         raise MalformedMessage(f"the payload is not JSON: {exc}") from exc
     if not isinstance(value, dict | list):
         raise MalformedMessage(
@@ -156,6 +161,15 @@ def parse_foreign(entry: Sequence[Any], stream_index: int, queue: str, worker: s
         0,
         _foreign_meta(fields, stream_index),
     )
+
+
+def _check_depth(encoded: bytes, what: str, levels: int = MESSAGE_DEPTH) -> None:
+    """Raise `MalformedMessage` for nesting that a later step could not process.
+
+    The recursion limit applies to the whole stack, so that one process can read what another cannot.
+    """
+    if too_deep(encoded, levels):
+        raise MalformedMessage(f"{what} is nested deeper than {levels} levels")
 
 
 def check_size(payload: bytes, limit: int) -> None:
@@ -181,9 +195,10 @@ def _foreign_meta(fields: Mapping[bytes, bytes], stream_index: int) -> Meta:
         raise MalformedMessage(f"max_retries is not a valid count: {exc}") from exc
     values = None
     if context:
+        _check_depth(context, "context")
         try:
             values = msgspec.json.decode(context, type=dict[str, Any])
-        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        except (ValueError, RecursionError) as exc:
             raise MalformedMessage(f"context is not a JSON object: {exc}") from exc
     priority = priority_of(stream_index)
     if retries is None and values is None and priority is Priority.NORMAL:

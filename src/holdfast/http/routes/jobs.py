@@ -369,7 +369,10 @@ def tenant_of(principal: Principal, tenant_id: str | None) -> str:
 
 
 def _object(raw: msgspec.Raw, what: str) -> dict[str, object]:
-    value = msgspec.json.decode(raw)
+    try:
+        value = msgspec.json.decode(raw)
+    except (ValueError, RecursionError) as exc:
+        raise Unprocessable(f"the body is invalid: {exc} - at `$.{what}`") from exc
     if not isinstance(value, dict):
         raise Unprocessable(f"the body is invalid: Expected `object` - at `$.{what}`")
     return value
