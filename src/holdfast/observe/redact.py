@@ -1,11 +1,11 @@
 """Mask secrets before text leaves the process: logs, failures, HTTP errors, output (M3, T7).
 
-Failures include the events and dead letters made from them. Masked are: passwords in URLs, values of names like
-`password`, `token` or `api_key` in every common notation, `Authorization` headers, bearer tokens, holdfast's own
-tokens, AWS keys, JSON web tokens, private keys, and what the setting `redact` adds. A secret that nothing in the text
-identifies cannot be found: do not put one into an exception.
+Failures include the events and dead letters made from them. Masked are: passwords in URLs and connection strings,
+values of names like `password`, `token` or `api_key` in every common notation, credentials in headers, tokens that are
+known by their form, private keys, and what the setting `redact` adds; `observe.secret_forms` has the tables. A secret
+that nothing in the text identifies cannot be found: do not put one into an exception.
 
-Time is linear in the length of the text for all practical texts; `redact_and_truncate` cuts long ones first.
+Time is linear in the length of the text; `redact_and_truncate` cuts long ones first.
 """
 
 from __future__ import annotations
@@ -14,29 +14,24 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-MASK: Final = "***"
+from holdfast.observe.secret_forms import (
+    NAMES,
+    OWN_TOKEN,
+    PHRASES,
+    PRIVATE_KEY,
+    REST_OF_KEY,
+    STEMS,
+    TOKEN_STEMS,
+    URL_REST,
+    URL_USER,
+    WEB_KEY,
+    named_values,
+    secret_name,
+)
 
-#: A secret name ends here or continues after `_` or `-`: `secret_access_key` matches, `max_tokens` does not.
-_NAMES: Final = (
-    "password",
-    "passwd",
-    "passphrase",
-    "pwd",
-    "secret",
-    "token",
-    "api[_-]?key",
-    "access[_-]?key",
-    "private[_-]?key",
-    "credentials?",
-    "cookie",
-    "signature",
-)
-#: A text without any of these is not searched for `_NAMES`: a substring search is 100 times faster.
-_STEMS: Final = (
-    *("passw", "passphrase", "pwd", "secret", "token", "credential", "cookie", "signature"),
-    *(f"{kind}{joint}key" for kind in ("api", "access", "private") for joint in ("", "_", "-")),
-)
-_AWS_STEMS: Final = ("AKIA", "ASIA", "AGPA", "AIDA", "AROA", "ANPA", "ANVA")
+MASK: Final = "***"
+_NAMED_MASK: Final = rf"\g<name>{MASK}"
+
 #: Texts are truncated to this multiple of the limit before they are searched.
 _SLACK: Final = 4
 #: Maximum depth of nested values; deeper ones are masked.
@@ -44,41 +39,14 @@ _DEPTH: Final = 20
 
 _PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
 
-_PRIVATE_KEY: Final = re.compile(
-    r"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY-----.*?(?:-----END [A-Z0-9 ]{0,40}PRIVATE KEY-----|\Z)", re.DOTALL
-)
-#: End of a private key in a text that was truncated inside it.
-_REST_OF_KEY: Final = re.compile(r"\A.*-----END [A-Z0-9 ]{0,40}PRIVATE KEY-----", re.DOTALL)
-# Greedy up to the last "@" of the word: a password may contain "@", ":" or "/".
-_CREDENTIALS: Final = re.compile(r"(?P<user>://[^\s:@/]{0,200}):\S{1,4000}@")
-#: In a web URL, a user name without a password is usually an API key.
-_WEB_KEY: Final = re.compile(r"(?P<scheme>\bhttps?://)[^\s:@/?#]{1,4000}@", re.IGNORECASE)
-#: To the end of the line: digest credentials have several parts.
-_AUTHORIZATION: Final = re.compile(r"(?P<name>authorization\\?[\"']?\s{0,3}[:=,]\s{0,3})[^\r\n]+", re.IGNORECASE)
-_BEARER: Final = re.compile(r"\b(?P<name>bearer|basic)\s{1,3}(?=[^\s]*[\d=._-])[A-Za-z0-9._~+/=-]{8,}", re.IGNORECASE)
-_OWN_TOKEN: Final = re.compile(r"\b(?P<name>hf_[0-9A-Za-z]{1,64}_)[0-9A-Za-z_-]{4,}")
-_AWS_KEY: Final = re.compile(rf"\b(?:{'|'.join(_AWS_STEMS)})[0-9A-Z]{{16}}\b")
-#: Does not start inside a word: each such start would be scanned to the end of the word.
-_JWT: Final = re.compile(r"(?<![A-Za-z0-9_-])eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}(?:\.[A-Za-z0-9_-]*)?")
-
-
-def _named_values(names: Iterable[str]) -> re.Pattern[str]:
-    """Pattern for `name=value`, `name: value`, `'name': 'value'`, and the same inside an escaped text."""
-    return re.compile(
-        rf"(?P<name>(?:{'|'.join(names)})(?:[_-][\w-]{{0,40}})?\\?[\"']?\]?\s{{0,3}}(?:=>|[:=])\s{{0,3}})"
-        # Quoted, including escapes; quoted inside a quoted text; otherwise up to the next blank or parameter.
-        r"(?:[bru]?\"(?:[^\"\\]|\\.)*\"?|[bru]?'(?:[^'\\]|\\.)*'?|\\\"(?:(?!\\\").)*(?:\\\")?|[^\s&]+)",
-        re.IGNORECASE,
-    )
-
 
 class _Rules:
     """Redaction rules of this process. Rules are only added, never removed."""
 
     def __init__(self) -> None:
         self._given: set[str] = set()
-        self._names = list(_NAMES)
-        self.stems = list(_STEMS)
+        self._names = list(NAMES)
+        self.stems = list(STEMS)
         self.patterns: list[re.Pattern[str]] = []
         self._compile()
 
@@ -95,8 +63,8 @@ class _Rules:
             self._compile()
 
     def _compile(self) -> None:
-        self.named = _named_values(self._names)
-        self.name = re.compile(rf"(?:{'|'.join([*self._names, 'authorization'])})(?:[_-][\w-]*)?$", re.IGNORECASE)
+        self.named = named_values(self._names)
+        self.name = secret_name(self._names)
 
 
 def compile_rule(rule: str) -> re.Pattern[str]:
@@ -121,27 +89,38 @@ def redact(text: str) -> str:
     >>> redact("redis://app:s3cret@cache:6379/0 with password=s3cret")
     'redis://app:***@cache:6379/0 with password=***'
     """
-    if "PRIVATE KEY-----" in text:
-        text = _REST_OF_KEY.sub(MASK, _PRIVATE_KEY.sub(MASK, text))
+    if "PRIVATE KEY" in text:
+        text = REST_OF_KEY.sub(MASK, PRIVATE_KEY.sub(MASK, text))
     if "://" in text:
-        text = _CREDENTIALS.sub(rf"\g<user>:{MASK}@", text)
-        text = _WEB_KEY.sub(rf"\g<scheme>{MASK}@", text)
+        text = URL_REST.sub(_mask_url, text)
+        text = WEB_KEY.sub(_NAMED_MASK, text)
     lower = text.lower()
-    if "authorization" in lower:
-        text = _AUTHORIZATION.sub(rf"\g<name>{MASK}", text)
+    for stem, pattern in PHRASES:
+        if stem in lower:
+            text = pattern.sub(_NAMED_MASK, text)
     if any(stem in lower for stem in _rules.stems):
-        text = _rules.named.sub(rf"\g<name>{MASK}", text)
-    if "bearer" in lower or "basic" in lower:
-        text = _BEARER.sub(rf"\g<name> {MASK}", text)
+        for pattern in _rules.named:
+            text = pattern.sub(_NAMED_MASK, text)
     if "hf_" in text:
-        text = _OWN_TOKEN.sub(rf"\g<name>{MASK}", text)
-    if any(stem in text for stem in _AWS_STEMS):
-        text = _AWS_KEY.sub(MASK, text)
-    if "eyJ" in text:
-        text = _JWT.sub(MASK, text)
+        text = OWN_TOKEN.sub(_NAMED_MASK, text)
+    for stem, pattern in TOKEN_STEMS:
+        if stem in text:
+            text = pattern.sub(MASK, text)
     for pattern in _rules.patterns:
         text = pattern.sub(MASK, text)
     return text
+
+
+def _mask_url(found: re.Match[str]) -> str:
+    """Mask from the first user name up to the last "@" of the word: a password may contain "@", ":" or "/"."""
+    word = found[0]
+    end = word.rfind("@")
+    start = 0
+    while 0 <= start < end:
+        if (user := URL_USER.match(word, start)) is not None and user.end() < end:
+            return f"{word[: user.end()]}{MASK}{word[end:]}"
+        start = word.find("://", start + 1)
+    return word
 
 
 def redact_and_truncate(text: str, limit: int, *, end: bool = False) -> str:
