@@ -131,7 +131,7 @@ def test_headers_take_precedence_over_a_cloud_event() -> None:
     assert MessageEnvelope.from_raw(_raw(body=body), "q", parser_of("cloudevents"), names).tenant_id == "acme"
 
 
-def test_a_zero_byte_beside_other_text_stays_in_a_header() -> None:
+def test_a_zero_byte_next_to_other_text_stays_in_a_header() -> None:
     envelope = MessageEnvelope.from_raw(
         _raw({"x-ascii": "a\0b", "x-other": "é\0ü", "x-lone": "é\ud800"}), "q", parser_of("json")
     )

@@ -17,10 +17,8 @@ from holdfast.errors import Forbidden
 
 #: In a token's tenants: all of them, including those created later.
 ALL_TENANTS: Final = "*"
-
-
-#: Scripts with letters that look alike: a name may have letters of one of them, besides other scripts.
-_LOOK_ALIKE: Final = frozenset({"LATIN", "CYRILLIC", "GREEK"})
+#: Scripts with characters that look alike: a name may have characters of one of them, besides other scripts.
+_SIMILAR_SCRIPTS: Final = frozenset({"LATIN", "CYRILLIC", "GREEK"})
 
 
 def fold_name(name: str) -> str:
@@ -34,12 +32,13 @@ def fold_name(name: str) -> str:
 
 
 def mixed_scripts(name: str) -> list[str]:
-    """Scripts with look-alike letters in a name, if there are several; a script is the first word of a letter's name.
+    """Scripts with similar characters in a name, if there are several.
 
-    A name in one script that resembles a name in another is not detected.
+    A script is the first word of a character's name in Unicode. A name in one script that resembles a
+    name in another is not detected.
     """
-    letters = (letter for letter in unicodedata.normalize("NFKC", name) if letter.isalpha())
-    found = _LOOK_ALIKE & {unicodedata.name(letter, "").partition(" ")[0] for letter in letters}
+    characters = (character for character in unicodedata.normalize("NFKC", name) if character.isalpha())
+    found = _SIMILAR_SCRIPTS & {unicodedata.name(character, "").partition(" ")[0] for character in characters}
     return sorted(found) if len(found) > 1 else []
 
 

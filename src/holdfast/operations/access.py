@@ -5,7 +5,7 @@ which is 32 random bytes. A token that is missing, unknown, expired or revoked g
 
 A token's name is the principal: two tokens with one name are the same principal. A token can therefore be replaced by
 another, and having two of them does not give two votes. Names are compared in their folded form (`core.principal`). A
-new name that differs from an existing one only by that, or mixes scripts with look-alike letters, is refused.
+new name that differs from an existing one only by that, or mixes scripts with similar characters, is refused.
 """
 
 from __future__ import annotations
@@ -161,8 +161,8 @@ class TokenOperations:
     async def _check_distinct(self, name: str) -> None:
         if scripts := mixed_scripts(name):
             raise NameNotDistinct(
-                f"{name!r} mixes letters of {' and '.join(each.title() for each in scripts)} that look alike; "
-                "use letters of one script"
+                f"{name!r} mixes characters of {' and '.join(each.title() for each in scripts)} that look alike; "
+                "use one script"
             )
         # Also of revoked tokens, which are in the audit log. The message does not reveal other tenants' names.
         if any(row.name != name and fold_name(row.name) == fold_name(name) for row in await self._operators.tokens()):
