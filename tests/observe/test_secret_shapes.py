@@ -124,7 +124,7 @@ NOTATIONS: Final = (
     f"- name: DB_PASSWORD\n  value: {SECRET}",
     f"Login(user='ada', password=SecretText('a {SECRET}'))",
     f"{{'auths': {{'registry': {{'auth': '{SECRET}'}}}}}}",
-    f"//registry.npmjs.org/:_authToken={SECRET}",
+    f"//registry.example.org/:_authToken={SECRET}",
     f"tool --password {SECRET} --verbose",
     f"tool --api-key '{SECRET} with blanks'",
     f"New-Login -Password {SECRET}",
