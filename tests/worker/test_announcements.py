@@ -6,7 +6,9 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from redis.asyncio import Redis
 
 from holdfast import Holdfast
 from holdfast.core.announcement import ANNOUNCE_INTERVAL_S, KEEP_MS, AnnouncedTask
@@ -93,6 +95,21 @@ async def test_a_copy_keeps_the_time_of_the_announcement(redis_url: str, namespa
         await app.engine.announce_tasks([task])
         await copier.run_once()
         assert await ledger.operators.announced_tasks() == await app.engine.announced_tasks()
+
+
+async def test_garbage_in_the_engine_does_not_stop_the_copy(redis_url: str, namespace: str, ledger_url: str) -> None:
+    """Other programs can write to the hash: names with zero bytes, times beyond every calendar."""
+    app = Holdfast(redis_url, namespace=namespace, ledger=ledger_url)
+    async with app, Redis.from_url(redis_url) as redis:
+        ledger = backend_of(app).ledger
+        assert ledger is not None
+        await app.engine.announce_tasks([AnnouncedTask(task="t", queue="q", fingerprint="01")])
+        (key,) = [key async for key in redis.scan_iter(f"*{namespace}*") if await redis.type(key) == b"hash"]
+        odd = AnnouncedTask(task="nul\0", queue="q\0", fingerprint="0\0", schema="\0", seen_at_ms=10**15)
+        await redis.hset(key, "odd", msgspec.json.encode(odd))
+        assert len(await app.engine.announced_tasks()) == 2
+        assert await AnnouncementCopier(app.engine, ledger).run_once() == ANNOUNCE_INTERVAL_S
+        assert [each.task for each in await ledger.operators.announced_tasks()] == ["nul\ufffd", "t"]
 
 
 async def test_old_schemas_of_a_task_are_deleted(app: Holdfast, clock: Any) -> None:

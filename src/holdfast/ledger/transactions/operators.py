@@ -15,6 +15,7 @@ from sqlalchemy.dialects.postgresql import insert as postgresql_insert
 
 from holdfast.core.announcement import KEEP_MS, AnnouncedTask, newest_first
 from holdfast.core.principal import AuditEntry, Role
+from holdfast.core.text import clean
 from holdfast.errors import Conflict, NotFound
 from holdfast.ledger.port.effects import EffectOutcome, EffectState
 from holdfast.ledger.port.operators import (
@@ -109,11 +110,18 @@ def announce(tasks: Sequence[AnnouncedTask]) -> SqlTransaction[None]:
     table = announced_tasks
     # In one order, so that two processes that copy at once do not block each other.
     for task in sorted(tasks, key=lambda each: (each.task, each.fingerprint)):
-        seen_at = datetime.fromtimestamp(task.seen_at_ms / 1000, UTC) if task.seen_at_ms else now
-        values = {"queue": task.queue, "priority": task.priority, "schema": task.schema, "seen_at": seen_at}
-        row = postgresql_insert(table).values(task=task.task, fingerprint=task.fingerprint, **values)
+        # Another program may have written it to the engine: no zero bytes, and no time that has not come.
+        is_past = 0 < task.seen_at_ms <= now.timestamp() * 1000
+        seen_at = datetime.fromtimestamp(task.seen_at_ms / 1000, UTC) if is_past else now
+        values = {
+            "queue": clean(task.queue),
+            "priority": task.priority,
+            "schema": clean(task.schema),
+            "seen_at": seen_at,
+        }
+        row = postgresql_insert(table).values(task=clean(task.task), fingerprint=clean(task.fingerprint), **values)
         yield row.on_conflict_do_update(index_elements=[table.c.task, table.c.fingerprint], set_=values)
-    names = sorted({task.task for task in tasks})
+    names = sorted({clean(task.task) for task in tasks})
     before = now - timedelta(milliseconds=KEEP_MS)
     for chunk in chunks(names):
         yield delete(table).where(table.c.task.in_(chunk), table.c.seen_at < before)
