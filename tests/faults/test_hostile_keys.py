@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from holdfast.core.verdict import MESSAGE_MALFORMED
 from tests.faults.conftest import MakeSite
 from tests.faults.support import eventually
-from tests.faults.test_wire import FOREIGN, LONG, Wire
+from tests.faults.test_wire import FOREIGN, LONG, Wire, with_marker
 from tests.worker.support import working
 
 pytestmark = [pytest.mark.faults, pytest.mark.redis]
@@ -56,8 +56,9 @@ async def wire(redis_url: str, make_site: MakeSite) -> AsyncIterator[Wire]:
 async def _write_messages(wire: Wire) -> int:
     """One message for each kind of JSON in each field that is JSON; returns how many."""
     count = 0
+    native = with_marker(LONG, await wire.read_marker())
     for text in JSON.values():
-        for template, field in ((FOREIGN, "context"), (FOREIGN, "payload"), (LONG, "meta")):
+        for template, field in ((FOREIGN, "context"), (FOREIGN, "payload"), (native, "meta")):
             value = b'{"context":' + text + b"}" if field == "meta" else text
             own = {"task_id": b"hostile-%d" % count, "idempotency_key": b"key-%d" % count}
             await wire.write(template | own | {field: value})

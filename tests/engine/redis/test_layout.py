@@ -95,10 +95,11 @@ async def test_a_message_is_readable_by_other_programs(redis_harness: RedisHarne
     envelope = rig.envelope(tenant_id="acme", trace_id="t-1", idempotency_key="k", payload=b'{"n":1}')
     await rig.engine.submit([envelope])
     ((_, fields),) = await redis_harness.redis.xrange(redis_harness.keys(QUEUE).lane(1)[Priority.NORMAL])
+    marker = await redis_harness.redis.hget(redis_harness.keys(QUEUE).control, "marker")
     assert list(fields) == [
-        b"holdfast", b"task_id", b"type", b"payload", b"tenant_id", b"idempotency_key", b"trace_id", b"meta",
+        marker, b"task_id", b"type", b"payload", b"tenant_id", b"idempotency_key", b"trace_id", b"meta",
     ]  # fmt: skip
-    assert fields[b"holdfast"].startswith(b"1 queued 0 0 ")
+    assert fields[marker].startswith(b"1 queued 0 0 ")
     assert fields[b"task_id"] == envelope.job_id.encode()
     assert (fields[b"type"], fields[b"payload"], fields[b"tenant_id"]) == (b"print", b'{"n":1}', b"acme")
     assert (fields[b"idempotency_key"], fields[b"trace_id"]) == (b"k", b"t-1")

@@ -11,7 +11,7 @@ from holdfast.core.job import MAX_BATCH, Claim, Lease, decode_meta, priority_ord
 from holdfast.engine.port import PartialFailure
 from holdfast.engine.redis import wire
 from holdfast.engine.redis.intake import Adopter, PendingMessage
-from holdfast.engine.redis.keys import RETRY_CONSUMER, WAKE_GROUP, lanes_of
+from holdfast.engine.redis.keys import RETRY_CONSUMER, STREAMS_PER_LANE, WAKE_GROUP, lanes_of
 from holdfast.engine.redis.net.client import Purpose, ScriptError
 from holdfast.engine.redis.store import RedisStore
 from holdfast.errors import EngineRefused, EngineUnavailable
@@ -22,6 +22,8 @@ _MAX_BLOCK_MS: Final = 5_000
 _OUTAGE_BLOCK_MS: Final = 500
 #: Pending entries read per stream, about the most that a worker has; further ones are found by the next call.
 _RECOVERY_LIMIT: Final = 10_000
+#: Messages read in one step when leases are recovered.
+_READ_BATCH: Final = 100
 
 
 class Claims:
@@ -216,23 +218,34 @@ class Claims:
     async def _own_pending(self, worker: str, queue: str, known: Collection[str]) -> list[PendingMessage]:
         """This worker's pending messages, without those whose lease token is known."""
         store = self._store
-        found: list[PendingMessage] = []
+        rows: list[tuple[int, bytes, int]] = []
         # On the connection of claims, so that the leases of a claim that was cancelled in flight are found here.
         for index, stream in await store.streams_in_use(queue, Purpose.CLAIM):
             command = (b"XPENDING", stream, store.names.group, b"-", b"+", _RECOVERY_LIMIT, worker)
             try:
-                rows = await store.client.call(Purpose.CLAIM, *command)
+                pending = await store.client.call(Purpose.CLAIM, *command)
             except ScriptError:
                 continue  # no group: nothing was ever claimed from this stream
-            for message_id, _, _, deliveries in rows:
-                if f"{index}:{message_id.decode()}:{deliveries}:{worker}" in known:
-                    continue
-                entries = await store.client.call(Purpose.OTHER, b"XRANGE", stream, message_id, message_id)
-                if entries:
-                    found.append(PendingMessage(index, entries[0], deliveries))
-                else:
-                    await store.client.call(Purpose.OTHER, b"XACK", stream, store.names.group, message_id)
+            for message_id, _, _, deliveries in pending:
+                if f"{index}:{message_id.decode()}:{deliveries}:{worker}" not in known:
+                    rows.append((index, message_id, deliveries))
+        found: list[PendingMessage] = []
+        for start in range(0, len(rows), _READ_BATCH):
+            found += await self._read_messages(queue, rows[start : start + _READ_BATCH])
         return found
+
+    async def _read_messages(self, queue: str, rows: Sequence[tuple[int, bytes, int]]) -> list[PendingMessage]:
+        """The messages of these rows (stream index, message id, delivery count) of the pending lists."""
+        store, keys = self._store, self._store.keys(queue)
+        arguments = [store.names.group, len(rows), *(part for row in rows for part in row[:2])]
+        lanes = {index // STREAMS_PER_LANE for index, *_ in rows} - {0}
+        names = [*keys.streams, keys.control]
+        entries = await store.run_with_lanes(Purpose.OTHER, "read_messages", queue, names, arguments, lanes)
+        return [
+            PendingMessage(index, entry, deliveries)
+            for (index, _, deliveries), entry in zip(rows, entries, strict=True)
+            if entry
+        ]
 
     async def parse_claims(self, worker: str, queue: str, found: Sequence[PendingMessage], now_ms: int) -> list[Claim]:
         """Turn messages into claims; foreign messages are adopted first."""
@@ -247,7 +260,7 @@ class Claims:
                     )
                     continue
                 except wire.MalformedMessage:
-                    pass  # a forged marker: adoption dead-letters the message
+                    pass  # adoption dead-letters the message
             foreign.append(message)
         if foreign:
             claims += await self._adopter.adopt(worker, queue, foreign, now_ms)

@@ -296,7 +296,9 @@ class Adopter:
         claims: list[Claim] = []
         clashes: list[PendingMessage] = []
         for adoption, message, status in zip(adoptions, messages, statuses, strict=True):
-            if status == b"adopted" and adoption.claim is not None:
+            if status == b"native" and adoption.native is not None:
+                claims.append(msgspec.structs.replace(adoption.native, claimed_at_ms=now_ms))
+            elif status == b"adopted" and adoption.claim is not None:
                 store.counters.adopted += 1
                 claims.append(msgspec.structs.replace(adoption.claim, claimed_at_ms=now_ms))
             elif status == b"clash":
@@ -320,6 +322,8 @@ class _Adoption:
         self._stream_index, self._entry = message.stream_index, message.entry
         self._deliveries, self._owner = message.deliveries, message.owner
         self.claim: Claim | None = None
+        self.native = self._parse_native(queue, worker)
+        self._head = self._entry[1][1] if self.native else b"?" if self._entry[1][0] == wire.UNVERIFIED else b""
         self._fault, self._dead_letter, self._data, self._fingerprint = b"", b"", b"", ""
         try:
             self.claim = wire.parse_foreign(self._entry, self._stream_index, queue, worker, self._deliveries)
@@ -343,6 +347,15 @@ class _Adoption:
             self._dead_letter = wire.pack(wire.dead_letter_fields(self.job_id, self.body, failure, dlq_id))
             self._data = wire.encode_json(wire.failure_fields(failure) | {"dlq_id": dlq_id, "history": []})
 
+    def _parse_native(self, queue: str, worker: str) -> Claim | None:
+        """The message as one of holdfast's, if its record proves that."""
+        if not wire.may_be_native(self._entry[1]):
+            return None
+        try:
+            return wire.parse_entry(self._entry, self._stream_index, queue, worker, self._deliveries, 0)
+        except wire.MalformedMessage:
+            return None
+
     def arguments(self, key_index: int) -> tuple[Any, ...]:
         body = self.body
         return (
@@ -363,4 +376,5 @@ class _Adoption:
             self._owner,
             self._data,
             self._fingerprint,
+            self._head,
         )

@@ -195,7 +195,8 @@ class Operators:
     async def _read(self, queue: str, job_id: str) -> Any:
         """The reply of the script `get`; empty if the job is unknown."""
         store, keys = self._store, self._store.keys(queue)
-        names = [*keys.streams, keys.pending_retries, keys.retry, keys.delayed, keys.waiters, keys.job(job_id)]
+        names = [*keys.streams, keys.pending_retries, keys.retry, keys.delayed, keys.waiters, keys.control]
+        names.append(keys.job(job_id))
         arguments, lanes = [store.names.group, 0, job_id], store.lanes(queue).all()
         return (await store.run_with_lanes(Purpose.OTHER, "get", queue, names, arguments, lanes))[0]
 

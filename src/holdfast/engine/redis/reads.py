@@ -57,7 +57,8 @@ class Reads:
             return []
         keys = self._store.keys(queue)
         records = (keys.job(job_id) for job_id in job_ids)
-        names = [*keys.streams, keys.pending_retries, keys.retry, keys.delayed, keys.waiters, *records]
+        names = [*keys.streams, keys.pending_retries, keys.retry, keys.delayed, keys.waiters, keys.control]
+        names += records
         arguments = [self._store.names.group, int(register), *job_ids]
         lanes = self._store.lanes(queue).all()
         replies = await self._store.run_with_lanes(Purpose.OTHER, "get", queue, names, arguments, lanes)

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any, Final
 
 from holdfast.engine.port.jobs import EngineOptions, RetryVia
+from holdfast.engine.redis import wire
 from holdfast.engine.redis.keys import RETRY_CONSUMER, STREAMS_PER_LANE, WAKE_GROUP, KeyNames, LaneCache, QueueKeys
 from holdfast.engine.redis.net.client import Purpose, RedisClient, Script, ScriptError
 from holdfast.engine.redis.net.outages import Outages
@@ -19,6 +20,8 @@ _AUTOCLAIM_SINCE = (6, 2)
 #: How long a queue counts as registered in the list of queues.
 _KNOWN_S: Final = 60.0
 _UNBOUNDED: Final = 10**15
+#: What scripts report if a group or the marker does not exist.
+_MISSING: Final = ("NOGROUP", "NOMARKER")
 #: Calls of a script that needs other lanes each time, before the operation fails.
 _TRIES: Final = 10
 
@@ -130,13 +133,16 @@ class RedisStore:
             self._known[queue] = now + _KNOWN_S
 
     async def create_groups(self, queue: str) -> None:
-        """Create the groups on all streams, from id 0: `$` would skip messages that are already there."""
+        """Create the marker, and the groups on all streams, from id 0: `$` would skip messages that are there."""
         keys = self.keys(queue)
         if queue in self._known:
             # Makes the next call register it again, if the list is reachable.
             self._known[queue] = 0.0
         names, arguments = self._declare(
-            queue, [*keys.streams, keys.wake], [self.names.group, WAKE_GROUP], self.lanes(queue).all()
+            queue,
+            [*keys.streams, keys.wake, keys.control],
+            [self.names.group, WAKE_GROUP, wire.new_marker()],
+            self.lanes(queue).all(),
         )
         waiting = await self.client.run(Purpose.OTHER, _script("create_groups"), names, arguments)
         if waiting:
@@ -148,12 +154,12 @@ class RedisStore:
     ) -> Any:
         """Run a script on one queue.
 
-        If a group is missing (after a wipe), create the groups and run the script again, once.
+        If a group or the marker is missing (a new queue, or a wipe), create them and run the script again, once.
         """
         try:
             return await self.client.run(purpose, _script(name), keys, arguments)
         except ScriptError as exc:
-            if "NOGROUP" not in str(exc):
+            if not any(missing in str(exc) for missing in _MISSING):
                 raise
         await self.create_groups(queue)
         return await self.client.run(purpose, _script(name), keys, arguments)

@@ -2,12 +2,14 @@
 
 The protocol page of the documentation describes the format. A message that holdfast writes has four fields in a fixed
 order, or eight if the job carries more than its payload. That makes it cheap to read, and Redis stores the field names
-once. A foreign message has the same names in any order, without the marker.
+once. The name of the first field is the queue's *marker*, a secret; scripts check it and return `MARKER` in its place,
+or `UNVERIFIED`. A foreign message has the other names in any order.
 """
 
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -35,6 +37,9 @@ from holdfast.engine.redis.keys import STREAMS_PER_LANE
 
 PROTOCOL_VERSION: Final = 1
 MARKER: Final = b"holdfast"
+UNVERIFIED: Final = b"holdfast?"
+#: Random bytes in a marker.
+_MARKER_BYTES: Final = 16
 #: Names and values in a native message: short if the job has only a payload, else long.
 _SHORT: Final = 8
 _NAMES: Final = [MARKER, b"task_id", b"type", b"payload"]
@@ -88,6 +93,11 @@ class MalformedMessage(Exception):
     """A foreign message that cannot become a job, with the reason."""
 
 
+def new_marker() -> str:
+    """Return the name of the first field of messages that holdfast writes: a secret of the queue."""
+    return f"{MARKER.decode()}:{secrets.token_urlsafe(_MARKER_BYTES)}"
+
+
 def encode_meta(meta: Meta) -> str:
     """Encode a job's `Meta` as JSON; empty for most jobs."""
     return "" if meta is EMPTY_META or meta == EMPTY_META else encode_json(meta).decode()
@@ -96,7 +106,7 @@ def encode_meta(meta: Meta) -> str:
 def parse_entry(
     entry: Sequence[Any], stream_index: int, queue: str, worker: str, deliveries: int, now_ms: int
 ) -> Claim:
-    """Decode a native message as a claim. Raises `MalformedMessage` for a forged one."""
+    """Decode a native message as a claim. Raises `MalformedMessage` for one that holdfast did not write."""
     fields = entry[1]
     try:
         attempts, created_at = _match_head(fields[1]).groups()  # type: ignore[union-attr]
@@ -124,14 +134,19 @@ def parse_entry(
 
 
 def is_native(fields: Sequence[Any]) -> bool:
-    """Whether holdfast wrote this message: it has holdfast's fields in their fixed order."""
+    """Whether holdfast wrote this message: a script verified its marker, and its fields are in their order."""
     return len(fields) in (_SHORT, _LONG) and fields[0:8:2] == _NAMES
 
 
+def may_be_native(fields: Sequence[Any]) -> bool:
+    """Whether this is a message of holdfast with another marker, or of a program that pretends to be holdfast."""
+    return fields[0] == UNVERIFIED and len(fields) in (_SHORT, _LONG) and fields[2:8:2] == _NAMES[1:]
+
+
 def parse_foreign(entry: Sequence[Any], stream_index: int, queue: str, worker: str, deliveries: int) -> Claim:
-    """Decode a foreign message as a claim. Raises `MalformedMessage`."""
+    """Decode a foreign message as a claim. Ignores what only holdfast may write. Raises `MalformedMessage`."""
     fields = as_dict(entry[1])
-    if MARKER in fields:
+    if entry[1][0] == MARKER:
         raise MalformedMessage("the message has holdfast's marker but not its fields")
     position = f"{stream_index}:{entry[0].decode()}"
     job_id = usable_id(fields.get(b"task_id"))

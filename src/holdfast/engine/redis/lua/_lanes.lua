@@ -136,7 +136,8 @@ local function wake_if_limited(wake, packed, indexes)
   end
 end
 
--- The lanes of tenants' next messages. `lane_for_tenant` reads and decides; `open_lanes` writes once no lane is missing.
+-- The lanes of tenants' next messages, and their marker. `lane_for_tenant` reads and decides; `open_lanes` writes once no lane
+-- is missing.
 local function new_assignment(streams, key, control, group)
   return { streams = streams, key = key, control = control, group = group, lane_of = { default = 0, [''] = 0 }, used = {},
     given = {}, assignments = {}, released = {}, shared = {}, missing = { 'lanes' } }
@@ -195,8 +196,14 @@ local function find_lane(assignment, tenant)
   return shortest
 end
 
+-- The marker of new messages; the caller makes one if there is none.
+local function load_marker(assignment)
+  assignment.marker = redis.call('HGET', assignment.control, 'marker') or error('NOMARKER')
+end
+
 -- The lane of this tenant's next message; nil if the caller must declare more lanes first.
 local function lane_for_tenant(assignment, tenant)
+  if not assignment.marker then load_marker(assignment) end
   local lane = assignment.lane_of[tenant]
   if lane then return lane end
   if not assignment.active then load_lanes(assignment) end

@@ -4,8 +4,8 @@
 --
 -- A job's record is `<position> <state> <token>\n<body>`. The position is `<stream index>:<message id>` while a stream has
 -- the message, and `-` otherwise. The token identifies the last settled attempt (`-`: there is none); after a `#` it has the
--- fingerprint of the schema that the submitter checked the payload with. The body, a packed array, exists only if
--- no message has the job, or if the message is out of date (retries that wait in the pending list).
+-- fingerprint of the schema that the submitter checked the payload with, or `~` if the message is a foreign one. The body, a
+-- packed array, exists only if no message has the job, or if the message is out of date (retries that wait in the pending list).
 --
 -- A lane is the streams of one tenant: one for each priority, and one for jobs that are claimed by id. Lane 0 always
 -- exists. `queue:lanes` has the owners of the others; `lanes` in the controls lists those that may have messages. Keys must
@@ -46,9 +46,11 @@ local function parse_record(record)
   return string.match(record, '^(%S+) (%S+) (%S*)\n?(.*)$')
 end
 
--- The fingerprint in a token, with its `#`; '' if it has none.
-local function schema_in(token)
-  return string.match(token, '#%x+$') or ''
+-- What a token says of the submission, with its `#`: the fingerprint of a schema, or `FOREIGN`; '' if it says nothing.
+local FOREIGN = '#~'
+
+local function origin_in(token)
+  return string.match(token, '#%x+$') or string.match(token, FOREIGN .. '$') or ''
 end
 
 -- The value of an idempotency key: the first job's id, then a newline and the fingerprint of its submission. The previous
@@ -75,10 +77,22 @@ local function split_position(position)
   return tonumber(index), id
 end
 
--- Whether holdfast wrote this message: its fields in their order, as in `wire.is_native`.
-local function is_native(fields)
-  return fields[1] == 'holdfast' and fields[3] == 'task_id' and fields[5] == 'type' and fields[7] == 'payload'
-    and (#fields == 8 or #fields == 16)
+-- Whether holdfast wrote the message with these fields. The name of its first field is the queue's marker, a secret that
+-- programs with no other right than XADD cannot read. A message with an older marker, or with the one of the previous version,
+-- is native if the record, which such programs cannot write, has its position (nil: unknown). Renames the first field for the
+-- caller, so that the secret does not leave Redis: `holdfast` if the message is native, else `holdfast?`. Call it once.
+local function is_native(fields, marker, record, position)
+  local first = fields[1]
+  if first ~= marker then
+    if not first or string.sub(first, 1, 8) ~= 'holdfast' then return false end
+    local known, _, token = parse_record(record or '')
+    if known ~= position or not known or origin_in(token) == FOREIGN then
+      fields[1] = 'holdfast?'
+      return false
+    end
+  end
+  fields[1] = 'holdfast'
+  return fields[3] == 'task_id' and fields[5] == 'type' and fields[7] == 'payload' and (#fields == 8 or #fields == 16)
 end
 
 -- Fail on a key of another type before the first write: a script does not roll back.
@@ -95,17 +109,18 @@ local function in_chunks(values, call)
   end
 end
 
--- Append a message with a new header to a stream. Returns its position. Fields that a job does not use are omitted: reading
--- eight values instead of sixteen saves a third of the cost of a claim.
-local function append_message(streams, index, body, state, job_id)
+-- Append a message with a new header to a stream. Returns its position. `to` has the streams and the marker. Fields that a job
+-- does not use are omitted: reading eight values instead of sixteen saves a third of the cost of a claim.
+local function append_message(to, index, body, state, job_id)
   local id
+  local stream = to.streams[index + 1]
   local head = '1 ' .. state .. ' ' .. body[ATTEMPTS] .. ' ' .. body[RETRIES] .. ' ' .. body[CREATED]
   if body[TENANT] == 'default' and body[KEY] == job_id and body[TRACE] == '' and body[META] == '' then
-    id = redis.call('XADD', streams[index + 1], '*',
-      'holdfast', head, 'task_id', job_id, 'type', body[TASK], 'payload', body[PAYLOAD])
+    id = redis.call('XADD', stream, '*',
+      to.marker, head, 'task_id', job_id, 'type', body[TASK], 'payload', body[PAYLOAD])
   else
-    id = redis.call('XADD', streams[index + 1], '*',
-      'holdfast', head, 'task_id', job_id, 'type', body[TASK], 'payload', body[PAYLOAD],
+    id = redis.call('XADD', stream, '*',
+      to.marker, head, 'task_id', job_id, 'type', body[TASK], 'payload', body[PAYLOAD],
       'tenant_id', body[TENANT], 'idempotency_key', body[KEY], 'trace_id', body[TRACE], 'meta', body[META])
   end
   return POSITION_PREFIX[index] .. id

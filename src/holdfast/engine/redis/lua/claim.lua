@@ -9,8 +9,9 @@ local feed_key, control, wake, workers = KEYS[5], KEYS[6], KEYS[7], KEYS[8]
 local group, worker, limit, nonce, feed_limit, wake_group = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4], ARGV[5], ARGV[6]
 local retry_consumer = ARGV[10]
 
-local controls = redis.call('HMGET', control, 'paused', 'reader', 'lanes', 'limits', 'turns')
+local controls = redis.call('HMGET', control, 'paused', 'reader', 'lanes', 'limits', 'turns', 'marker')
 if controls[1] == '1' then return { 'paused' } end
+local marker = controls[6]
 local active = numbers_in(controls[3])
 local missing = undeclared_lanes(streams, active)
 if missing then return missing end
@@ -37,7 +38,7 @@ local function read(index, count)
   reply[#reply + 1] = entries
   for _, entry in ipairs(entries) do
     local fields = entry[2]
-    if is_native(fields) then
+    if is_native(fields, marker) then
       local m = #moves
       moves[m + 1], moves[m + 2], moves[m + 3] = fields[4], fields[2], #fields == 8 and '' or tenant_of(fields)
     end

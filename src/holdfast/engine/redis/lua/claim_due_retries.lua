@@ -10,7 +10,7 @@ local assignment = new_assignment(streams, KEYS[9], control, group)
 local most = tonumber(ARGV[7])
 local FIRST_KEY, FIRST_ARG = 9, 7
 
-local controls = redis.call('HMGET', control, 'paused', 'reader', 'limits', 'lanes')
+local controls = redis.call('HMGET', control, 'paused', 'reader', 'limits', 'lanes', 'marker')
 if controls[1] == '1' then return { 'paused' } end
 
 local at = now_ms()
@@ -66,7 +66,7 @@ for _, job in ipairs(due) do
   local r = #reply
   reply[r + 1], reply[r + 2], reply[r + 3], reply[r + 4] = index, deliveries, entry, records[i]
   local fields = entry[2]
-  moves[#moves + 1] = { job_id, is_native(fields) and fields[2] or '', deliveries, known[RETRIES], known[TENANT] }
+  moves[#moves + 1] = { job_id, is_native(fields, controls[5], records[i], POSITION_PREFIX[index] .. id) and fields[2] or '', deliveries, known[RETRIES], known[TENANT] }
 end
 for _, job in ipairs(requeued) do
   redis.call('ZREM', waiting, job[2])
@@ -77,7 +77,7 @@ if #requeued > 0 then open_lanes(assignment, wake) end
 for _, job in ipairs(requeued) do
   local i, job_id, _, _, token, body = unpack(job)
   local index = STREAMS_PER_LANE * assignment.lane_of[body[TENANT]] + tonumber(body[STREAM_INDEX])
-  redis.call('SET', KEYS[FIRST_KEY + i], append_message(streams, index, body, 'retrying', job_id) .. ' retrying ' .. token)
+  redis.call('SET', KEYS[FIRST_KEY + i], append_message(assignment, index, body, 'retrying', job_id) .. ' retrying ' .. token)
 end
 for _, job_id in ipairs(orphans) do redis.call('ZREM', waiting, job_id) end
 append_feed(feed_key, feed_limit, controls[2], nonce, 'retried', format_integer(at), worker, moves)

@@ -48,8 +48,9 @@ local to_index = STREAMS_PER_LANE * lane + DIRECT
 local stream = streams[to_index + 1]
 redis.pcall('XGROUP', 'CREATE', stream, group, '0', 'MKSTREAM')
 if body then
-  position = append_message(streams, to_index, body, state, job_id)
+  position = append_message(assignment, to_index, body, state, job_id)
 else
+  if is_native(entry[2], assignment.marker, record, position) then entry[2][1] = assignment.marker end
   position = POSITION_PREFIX[to_index] .. redis.call('XADD', stream, '*', unpack(entry[2]))
 end
 local _, new_id = split_position(position)
@@ -59,7 +60,7 @@ repeat -- a group that was created again delivers older messages first; those ar
 until claimed[1] == new_id
 redis.call('SET', record_key, position .. ' ' .. state .. ' ' .. token)
 local fields, now = claimed[2], format_integer(now_ms())
-local head = is_native(fields) and fields[2] or ''
+local head = is_native(fields, assignment.marker) and fields[2] or ''
 append_feed(feed_key, feed_limit, controls[1], nonce, 'claimed', now, worker, { job_id, head, tenant_of(fields) })
 redis.call('ZADD', workers, now, worker)
 return { 'ok', now, to_index, claimed }

@@ -1,11 +1,12 @@
--- create_groups: create both groups on every stream, starting at 0: `$` would skip existing messages.
--- KEYS   1-4 streams  5 wake  then streams of further lanes
--- ARGV   1 group  2 wake group  then declared lanes
+-- create_groups: create both groups on every stream, starting at 0: `$` would skip existing messages. Also the marker.
+-- KEYS   1-4 streams  5 wake  6 control  then streams of further lanes
+-- ARGV   1 group  2 wake group  3 a new marker, used if there is none  then declared lanes
 -- Reply  number of messages
 -- XDEL comes first: a full Redis allows it, and then the rest of the script. A first worker must be able to drain a full Redis.
 local streams = declared_streams()
 local group, wake_group, wake = ARGV[1], ARGV[2], KEYS[5]
 redis.call('XDEL', wake, '0-0')
+redis.call('HSETNX', KEYS[6], 'marker', ARGV[3])
 local function make(stream, name)
   local made = redis.pcall('XGROUP', 'CREATE', stream, name, '0', 'MKSTREAM')
   if made.err and not string.find(made.err, 'BUSYGROUP', 1, true) then return made end

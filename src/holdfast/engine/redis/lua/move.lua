@@ -72,7 +72,7 @@ end
 
 if to_index then
   open_lanes(assignment, wake)
-  redis.call('SET', record_key, append_message(streams, to_index, body_values, 'queued', job_id) .. ' queued ' .. token)
+  redis.call('SET', record_key, append_message(assignment, to_index, body_values, 'queued', job_id) .. ' queued ' .. token)
 elseif target == 'queued' then
   park(target)
   redis.call('ZADD', delayed, body_values[RUN_AT], job_id)

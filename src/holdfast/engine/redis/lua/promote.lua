@@ -36,6 +36,6 @@ if #ready > 0 then open_lanes(assignment, wake) end
 for _, job in ipairs(ready) do
   local i, job_id, _, state, token, body = unpack(job)
   local index = STREAMS_PER_LANE * assignment.lane_of[body[TENANT]] + tonumber(body[STREAM_INDEX])
-  redis.call('SET', KEYS[FIRST_KEY + i], append_message(streams, index, body, state, job_id) .. ' ' .. state .. ' ' .. token)
+  redis.call('SET', KEYS[FIRST_KEY + i], append_message(assignment, index, body, state, job_id) .. ' ' .. state .. ' ' .. token)
 end
 return #ready

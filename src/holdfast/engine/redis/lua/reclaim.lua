@@ -9,7 +9,7 @@ local group, worker, nonce, feed_limit = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local timeout, autoclaim, n = tonumber(ARGV[5]), ARGV[6] == '1', tonumber(ARGV[7])
 local FIRST_KEY, FIRST_ARG, STRIDE = 7, 7, 4
 
-local controls = redis.call('HMGET', control, 'paused', 'reader', 'limits')
+local controls = redis.call('HMGET', control, 'paused', 'reader', 'limits', 'marker')
 if controls[1] == '1' then return { 'paused' } end
 
 local records = redis.call('MGET', unpack(KEYS, FIRST_KEY + 1, FIRST_KEY + n))
@@ -25,7 +25,7 @@ for i = 1, n do
       deleted[#deleted + 1], freed[index] = { stream, id }, true
     else
       local _, _, _, body = parse_record(records[i] or '')
-      lost[#lost + 1] = { i, stream, id, owner, body and body ~= '' and cmsgpack.unpack(body)[RETRIES] or '' }
+      lost[#lost + 1] = { i, index, id, owner, body and body ~= '' and cmsgpack.unpack(body)[RETRIES] or '' }
     end
   end
 end
@@ -34,8 +34,8 @@ end
 for _, entry in ipairs(deleted) do redis.call('XACK', entry[1], group, entry[2]) end
 local reply, moves = { 'ok', now }, {}
 for _, row in ipairs(lost) do
-  local i, stream, id, owner, retries = unpack(row)
-  local entry
+  local i, index, id, owner, retries = unpack(row)
+  local stream, entry = streams[index + 1], nil
   if autoclaim then
     entry = redis.call('XAUTOCLAIM', stream, group, worker, timeout, id, 'COUNT', 1)[2][1]
   else
@@ -45,7 +45,7 @@ for _, row in ipairs(lost) do
   local r, fields = #reply, entry[2]
   reply[r + 1], reply[r + 2], reply[r + 3], reply[r + 4] = i, deliveries, entry, records[i] or ''
   -- Foreign messages have no header; `adopt` knows whether they are jobs, and writes their events.
-  if is_native(fields) then
+  if is_native(fields, controls[4], records[i], POSITION_PREFIX[index] .. id) then
     moves[#moves + 1] = { fields[4], fields[2], deliveries, owner, id, retries, tenant_of(fields) }
   end
 end

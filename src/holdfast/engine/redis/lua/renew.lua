@@ -33,15 +33,17 @@ end
 
 -- The data of a heartbeat is in the message, except for retries that waited in the pending list.
 local moves = {}
+local controls = #beats > 0 and redis.call('HMGET', KEYS[6], 'reader', 'marker')
 for _, position in ipairs(beats) do
   local index, id, deliveries, record_index = unpack(position)
   local entry = redis.call('XRANGE', streams[index], id, id)[1]
-  local _, _, _, body = parse_record(redis.call('GET', KEYS[record_index]) or '')
+  local record = redis.call('GET', KEYS[record_index]) or ''
+  local _, _, _, body = parse_record(record)
   if entry then
     local fields, m = entry[2], #moves
     local job_id
     for f = 1, #fields, 2 do job_id = fields[f] == 'task_id' and fields[f + 1] or job_id end
-    moves[m + 1], moves[m + 2], moves[m + 3] = job_id, is_native(fields) and fields[2] or '', deliveries
+    moves[m + 1], moves[m + 2], moves[m + 3] = job_id, is_native(fields, controls[2], record, POSITION_PREFIX[index - 1] .. id) and fields[2] or '', deliveries
     moves[m + 4] = body and body ~= '' and cmsgpack.unpack(body)[RETRIES] or ''
     moves[m + 5] = tenant_of(fields)
   end
@@ -58,6 +60,6 @@ for index, of_index in pairs(mine) do
   end
 end
 if #moves > 0 then
-  append_feed(KEYS[5], ARGV[5], redis.call('HGET', KEYS[6], 'reader'), ARGV[4], 'heartbeat', format_integer(now_ms()), worker, moves)
+  append_feed(KEYS[5], ARGV[5], controls[1], ARGV[4], 'heartbeat', format_integer(now_ms()), worker, moves)
 end
 return lost

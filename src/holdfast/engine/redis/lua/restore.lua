@@ -54,7 +54,7 @@ for _, job in ipairs(lost) do
   if is_ready(state, due) then
     to = 'queued'
     local index = STREAMS_PER_LANE * assignment.lane_of[body[TENANT]] + tonumber(body[STREAM_INDEX])
-    redis.call('SET', record, append_message(streams, index, body, to, job_id) .. ' queued -')
+    redis.call('SET', record, append_message(assignment, index, body, to, job_id) .. ' queued -')
   else
     redis.call('SET', record, '- ' .. state .. ' -\n' .. ARGV[FIRST_BODY + i])
     if parked[state] then

@@ -83,7 +83,7 @@ for i = 1, n do
   elseif record then
     local _, _, token = parse_record(record)
     local own = jobs[at + TOKEN_AT]
-    if token == own or token == own .. schema_in(token) then verdict = 'already' end
+    if token == own or token == own .. origin_in(token) then verdict = 'already' end
   end
   if verdict then
     reply[#reply + 1], reply[#reply + 2] = i, verdict
@@ -133,7 +133,7 @@ local function settle_slow(i, at, target)
   local token = jobs[at + TOKEN_AT]
   if records[i] then
     local _, _, known = parse_record(records[i])
-    token = token .. schema_in(known)
+    token = token .. origin_in(known)
   end
   local record, job_id, body, delay = KEYS[FIRST_KEY + i], jobs[at + JOB_AT], ARGV[FIRST_BODY + i], jobs[at + MORE_AT][1]
   if target == 'retrying' and retry_consumer == '' then
@@ -147,7 +147,7 @@ local function settle_slow(i, at, target)
     redis.call('SET', record, '- queued ' .. token .. '\n' .. body)
     schedule(delayed, job_id, delay)
   elseif target == 'queued' then
-    redis.call('SET', record, append_message(streams, indexes[i], released[i], 'queued', job_id) .. ' queued ' .. token)
+    redis.call('SET', record, append_message(assignment, indexes[i], released[i], 'queued', job_id) .. ' queued ' .. token)
   elseif target == 'suspended' then
     redis.call('SET', record, '- suspended ' .. token .. '\n' .. body)
     redis.call('ZADD', suspended, now, job_id)

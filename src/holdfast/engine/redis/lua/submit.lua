@@ -23,8 +23,9 @@ local jobs = cmsgpack.unpack(ARGV[6])
 local plain = width == 4
 local FIRST_KEY = 11
 
-local controls = redis.call('HMGET', control, 'intake_paused', 'reader', 'feed_read', 'intake_limit', 'limits', 'lanes')
+local controls = redis.call('HMGET', control, 'intake_paused', 'reader', 'feed_read', 'intake_limit', 'limits', 'lanes', 'marker')
 if controls[1] == '1' then return { 'paused' } end
+local marker = controls[7] or error('NOMARKER')
 -- With a ledger: without a reader the store is new or was wiped; with a reader of another epoch it was restarted, or a
 -- replica was promoted. The idempotency keys of the ledger must be restored first.
 if ARGV[7] ~= '' and controls[2] ~= ARGV[7] then return { 'detached' } end
@@ -150,6 +151,7 @@ for _, i in ipairs(ARGV[8] ~= '' and cmsgpack.unpack(ARGV[8]) or {}) do urgent =
 local assignment
 if not plain then
   assignment = new_assignment(streams, KEYS[11], control, ARGV[9])
+  assignment.marker = marker
   for i = 1, n do
     local first = (i - 1) * width
     if not known[i] and jobs[first + 5] == '' then lane_for_tenant(assignment, jobs[first + 7]) end
@@ -173,12 +175,12 @@ for i = 1, n do
     local token = same_token or tokens[i]
     if plain then
       record = POSITION_PREFIX[priority] .. call('XADD', streams[priority + 1], '*',
-        'holdfast', head, 'task_id', job_id, 'type', task, 'payload', payload) .. ' queued ' .. token
+        marker, head, 'task_id', job_id, 'type', task, 'payload', payload) .. ' queued ' .. token
     else
       local due, key_index, tenant, key, trace, meta = unpack(jobs, first + 5, first + 10)
       local body = { task, payload, tenant, key, trace, meta, '0', '0', now, format_integer(priority), '0' }
       if due == '' then
-        record = append_message(streams, STREAMS_PER_LANE * assignment.lane_of[tenant] + priority, body, 'queued', job_id) .. ' queued ' .. token
+        record = append_message(assignment, STREAMS_PER_LANE * assignment.lane_of[tenant] + priority, body, 'queued', job_id) .. ' queued ' .. token
       else
         local how, ms = string.match(due, '(%a+) (%d+)$')
         if how then body[RUN_AT] = how == 'in' and format_integer(at + tonumber(ms)) or ms end
