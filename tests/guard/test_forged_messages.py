@@ -18,7 +18,7 @@ from holdfast.engine.redis.keys import KeyNames, QueueKeys
 from holdfast.errors import JobFailed
 from holdfast.guard.decisions import payload_hash, request_hash
 from tests.guard.conftest import MakeApp
-from tests.guard.support import ANN, vote, wait_approval
+from tests.guard.support import ANN, event_types, vote, wait_approval
 from tests.worker.support import eventually, working
 
 pytestmark = [pytest.mark.redis, pytest.mark.postgres]
@@ -30,11 +30,16 @@ def app(redis_url: str, postgres_url: str, namespace: str, make_app: MakeApp) ->
 
 
 class Producer:
-    """A Redis client whose user may do nothing but XADD to the task streams."""
+    """A Redis client whose user may do nothing but XADD to the task streams; `admin` may do everything."""
 
-    def __init__(self, redis: Redis, keys: QueueKeys) -> None:
+    def __init__(self, redis: Redis, admin: Redis, keys: QueueKeys) -> None:
         self.redis: Any = redis
+        self.admin: Any = admin
         self.keys = keys
+
+    async def expire(self, job_id: str) -> None:
+        """Delete what Redis has of a job that has ended."""
+        assert await self.admin.delete(self.keys.job(job_id), self.keys.idempotency("default", job_id))
 
     async def forge(self, job_id: str, task: str, payload: bytes, meta: Meta, tenant_id: str = "default") -> None:
         """Write a message as the previous version of holdfast wrote them."""
@@ -58,7 +63,7 @@ async def producer(redis_url: str, namespace: str) -> AsyncIterator[Producer]:
     stream = keys.streams[1].decode()
     await admin.acl_setuser(name, enabled=True, passwords=[f"+{password}"], keys=[f"{stream}*"], commands=["+xadd"])
     client = Redis.from_url(redis_url, username=name, password=password)
-    yield Producer(client, keys)
+    yield Producer(client, admin, keys)
     await client.aclose()
     await admin.acl_deluser(name)
     await admin.aclose()
@@ -88,7 +93,12 @@ class Shop:
             self.runs.append(f"ask {to}")
             return list(approval.by)
 
-        self.pay = pay
+        @app.task
+        async def ping() -> str:
+            self.runs.append("ping")
+            return "pong"
+
+        self.pay, self.ping = pay, ping
 
     async def find(self, job_id: str) -> Job[Any]:
         """The job of a foreign message; look-ups do not find it before a worker has adopted it."""
@@ -172,3 +182,16 @@ async def test_no_code_runs_under_the_id_of_another_tenants_job(shop: Shop, prod
         assert shop.runs == ["pay ann"]
         info = await job.info()
     assert info.attempt == 1
+
+
+async def test_a_job_that_only_the_ledger_knows_keeps_its_history(shop: Shop, producer: Producer) -> None:
+    """Its record and its key have expired in Redis when a message with its id arrives."""
+    async with working(shop.app):
+        job = await shop.ping.submit()
+        assert await job.result(60) == "pong"
+        before = await event_types(shop.app, job)
+        await producer.expire(job.id)
+        await producer.forge(job.id, "ping", b"{}", Meta())
+        await eventually(lambda: shop.runs == ["ping", "ping"], "the message to be adopted")
+        await shop.find(job.id)
+        assert await event_types(shop.app, job) == before

@@ -141,6 +141,23 @@ async def test_a_forged_message_with_a_known_id_is_dropped(
     assert await foreign.redis.xlen(foreign.keys.streams[1]) == 0
 
 
+@pytest.mark.parametrize("fields", FORGED.values(), ids=FORGED.keys())
+async def test_a_forged_message_with_a_known_id_is_dropped_by_a_reclaim(
+    foreign: ForeignWriter, fields: dict[Any, Any]
+) -> None:
+    """The worker that had read it died before it adopted it."""
+    rig, stream = foreign.rig, foreign.keys.streams[1]
+    await rig.submit_one(job_id="j1", tenant_id="zeta")
+    first = await rig.claim_one("w1")
+    await foreign.write(fields)
+    assert await foreign.redis.xreadgroup(foreign.harness.names.group, "w1", {stream: ">"})
+    await rig.lose_leases()
+    found = await rig.reclaim("w2")
+    assert [(claim.job_id, claim.tenant_id, claim.attempt) for claim in found] == [("j1", "zeta", first.attempt + 1)]
+    assert [event.type for event in await rig.events("j1")] == ["task.created", "task.claimed", "task.reclaimed"]
+    assert await foreign.redis.xlen(stream) == 0
+
+
 async def test_a_duplicate_of_another_tenants_job_is_not_an_event(foreign: ForeignWriter) -> None:
     await foreign.rig.submit_one(job_id="j1", tenant_id="zeta")
     await foreign.write({**WELL_FORMED, "tenant_id": "acme"})
