@@ -430,3 +430,24 @@ async def test_a_duplicate_event_names_the_first_job(foreign: ForeignWriter, fir
     await rig.claim()
     (event,) = [event for event in await rig.events() if event.type == "task.duplicate"]
     assert (event.job_id, event.tenant_id) == ("first" if key else "j1", "acme")
+
+
+@pytest.mark.parametrize("with_ledger", [False, True])
+async def test_a_message_that_became_unreadable_is_a_dead_letter(
+    redis_harness: RedisHarness, with_ledger: bool
+) -> None:
+    """It was adopted under a higher limit; its worker died."""
+    rig = Rig(redis_harness, await redis_harness.make(ledger=with_ledger), QUEUE)
+    foreign = ForeignWriter(redis_harness, rig)
+    await foreign.write({**WELL_FORMED, "payload": json.dumps({"text": "x" * 2_000})})
+    await rig.claim_one()
+    stricter = Rig(redis_harness, await redis_harness.make(ledger=with_ledger, payload_limit=1_000), QUEUE)
+    await rig.lose_leases()
+    assert await stricter.reclaim() == []
+    info = await stricter.view("j1")
+    assert info.state is (State.DLQ_PENDING if with_ledger else State.FAILED)
+    assert info.failure is not None
+    assert info.failure.code == MESSAGE_MALFORMED
+    types = await rig.event_types("j1")
+    assert types[:4] == ["task.created", "task.claimed", "task.reclaimed", "task.dlq_pending"]
+    assert await foreign.redis.xlen(foreign.keys.streams[1]) == 0

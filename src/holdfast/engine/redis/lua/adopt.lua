@@ -64,6 +64,28 @@ local function is_waiting(record)
   return state == 'retrying' or (state == 'queued' and not split_position(position))
 end
 
+-- End a job whose message is unreadable.
+local function dead_letter(i, arg, job_id, tenant)
+  local index, id, fault, body, record = ARGV[arg + 1], ARGV[arg + 2], ARGV[arg + 5], ARGV[arg + 6], KEYS[FIRST_KEY + i]
+  local stream = streams[index + 1]
+  redis.call('XACK', stream, group, id)
+  redis.call('XDEL', stream, id)
+  freed[tonumber(index)] = true
+  moves[#moves + 1] = { 'dlq_pending', job_id, tenant, ARGV[arg + 16] }
+  if ledger then
+    redis.call('SET', record, '- dlq_pending -\n' .. body)
+    redis.call('ZADD', dead, now, job_id)
+  else
+    if dlq_on then redis.call('XADD', dlq, '*', 'failed_at', now, unpack(dlq_fields[i])) end
+    moves[#moves + 1] = { 'dlq_recorded', job_id, tenant }
+    moves[#moves + 1] = { 'failed', job_id, tenant }
+    redis.call('SET', record, '- failed -\n' .. body, 'PX', ttl)
+    redis.call('XADD', results, 'MAXLEN', '~', result_limit, '*', 'task_id', job_id, 'status', 'failed',
+      'error', fault, 'retry_count', 0, 'finished_at', now)
+    ended[#ended + 1] = job_id
+  end
+end
+
 for i = 1, n do
   local packed = ARGV[FIRST_ARG + (i - 1) * STRIDE + 7]
   dlq_fields[i] = packed ~= '' and cmsgpack.unpack(packed)
@@ -71,7 +93,7 @@ end
 for i = 1, n do
   local arg = FIRST_ARG + (i - 1) * STRIDE
   local index, id, deliveries, job_id, fault = ARGV[arg + 1], ARGV[arg + 2], tonumber(ARGV[arg + 3]), ARGV[arg + 4], ARGV[arg + 5]
-  local body, key_index = ARGV[arg + 6], tonumber(ARGV[arg + 8])
+  local key_index = tonumber(ARGV[arg + 8])
   local stream, record, tenant = streams[index + 1], KEYS[FIRST_KEY + i], ARGV[arg + 11]
   local position = index .. ':' .. id
   local row = pending(stream, group, id, id, 1, worker)[1]
@@ -91,6 +113,11 @@ for i = 1, n do
       moves[#moves + 1] = { 'reclaimed', job_id, tenant, deliveries, owner, id, worker, retries }
     end
     reply[i] = 'adopted'
+    if fault ~= '' then
+      -- It was readable when it was adopted: by another version, or with a higher limit.
+      dead_letter(i, arg, job_id, tenant)
+      reply[i] = 'dead'
+    end
   elseif (known[i] or adopted[job_id]) and fault ~= '' then
     reply[i] = 'clash'
   elseif known[i] or adopted[job_id] or (first and first ~= job_id) then
@@ -126,22 +153,7 @@ for i = 1, n do
       end
       reply[i] = 'adopted'
     else
-      redis.call('XACK', stream, group, id)
-      redis.call('XDEL', stream, id)
-      freed[tonumber(index)] = true
-      moves[#moves + 1] = { 'dlq_pending', job_id, tenant, ARGV[arg + 16] }
-      if ledger then
-        redis.call('SET', record, '- dlq_pending -\n' .. body)
-        redis.call('ZADD', dead, now, job_id)
-      else
-        if dlq_on then redis.call('XADD', dlq, '*', 'failed_at', now, unpack(dlq_fields[i])) end
-        moves[#moves + 1] = { 'dlq_recorded', job_id, tenant }
-        moves[#moves + 1] = { 'failed', job_id, tenant }
-        redis.call('SET', record, '- failed -\n' .. body, 'PX', ttl)
-        redis.call('XADD', results, 'MAXLEN', '~', result_limit, '*', 'task_id', job_id, 'status', 'failed',
-          'error', fault, 'retry_count', 0, 'finished_at', now)
-        ended[#ended + 1] = job_id
-      end
+      dead_letter(i, arg, job_id, tenant)
       reply[i] = 'dead'
     end
   end
