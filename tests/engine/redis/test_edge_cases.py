@@ -10,7 +10,7 @@ from holdfast.core.history import check_history
 from holdfast.core.states import State
 from holdfast.core.verdict import DeadLetter, RetryLater, Settlement, SettleResult, Succeed
 from holdfast.engine.port.jobs import EngineOptions, RetryVia
-from holdfast.errors import EngineRefused, InvalidOption
+from holdfast.errors import EngineRefused, EngineUnavailable, InvalidOption
 from holdfast.testing.contract.harness import FAILURE, QUEUE, Rig, ids
 from tests.engine.harness import RedisHarness
 
@@ -119,3 +119,21 @@ async def test_a_damaged_queue_is_reported_and_does_not_affect_the_others(
     assert (list(reachable), list(unreachable)) == ([QUEUE], ["damaged"])
     with pytest.raises(EngineRefused, match="WRONGTYPE"):
         await rig.engine.for_each_queue(["damaged"], rig.engine.stats)
+
+
+async def test_a_stream_without_ids_left_refuses_submissions_until_it_is_deleted(
+    redis_harness: RedisHarness, rig: Rig
+) -> None:
+    """XADD accepts any id from a program that may append; jobs that were accepted before still run."""
+    stream = redis_harness.keys(QUEUE).streams[1]
+    await rig.submit_one(job_id="j1")
+    await redis_harness.redis.xadd(stream, {"a": "b"}, f"{2**64 - 1}-{2**64 - 1}")
+    with pytest.raises(EngineUnavailable, match="delete the stream when it is empty"):
+        await rig.submit_one(job_id="j2")
+    assert await rig.succeed(await rig.claim_one()) == [SettleResult.APPLIED]
+    assert await rig.claim() == []
+    assert await redis_harness.redis.xlen(stream) == 0
+    await redis_harness.redis.delete(stream)
+    await rig.submit_one(job_id="j2")
+    assert ids(await rig.claim()) == ["j2"]
+    check_history(await rig.events("j1"), ended=True)

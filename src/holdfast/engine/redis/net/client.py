@@ -48,6 +48,8 @@ _UNAVAILABLE: Final[Mapping[str, str]] = {
     "WRONGPASS": "Redis refuses this user name or password",
     "NOPERM": "the Redis user lacks permissions for holdfast's commands or keys",
     "invalid username-password": "Redis refuses this user name or password",
+    "exhausted the last possible ID": "a program has written the highest possible id to a stream of the queue; "
+    "delete the stream when it is empty, it is created again",
     "max number of clients": "Redis has no room for another connection (maxclients)",
 }
 
