@@ -27,7 +27,7 @@ from holdfast.errors import UsageError
 
 T = TypeVar("T")
 
-READY_WITHIN_S: Final = 10.0
+READY_WITHIN_S: Final = 60.0
 #: Poll interval while a server starts or ends.
 _POLL_S: Final = 0.01
 
