@@ -32,8 +32,8 @@ from benchmarks.audit import migrate
 from benchmarks.failover_jobs import RUNS_VARIABLE, runs
 from benchmarks.failover_load import Accepted, Load
 from holdfast import Holdfast
+from holdfast.core.key_names import queue_prefix
 from holdfast.core.states import RESTORED_EVENT
-from holdfast.core.text import queue_prefix
 from holdfast.errors import LedgerUnavailable, Unavailable
 from holdfast.ledger.verify import LedgerReport, verify_ledger
 from holdfast.schema import job_events, jobs

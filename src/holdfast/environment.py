@@ -1,17 +1,26 @@
-"""Warnings about `HOLDFAST_*` variables that are not read, most likely misspelt settings.
+"""`HOLDFAST_*` variables: files with secrets, and warnings about variables that are not read.
 
-A warning never contains the value, which may be a secret.
+`HOLDFAST_URL_FILE` names a file with the value of `HOLDFAST_URL`, as Docker and Kubernetes mount secrets. A variable
+that is not read is most likely a misspelt setting. No message contains a value, which may be a secret.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
+
+from holdfast.errors import InvalidOption
 
 PREFIX: Final = "HOLDFAST_"
+#: Settings that carry secrets: each can be in a file that the variable with `_FILE` names.
+SECRETS: Final = frozenset({"url", "ledger", "token", "webhook_secret", "webhooks", "outbox_url", "outbox_targets"})
+_JSON: Final = frozenset({"webhooks", "outbox_targets"})
+_FILE: Final = "_FILE"
 
 _log: Final = logging.getLogger("holdfast.settings")
 
@@ -34,9 +43,49 @@ def mark_read(name: str) -> None:
     _read.add(name.upper())
 
 
+def read_secret_files(environment: Mapping[str, str], settings: Collection[str]) -> dict[str, Any]:
+    """The values of these settings that are in files, without white space at their ends.
+
+    Raises `InvalidOption` for a file that cannot be read or is empty, and for a setting that is in a variable too.
+    """
+    given = {name.upper(): value for name, value in environment.items() if value}
+    found: dict[str, Any] = {}
+    for setting in sorted(SECRETS.intersection(settings)):
+        variable = f"{PREFIX}{setting.upper()}"
+        if (path := given.get(variable + _FILE)) is None:
+            continue
+        if variable in given:
+            raise InvalidOption(f"settings: both {variable} and {variable}{_FILE} are set; unset one of them")
+        text = _read_secret(f"{variable}{_FILE}", path)
+        found[setting] = _decode_secret(f"{variable}{_FILE}", text) if setting in _JSON else text
+    return found
+
+
+def _read_secret(variable: str, path: str) -> str:
+    try:
+        text = Path(path).read_text(encoding="utf-8").rstrip()
+    except UnicodeDecodeError:
+        raise InvalidOption(f"settings: {variable}: file {path!r} is not UTF-8 text") from None
+    except (OSError, ValueError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) else exc
+        raise InvalidOption(f"settings: {variable}: cannot read file {path!r}: {reason}") from None
+    if not text:
+        raise InvalidOption(f"settings: {variable}: file {path!r} is empty")
+    return text
+
+
+def _decode_secret(variable: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        # Not chained: the error has the text.
+        raise InvalidOption(f"settings: {variable}: the file has no valid JSON") from None
+
+
 def warn_about_unknown(environment: Mapping[str, str], settings: Collection[str]) -> None:
     """Log each variable that is not one of these settings, once per process, with the nearest name."""
     known = [f"{PREFIX}{name.upper()}" for name in settings]
+    known += [f"{PREFIX}{name.upper()}{_FILE}" for name in SECRETS]
     for given, value in environment.items():
         name = given.upper()
         if not name.startswith(PREFIX) or name in _reported or _is_known(name, value, known):

@@ -1,14 +1,14 @@
 """All settings in one frozen object; the only module that reads the environment.
 
-Sources, strongest first: arguments, `HOLDFAST_*` variables, `holdfast.toml` in the working directory. An engine in
-memory is isolated: it uses only those other stores, brokers and webhook receivers that arguments name, so that a test
-does not reach the ones that the machine is configured for.
+Sources, strongest first: arguments, `HOLDFAST_*` variables and the files that `HOLDFAST_…_FILE` names, `holdfast.toml`
+in the working directory. An engine in memory is isolated: it uses only those other stores, brokers and webhook
+receivers that arguments name, so that a test does not reach the ones that the machine is configured for.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
@@ -28,7 +28,7 @@ from holdfast.core.retry import Retry
 from holdfast.core.states import ALL_EVENTS
 from holdfast.core.webhook_url import ANY_SUBSCRIBER, AllowList, check_target, parse_secrets
 from holdfast.engine.port.jobs import EngineOptions, RetryVia
-from holdfast.environment import warn_about_unknown
+from holdfast.environment import SECRETS, read_secret_files, warn_about_unknown
 from holdfast.errors import InvalidOption
 from holdfast.observe.redact import compile_rule
 
@@ -238,13 +238,13 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        file = TomlConfigSettingsSource(settings_cls)
-        sources = init_settings, env_settings, file
-        url = next((found["url"] for source in sources if "url" in (found := source())), None)
-        if not isinstance(url, str) or not is_in_memory(url):
-            return sources
-        file.init_kwargs = _drop_outside(file.init_kwargs)
-        return init_settings, InitSettingsSource(settings_cls, _drop_outside(env_settings())), file
+        file, arguments = TomlConfigSettingsSource(settings_cls), init_settings()
+        variables = env_settings() | read_secret_files(os.environ, {"url"} - arguments.keys())
+        url = next((found["url"] for found in (arguments, variables, file()) if "url" in found), None)
+        ignored = OUTSIDE if isinstance(url, str) and is_in_memory(url) else frozenset[str]()
+        variables |= read_secret_files(os.environ, SECRETS - {"url"} - ignored - arguments.keys())
+        file.init_kwargs = _drop(ignored, file.init_kwargs)
+        return init_settings, InitSettingsSource(settings_cls, _drop(ignored, variables)), file
 
     @field_validator("url")
     @classmethod
@@ -426,8 +426,8 @@ class Settings(BaseSettings):
         )
 
 
-def _drop_outside(found: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in found.items() if name not in OUTSIDE}
+def _drop(names: Collection[str], found: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in found.items() if name not in names}
 
 
 def is_in_memory(url: str) -> bool:

@@ -16,7 +16,7 @@ import pytest
 from sqlalchemy import select
 
 from benchmarks.failover_load import Accepted, Load
-from holdfast.core.text import queue_prefix
+from holdfast.core.key_names import queue_prefix
 from holdfast.errors import EngineUnavailable
 from holdfast.ledger.verify import LedgerReport, verify_ledger
 from holdfast.schema import jobs

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
+import traceback
 from collections.abc import Sequence
 from ipaddress import ip_address
 
@@ -13,7 +15,7 @@ from holdfast.core.webhook_url import Address
 from holdfast.errors import Fatal
 from holdfast.settings import Settings
 from holdfast.verification.chaos.servers import free_port
-from holdfast.webhooks import verify
+from holdfast.webhooks import sender, verify
 from holdfast.webhooks.sender import DeliveryFailed, WebhookSender
 from tests.webhooks.receiver import OK, OTHER_SECRET, SECRET, Receiver, is_signed, run_receiver, status
 
@@ -101,32 +103,71 @@ async def test_a_refused_connection_is_retried() -> None:
         await WebhookSender(settings()).send(f"http://127.0.0.1:{free_port()}/", "msg_1", BODY)
 
 
-async def test_a_name_without_an_address_is_retried() -> None:
-    async def unknown(host: str, port: int) -> Sequence[Address]:
-        raise OSError(-2, "Name or service not known")
-
-    with pytest.raises(DeliveryFailed, match="not known"):
-        await WebhookSender(settings(), unknown).send("https://example.org/", "msg_1", BODY)
-    with pytest.raises(DeliveryFailed, match="no address"):
-        await WebhookSender(settings(), StubResolver([])).send("https://example.org/", "msg_1", BODY)
-
-
 # Targets that are refused --------------------------------------------------------------------------
 
 
+@pytest.fixture
+def short_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sender, "_REFUSAL_S", 0.0)
+
+
+NAMELESS = (
+    "http://example.org has no address on the public internet; an operator can allow an internal one with "
+    "HOLDFAST_WEBHOOK_ALLOW"
+)
+
+
+@pytest.mark.usefixtures("short_refusals")
 @pytest.mark.parametrize(
     "addresses",
     [["127.0.0.1"], ["10.0.0.1"], ["169.254.169.254"], ["::1"], ["::ffff:127.0.0.1"], ["64:ff9b::7f00:1"],
-     ["fd00::1"], ["8.8.8.8", "192.168.0.1"], ["192.168.0.1", "8.8.8.8"]],
+     ["fd00::1"], ["8.8.8.8", "192.168.0.1"], ["192.168.0.1", "8.8.8.8"], []],
 )  # fmt: skip
 async def test_names_of_private_addresses_are_refused(receiver: Receiver, addresses: list[str]) -> None:
     resolver = StubResolver(addresses)
-    with pytest.raises(Fatal, match=r"example\.org is not on the public internet"):
+    with pytest.raises(DeliveryFailed) as caught:
         await WebhookSender(settings(webhook_allow=[]), resolver).send(
             f"http://example.org:{receiver.port}/", "msg_1", BODY
         )
+    assert str(caught.value) == NAMELESS.replace(".org", f".org:{receiver.port}")
     assert resolver.lookups == ["example.org"]
     assert receiver.connections == 0
+
+
+async def _no_such_name(host: str, port: int) -> Sequence[Address]:
+    raise socket.gaierror(-2, "Name or service not known")
+
+
+async def _never(host: str, port: int) -> Sequence[Address]:
+    await asyncio.sleep(3_600)
+    raise AssertionError
+
+
+async def test_an_internal_name_fails_like_one_that_does_not_exist(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same class, text, stack and duration, so the same code, retries and history. Only the log has the cause."""
+    monkeypatch.setattr(sender, "_REFUSAL_S", 0.2)
+    failures = []
+    for resolve in (_no_such_name, StubResolver(["10.0.0.1"]), StubResolver([]), _never):
+        started = time.monotonic()
+        with pytest.raises(DeliveryFailed) as caught:
+            await WebhookSender(settings(webhook_allow=[], webhook_timeout_s=0.1), resolve).send(
+                "http://example.org/", "msg_1", BODY
+            )
+        assert time.monotonic() - started >= 0.2
+        frames = [(frame.name, frame.lineno) for frame in traceback.extract_tb(caught.tb)][1:]
+        assert caught.value.__context__ is None
+        failures.append((str(caught.value), frames))
+    assert {message for message, _ in failures} == {NAMELESS}
+    assert [frames for _, frames in failures] == [failures[0][1]] * 4
+    causes = [record.getMessage().partition("not sent: ")[2] for record in caplog.records]
+    assert [cause[:30] for cause in causes] == [
+        "[Errno -2] Name or service not",
+        "webhook: example.org is not on",
+        "the host name has no address",
+        "the lookup took more than 0.1 ",
+    ]
 
 
 async def test_the_checked_address_is_the_one_that_is_used(receiver: Receiver) -> None:
@@ -138,12 +179,13 @@ async def test_the_checked_address_is_the_one_that_is_used(receiver: Receiver) -
     assert receiver.requests[0].headers["host"] == f"example.org:{receiver.port}"
 
 
+@pytest.mark.usefixtures("short_refusals")
 async def test_a_name_that_later_resolves_to_a_private_address_is_refused(receiver: Receiver) -> None:
-    sender = WebhookSender(settings(webhook_allow=["127.0.0.1/32"]), StubResolver(["127.0.0.1"], ["127.0.0.2"]))
+    checked = WebhookSender(settings(webhook_allow=["127.0.0.1/32"]), StubResolver(["127.0.0.1"], ["127.0.0.2"]))
     url = f"http://example.org:{receiver.port}/"
-    assert await sender.send(url, "msg_1", BODY) == 204
-    with pytest.raises(Fatal, match="public internet"):
-        await sender.send(url, "msg_1", BODY)
+    assert await checked.send(url, "msg_1", BODY) == 204
+    with pytest.raises(DeliveryFailed, match="public internet"):
+        await checked.send(url, "msg_1", BODY)
 
 
 async def test_the_next_address_is_tried(receiver: Receiver) -> None:

@@ -20,7 +20,7 @@ import typer
 from rich.markup import escape
 
 from holdfast.cli.lifecycle import run_async
-from holdfast.cli.output import visible
+from holdfast.cli.output import note, visible
 from holdfast.cli.session import EngineTarget
 from holdfast.errors import (
     Conflict,
@@ -137,6 +137,7 @@ def command(
         def run(url: str | None, namespace: str | None, debug: bool, **arguments: Any) -> None:
             try:
                 _check_text(arguments)
+                _warn_about_passwords(url=url, ledger=arguments.get("ledger"))
                 run_async(function(EngineTarget(url, namespace), **arguments))
             except HoldfastError as exc:
                 raise typer.Exit(print_error(exc, debug=debug)) from exc
@@ -160,6 +161,16 @@ def _check_text(arguments: dict[str, Any]) -> None:
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str) and not text.isascii() and text != text.encode("utf-8", "ignore").decode():
                 raise InvalidOption(f"{name} {text!r} is not UTF-8 text; check the encoding of the calling program")
+
+
+def _warn_about_passwords(**urls: object) -> None:
+    """Warn about a password in an argument, which every user of the machine can read."""
+    for name, url in urls.items():
+        if isinstance(url, str) and redact(url) != url:
+            note(
+                f"the password in --{name} is visible in the process list; set HOLDFAST_{name.upper()}, "
+                f"or name a file with it in HOLDFAST_{name.upper()}_FILE"
+            )
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature:

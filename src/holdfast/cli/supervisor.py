@@ -14,9 +14,9 @@ import signal
 import sys
 import time
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from holdfast.app import Holdfast
@@ -39,6 +39,8 @@ _SHORT_S: Final = 5.0
 _EXTRA_S: Final = 15.0
 
 
+#: `--url` of the supervisor. Unlike HOLDFAST_URL it takes precedence over a URL in the app's code.
+URL_VARIABLE: Final = "HOLDFAST_SUPERVISOR_URL"
 #: How often a process checks whether its supervisor is alive.
 _POLL_INTERVAL_S: Final = 1.0
 
@@ -47,13 +49,21 @@ class Supervisor:
     """Keeps `processes` copies of a command running. `run` returns after `stop`, when all have ended."""
 
     def __init__(
-        self, command: Sequence[str] | Callable[[int], Sequence[str]], processes: int, drain_grace_s: float
+        self,
+        command: Sequence[str] | Callable[[int], Sequence[str]],
+        processes: int,
+        drain_grace_s: float,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
-        """`command` is the same for all processes, or a function of the process number."""
+        """`command` is the same for all processes, or a function of the process number.
+
+        `variables` are added to the environment, which the process list does not show to other users.
+        """
         if processes < 1:
             raise InvalidOption(f"processes must be 1 or more, got {processes!r}")
         self._command = command if callable(command) else lambda _: command
         self._processes = processes
+        self._environment = {**os.environ, **(variables or {})}
         self._stop_timeout_s = drain_grace_s + _EXTRA_S
         self._alive: set[Process] = set()
         self._stopping = asyncio.Event()
@@ -108,7 +118,9 @@ class Supervisor:
         """Run one process. Returns its exit code; None if it could not be started."""
         # A separate session: Ctrl-C reaches the whole process group, and our SIGTERM would be its second signal.
         try:
-            process = await asyncio.create_subprocess_exec(*self._command(number), start_new_session=True)
+            process = await asyncio.create_subprocess_exec(
+                *self._command(number), start_new_session=True, env=self._environment
+            )
         except OSError as exc:
             _worker_log.error("cannot start worker process %d: %s", number, exc)
             return None
@@ -158,7 +170,6 @@ class WorkerCommand:
         given = {
             "--metrics-port": port,
             "--metrics-host": None if port is None else self.metrics_host,
-            "--url": self.at.url,
             "--namespace": self.at.namespace,
             "--concurrency": self.concurrency,
             "--name": self.name,
@@ -170,6 +181,11 @@ class WorkerCommand:
         words += ["--log-json"] if self.log_json else []
         return [sys.executable, "-m", "holdfast", "worker", self.app, *words, "--supervisor", str(os.getpid())]
 
+    @property
+    def variables(self) -> dict[str, str]:
+        """What a process gets by environment, because it may contain a password."""
+        return {} if self.at.url is None else {URL_VARIABLE: self.at.url}
+
 
 async def supervise(app: Holdfast, call: WorkerCommand, processes: int) -> None:
     """Run the worker processes until a signal. A missing app, engine or extra is reported once, here."""
@@ -177,11 +193,16 @@ async def supervise(app: Holdfast, call: WorkerCommand, processes: int) -> None:
         require("sending webhooks", "httpcore")
     async with app:
         backend_of(app).require_ledger()
-    supervisor = Supervisor(call.argv, processes, app.settings.drain_grace_s)
+    supervisor = Supervisor(call.argv, processes, app.settings.drain_grace_s, call.variables)
     with on_signals(supervisor.stop):
         _log.info("supervisor started: %d worker processes on %s", processes, redact(app.settings.url))
         await supervisor.run()
     _log.info("supervisor ended: all worker processes have ended")
+
+
+def supervised_target(at: EngineTarget) -> EngineTarget:
+    """The target of a process that a supervisor has started. The variable is removed: jobs do not inherit it."""
+    return replace(at, url=os.environ.pop(URL_VARIABLE, None))
 
 
 @asynccontextmanager

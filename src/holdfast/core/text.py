@@ -1,4 +1,4 @@
-"""Limits for names, keys and nesting, storable text, error fingerprints and queue prefixes. Pure.
+"""Limits for names, keys and nesting, storable text, and error fingerprints. Pure.
 
 PostgreSQL accepts neither NUL nor lone surrogates in text. `clean` and `decode_text` replace them, so that one bad text
 does not stop the projection of all others. Dead letters with the same kind of error have the same `error_fingerprint`.
@@ -10,7 +10,7 @@ import hashlib
 import re
 from typing import Final, overload
 
-from holdfast.core.job import DEFAULT_QUEUE, Failure
+from holdfast.core.job import Failure
 from holdfast.errors import InvalidOption
 
 #: In bytes of UTF-8: all of a job's names together must fit a PostgreSQL index row, which has 2,704 bytes.
@@ -59,13 +59,6 @@ def _is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def queue_prefix(namespace: str, queue: str, *, tagged: bool = False) -> str:
-    """The prefix of a queue's keys: plain for the default queue; otherwise, or if `tagged`, a hash tag."""
-    if tagged or queue != DEFAULT_QUEUE:
-        return f"{{{namespace}:{queue}}}:" if namespace else f"{{{queue}}}:"
-    return f"{namespace}:" if namespace else ""
 
 
 #: Parts that differ between failures of the same kind: quoted words, ids, numbers.

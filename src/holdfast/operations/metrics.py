@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from holdfast.core.key_names import configured_key
 from holdfast.core.states import State
-from holdfast.core.text import queue_prefix
 from holdfast.engine.port import InspectionPort
 from holdfast.engine.port.reads import QueueStats
 from holdfast.errors import EngineUnavailable, LedgerUnavailable, SchemaMismatch
@@ -116,13 +117,13 @@ async def _read_engine(backend: MetricsBackend) -> list[QueueGauges] | None:
 async def _queue_gauges(
     settings: Settings, engine: InspectionPort, ledger: LedgerReadPort | None, stats: QueueStats
 ) -> QueueGauges:
-    prefix = queue_prefix(settings.namespace, stats.queue, tagged=settings.on_cluster)
+    key = partial(configured_key, settings.namespace, stats.queue, tagged=settings.on_cluster)
     running = stats.states.get(State.RUNNING, 0)
     waiting = max(0, stats.backlog - running)
-    task_stream = f"{prefix}{settings.stream_task}"
-    streams = {task_stream: waiting + stats.pending, f"{prefix}stream:feed": stats.feed_entries}
+    task_stream = key(settings.stream_task)
+    streams = {task_stream: waiting + stats.pending, key("stream:feed"): stats.feed_entries}
     if settings.stream_dlq:
-        streams[f"{prefix}{settings.stream_dlq}"] = stats.dead_letters
+        streams[key(settings.stream_dlq)] = stats.dead_letters
     work = sum(stats.states.get(state, 0) for state in _WORK)
     alert = stats.control.backlog_alert
     lag = await _feed_lag(engine, ledger, stats)

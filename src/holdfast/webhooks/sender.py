@@ -3,12 +3,14 @@
 Protects against server-side request forgery (SSRF): all addresses of the host are checked, and the connection goes to
 one of them, so that a name that changes between check and use (DNS rebinding) has no effect. Redirects are not
 followed, proxies of the environment are not used, only the status of the response is kept, and one timeout covers the
-whole attempt.
+whole attempt. A name that does not resolve and one with a forbidden address fail alike, so that submitters cannot find
+out which names exist in the operator's network; only the log has the cause.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import ssl
 import time
@@ -28,6 +30,10 @@ from holdfast.webhooks.signature import sign
 #: Host and port → addresses.
 Resolve = Callable[[str, int], Awaitable[Sequence[Address]]]
 
+_log: Final = logging.getLogger("holdfast.webhooks")
+
+#: Shortest duration of an attempt without an allowed address: a lookup that finds a name is faster than one that fails.
+_REFUSAL_S: Final = 1.0
 #: Limits for reading the response body, so that receivers do not see the connection close during a small one.
 _ANSWER_BYTES: Final = 16 * 1024
 _ANSWER_S: Final = 1.0
@@ -36,6 +42,10 @@ _GONE: Final = 410
 
 class DeliveryFailed(Exception):
     """The receiver did not accept the delivery or could not be reached; it is retried."""
+
+
+class _NoAllowedAddress(Exception):
+    """The host does not resolve, or has a forbidden address. The message is for the operator's log only."""
 
 
 async def resolve_host(host: str, port: int) -> Sequence[Address]:
@@ -84,6 +94,7 @@ class WebhookSender:
     async def _post(self, target: WebhookTarget, headers: dict[str, str], body: bytes) -> int:
         limit_s = self._settings.webhook_timeout_s
         backend = _CheckedBackend(target.host, self._exceptions, self._resolve)
+        refused_at = time.monotonic() + _REFUSAL_S
         try:
             async with asyncio.timeout(limit_s):
                 async with httpcore.AsyncConnectionPool(
@@ -93,14 +104,22 @@ class WebhookSender:
                     network_backend=backend,
                 ) as pool:
                     return await _exchange(pool, target, headers, body)
+        except _NoAllowedAddress as exc:
+            cause = str(exc)
         except TimeoutError:
-            raise DeliveryFailed(f"{target.redacted} did not respond within {limit_s:g} s") from None
+            if backend.resolved:
+                raise DeliveryFailed(f"{target.redacted} did not respond within {limit_s:g} s") from None
+            cause = f"the lookup took more than {limit_s:g} s"
         except (httpcore.NetworkError, httpcore.TimeoutException, OSError) as exc:
             raise DeliveryFailed(f"{target.redacted} is unreachable: {exc!s:.200}") from None
-        except InvalidOption as exc:
-            raise Fatal(str(exc)) from None
         except httpcore.ProtocolError as exc:
             raise DeliveryFailed(f"{target.redacted} sent an invalid HTTP response: {exc}") from None
+        _log.warning("webhook to %s not sent: %s", target.redacted, cause)
+        await asyncio.sleep(refused_at - time.monotonic())
+        raise DeliveryFailed(
+            f"{target.redacted} has no address on the public internet; an operator can allow an internal one with "
+            "HOLDFAST_WEBHOOK_ALLOW"
+        )
 
     def _context(self) -> ssl.SSLContext:
         # Cached: loading the system's certificates is slow.
@@ -138,6 +157,8 @@ class _CheckedBackend(httpcore.AsyncNetworkBackend):
         self._exceptions = exceptions
         self._resolve = resolve
         self._backend = httpcore.AnyIOBackend()
+        #: Whether the host has addresses, all of them allowed.
+        self.resolved = False
 
     async def connect_tcp(
         self,
@@ -149,21 +170,31 @@ class _CheckedBackend(httpcore.AsyncNetworkBackend):
     ) -> httpcore.AsyncNetworkStream:
         """Connect to the first reachable address.
 
-        Raises `InvalidOption` if any address of the host is not allowed.
+        Raises `_NoAllowedAddress` if the host has no address, or one that is not allowed.
         """
-        if host != self._host:
-            raise InvalidOption(f"webhook: unexpected connection to {host}")
-        addresses = await self._resolve(host, port)
-        # Check all: a public receiver has no reason to mix allowed and refused addresses.
-        for address in addresses:
-            check_address(host, address, self._exceptions)
-        failure: httpcore.ConnectError | None = None
+        try:
+            addresses = await self._find_addresses(host, port)
+        except (OSError, InvalidOption) as exc:
+            raise _NoAllowedAddress(str(exc)) from None
+        self.resolved = True
+        failure = httpcore.ConnectError("the host name has no address")
         for address in addresses:
             try:
                 return await self._backend.connect_tcp(str(address), port, timeout, local_address, socket_options)
             except httpcore.ConnectError as exc:
                 failure = exc
-        raise failure or httpcore.ConnectError("the host name has no address")
+        raise failure
+
+    async def _find_addresses(self, host: str, port: int) -> Sequence[Address]:
+        if host != self._host:
+            raise InvalidOption(f"webhook: unexpected connection to {host}")
+        addresses = await self._resolve(host, port)
+        if not addresses:
+            raise OSError("the host name has no address")
+        # Check all: a public receiver has no reason to mix allowed and refused addresses.
+        for address in addresses:
+            check_address(host, address, self._exceptions)
+        return addresses
 
 
 def _host_header(target: WebhookTarget) -> str:

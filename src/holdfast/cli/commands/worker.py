@@ -17,7 +17,7 @@ from holdfast.cli.lifecycle import LOOPBACK, run_until_signal
 from holdfast.cli.live_view import LiveEventView
 from holdfast.cli.output import note
 from holdfast.cli.session import EngineTarget
-from holdfast.cli.supervisor import WorkerCommand, supervise, watch_parent
+from holdfast.cli.supervisor import WorkerCommand, supervise, supervised_target, watch_parent
 from holdfast.core.job import DEFAULT_QUEUE
 from holdfast.errors import EngineUnavailable
 from holdfast.execution.backend import backend_of
@@ -159,6 +159,8 @@ async def worker(
     With --processes the first process serves its metrics on --metrics-port, the next on the port after it, and so on.
     """
     log_to_stderr(log_level, as_json=log_json)
+    if supervisor is not None:
+        at = supervised_target(at)
     holdfast = at.app(app)
     if processes > 1:
         call = WorkerCommand(

@@ -7,6 +7,7 @@ from typing import Final
 
 import msgspec
 
+from holdfast.core.key_names import owner_of, queues_key
 from holdfast.engine.port.reads import Finding
 from holdfast.engine.redis import wire
 from holdfast.engine.redis.keys import RETRY_CONSUMER
@@ -17,6 +18,7 @@ from holdfast.errors import EngineUnavailable
 _OLDEST_TESTED: Final = (6, 0)
 _MAX_SKEW_MS: Final = 1_000
 _FULL: Final = 0.9
+_RENAME: Final = "rename them, or delete them; see 'Names with a colon' in docs/reference/protocol.md"
 
 
 class Diagnosis:
@@ -39,6 +41,21 @@ class Diagnosis:
                 found = [Finding("server", False, str(exc), "restore it or its replica; its queues wait until then")]
             findings += [msgspec.structs.replace(each, check=f"{each.check} of {address}") for each in found]
         return findings
+
+    async def former_keys(self, queue: str) -> list[Finding]:
+        """Find keys that an earlier version wrote under other names, unless their namespace uses them."""
+        names, call = self._store.names, self._store.client.call
+        found: list[str] = []
+        for key in names.former(queue):
+            namespace, owned = owner_of(key)
+            if namespace and await call(Purpose.OTHER, b"SISMEMBER", queues_key(namespace), owned):
+                continue
+            if await call(Purpose.OTHER, b"EXISTS", key):
+                found.append(key)
+        if not found:
+            return []
+        message = f"keys of an earlier version are not read: {', '.join(found)}"
+        return [Finding(f"names of {queue}", False, message, _RENAME)]
 
     async def consumers(self, queue: str) -> Finding:
         """Check for dead consumers."""

@@ -104,6 +104,7 @@ class RedisEngine(Engine):
             group=settings.group,
             queue_retry=settings.queue_retry,
             queue_suspended=settings.queue_suspended,
+            cluster=settings.on_cluster,
         )
         return cls(
             settings.url,
@@ -271,7 +272,8 @@ class RedisEngine(Engine):
         diagnosis = Diagnosis(self._store)
 
         async def check(queue: str) -> list[Finding]:
-            return [await diagnosis.consumers(queue), feed_finding(await self.stats(queue))]
+            findings = [await diagnosis.consumers(queue), feed_finding(await self.stats(queue))]
+            return findings + await diagnosis.former_keys(queue)
 
         findings = await diagnosis.servers()
         found, errors = await self.for_each_queue(queues, check)

@@ -1,8 +1,7 @@
 """Key names of a queue in Redis, and a cache of the lanes in use.
 
-All keys of one queue share a hash slot, so that one script can touch them all. On a single server the default queue's
-names are plain (`stream:task`, `stream:result`, …), so that any Redis client finds them; a namespace is put in front.
-Other queues, and every queue on Cluster, carry a hash tag: `{namespace:queue}:stream:task`.
+All keys of one queue share a hash slot, so that one script can touch them all. How namespace and queue are written is
+in `core/key_names.py`.
 
 `LaneCache` is only a hint that lets a script's keys be declared. Redis holds the actual assignment, and a script that
 needs an undeclared lane reports it before it writes anything. The cache is reduced when it holds far more lanes than
@@ -18,7 +17,7 @@ from functools import cached_property
 from typing import Any, Final
 
 from holdfast.core.job import Priority
-from holdfast.core.text import queue_prefix
+from holdfast.core.key_names import check_key_names, configured_key, former_key, queue_prefix, queues_key
 
 #: Consumer that owns the retries in the pending list.
 RETRY_CONSUMER: Final = "~waiting"
@@ -41,14 +40,39 @@ class KeyNames:
     queue_suspended: str = "queue:suspended"
     cluster: bool = False
 
+    def __post_init__(self) -> None:
+        """Raise `InvalidOption` for names that cannot be distinguished."""
+        check_key_names(self.namespace, self._configured, tagged=self.cluster)
+
+    @property
+    def _configured(self) -> dict[str, str]:
+        return {
+            "stream_task": self.stream_task,
+            "stream_result": self.stream_result,
+            "stream_dlq": self.stream_dlq or "stream:dlq",
+            "queue_retry": self.queue_retry,
+            "queue_suspended": self.queue_suspended,
+        }
+
+    def configured(self, queue: str, name: str) -> str:
+        """The key of a queue with a configured name."""
+        return configured_key(self.namespace, queue, name, tagged=self.cluster)
+
     def prefix(self, queue: str) -> str:
         """The prefix of all keys of a queue."""
         return queue_prefix(self.namespace, queue, tagged=self.cluster)
 
+    def former(self, queue: str) -> list[str]:
+        """Keys of a queue that earlier versions wrote under another name than this one."""
+        names = ("queue:control", *self._configured.values())
+        now = {self.configured(queue, name) for name in names}
+        written = (former_key(self.namespace, queue, name, tagged=self.cluster) for name in names)
+        return [key for key in written if key not in now]
+
     @property
     def queues(self) -> str:
         """The set of all queues of the namespace. This and `tasks` are the only keys that do not belong to a queue."""
-        return f"{self.namespace}:queues" if self.namespace else "queues"
+        return queues_key(self.namespace)
 
     @property
     def tasks(self) -> str:
@@ -67,16 +91,16 @@ class QueueKeys:
     def __init__(self, queue: str, names: KeyNames) -> None:
         self.queue = queue
         self._prefix = names.prefix(queue)
-        self._task = names.stream_task
+        self._task = names.configured(queue, names.stream_task)
         self._lanes: dict[int, tuple[bytes, ...]] = {}
         #: Lane 0.
         self.streams: tuple[bytes, ...] = self.lane(0)
         #: Streams on which idle workers wait: those of lane 0, by priority.
         self.wake_streams = self.streams[: len(Priority)]
-        self.result = self._key(names.stream_result)
-        self.dlq = self._key(names.stream_dlq or "stream:dlq")
-        self.retry = self._key(names.queue_retry)
-        self.suspended = self._key(names.queue_suspended)
+        self.result = names.configured(queue, names.stream_result).encode()
+        self.dlq = names.configured(queue, names.stream_dlq or "stream:dlq").encode()
+        self.retry = names.configured(queue, names.queue_retry).encode()
+        self.suspended = names.configured(queue, names.queue_suspended).encode()
         self._job = self._key("job:")
         self._idempotency = self._key("idempotency:")
 
@@ -90,7 +114,7 @@ class QueueKeys:
             task = f"{self._task}:lane:{number}" if number else self._task
             by_priority = {Priority.HIGH: f"{task}:high", Priority.NORMAL: task, Priority.LOW: f"{task}:low"}
             names = [*(by_priority[priority] for priority in Priority), f"{task}:direct"]
-            streams = self._lanes[number] = tuple(self._key(name) for name in names)
+            streams = self._lanes[number] = tuple(name.encode() for name in names)
         return streams
 
     def stream(self, index: int) -> bytes:

@@ -21,7 +21,6 @@ from sqlalchemy.sql.expression import collate
 
 from holdfast.core.states import State
 from holdfast.core.text import clean
-from holdfast.errors import InvalidOption
 from holdfast.ledger.queries import paging
 from holdfast.ledger.queries.paging import SCANNED, SCANNED_EACH
 from holdfast.ledger.queries.records import JobRow
@@ -58,9 +57,7 @@ class JobFilter(msgspec.Struct, frozen=True, kw_only=True):
     idempotency_key: str | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("since", self.since), ("until", self.until)):
-            if value is not None and value.tzinfo is None:
-                raise InvalidOption(f"{name} has no time zone; pass an aware datetime")
+        paging.check_instants(since=self.since, until=self.until)
 
     def chosen_tenants(self) -> list[str] | None:
         """Tenants to search; None: all."""

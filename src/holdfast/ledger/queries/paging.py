@@ -158,10 +158,16 @@ def between(column: ColumnElement[Any], since: datetime | None, until: datetime 
 
 
 def check_instants(**instants: datetime | None) -> None:
-    """Raise `InvalidOption` for an instant without a time zone."""
+    """Raise `InvalidOption` for an instant without a time zone, or one that has no date in UTC."""
     for name, value in instants.items():
-        if value is not None and value.tzinfo is None:
+        if value is None:
+            continue
+        if value.tzinfo is None:
             raise InvalidOption(f"{name} has no time zone; pass an aware datetime")
+        try:
+            value.astimezone(UTC)
+        except OverflowError:
+            raise InvalidOption(f"{name} {value.isoformat()} is outside the years 1 to 9999 in UTC") from None
 
 
 async def read_page(

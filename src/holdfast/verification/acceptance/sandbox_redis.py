@@ -135,6 +135,7 @@ def _names(settings: Settings) -> KeyNames:
         group=settings.group,
         queue_retry=settings.queue_retry,
         queue_suspended=settings.queue_suspended,
+        cluster=settings.on_cluster,
     )
 
 
