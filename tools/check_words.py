@@ -244,7 +244,8 @@ ALLOWED: Final = (
     Allowed("remembers", "*", r"(?i)ledger[- ]remembers", "title of decision 1"),
     Allowed("bench", "src/holdfast/testing/contract/*", r"bench", "a fixture that the suites of brokers define"),
     # Names that earlier versions have written.
-    Allowed("told hurry", "src/holdfast/engine/redis/feed.py", r"told|hurry", "entries of the previous version"),
+    Allowed("told hurry", "src/holdfast/engine/redis/feed_*.py", r"told|hurry", "entries of the previous version"),
+    Allowed("consents", "tests/fuzz/corpus.py", r"consents", "JSON of the previous version"),
     Allowed("consent consents", "src/holdfast/core/job.py", r"consents?", "JSON of the previous version"),
     Allowed("told hurry person", "src/holdfast/engine/sqlite/ledger_schema.py", r"\w+", "columns of earlier versions"),
     Allowed("told person", "src/holdfast/ledger/migrations/versions/*", r"\w+", "columns of earlier versions"),

@@ -22,7 +22,7 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "kafka": ("confluent_kafka",),
     "mongo": ("pymongo.asynchronous",),
     "postgres": ("alembic", "asyncpg"),
-    "rabbitmq": ("aio_pika", "aiormq", "yarl"),
+    "rabbitmq": ("aio_pika", "aiormq", "pamqp", "yarl"),
     "redis": ("hiredis", "redis", "uvloop"),
     "sqs": ("aiobotocore", "botocore"),
     "tracing": ("opentelemetry.exporter.otlp.proto.http", "opentelemetry.sdk", "opentelemetry.trace"),

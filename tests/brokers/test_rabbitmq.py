@@ -20,12 +20,13 @@ from pamqp.body import ContentBody
 from pamqp.header import ContentHeader
 from pydantic import ValidationError
 
-from holdfast.brokers.port import OutgoingMessage, Publisher, QueueAdapter
+from holdfast.brokers.port import UNREADABLE, OutgoingMessage, Publisher, QueueAdapter
 from holdfast.brokers.rabbitmq import RabbitAdapter, RabbitPublisher
 from holdfast.brokers.rabbitmq_connection import RabbitConfig
 from holdfast.errors import BrokerRefused, BrokerUnavailable
 from holdfast.testing.contract.broker_harness import BrokerHarness, BrokerRig, equals, eventually
 from holdfast.testing.contract.brokers import BrokerContract, BrokerFaultContract
+from holdfast.triggers.envelope import MessageEnvelope, ParseError, parse_json
 from holdfast.verification.chaos.servers import free_port
 from tests.brokers.rabbitmq_server import PASSWORD, STRANGER, USER, RabbitServer
 from tests.certificates import make_certificates
@@ -508,3 +509,47 @@ async def test_a_reconnection_that_fails_is_repeated(
     await rig.publish(b"after")
     assert (await reader.one()).body == b"after"
     assert not failures
+
+
+class _RawProperties(spec.Basic.Properties):
+    """Properties as another client encodes them."""
+
+    def __init__(self, encoded: bytes) -> None:
+        super().__init__()
+        self.encoded = encoded
+
+    def marshal(self) -> bytes:
+        return self.encoded
+
+
+#: Flags, then values: a timestamp beyond the calendar, and a header whose name is not UTF-8.
+UNREADABLE_PROPERTIES = {
+    "timestamp": b"\x00\x40" + b"\xff" * 8,
+    "header name": b"\x20\x00" + b"\x00\x00\x00\x04" + b"\x02\xff\xfeV",
+}
+
+
+@pytest.mark.parametrize("encoded", UNREADABLE_PROPERTIES.values(), ids=UNREADABLE_PROPERTIES.keys())
+async def test_properties_that_cannot_be_decoded_do_not_stop_the_consumer(
+    harness: RabbitHarness, encoded: bytes
+) -> None:
+    """The message is delivered once, marked; it is not delivered again after each reconnection."""
+    queue = await harness.new_queue()
+    adapter = harness.adapter(queue)
+    await adapter.connect()
+    channel = await harness.channel()
+    underlay = await channel.get_underlay_channel()
+    await underlay.basic_publish(b"1", routing_key=queue, properties=_RawProperties(encoded))
+    await underlay.basic_publish(b"2", routing_key=queue, properties=spec.Basic.Properties(message_id="good"))
+    received = []
+    async with asyncio.timeout(20):
+        async for message in adapter.consume():
+            await adapter.ack(message)
+            received.append(message)
+            if len(received) == 2:
+                break
+    assert [message.body for message in received] == [b"1", b"2"]
+    assert [UNREADABLE in message.headers for message in received] == [True, False]
+    assert [message.deliveries for message in received] == [1, 1]
+    with pytest.raises(ParseError, match="cannot be decoded"):
+        MessageEnvelope.from_raw(received[0], queue, parse_json)

@@ -25,8 +25,10 @@ CLAIM = Claim(Lease("q", "j", "1-0", 1, "w"), "pid", b'{"word": "x"}', "default"
 
 
 def test_commands_and_replies_survive_a_round_trip() -> None:
-    command = RunCommand(TaskLocation("m", "f", "t"), CLAIM)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(command), type=RunCommand) == command
+    for context in ({"a": [1]}, {"more than 64 bits": [10**30, -(10**400)]}):
+        claim = msgspec.structs.replace(CLAIM, meta=msgspec.structs.replace(META, context=context))
+        packed = msgspec.msgpack.encode(RunCommand.of(TaskLocation("m", "f", "t"), claim))
+        assert msgspec.msgpack.decode(packed, type=RunCommand).whole_claim() == claim
     for outcome in (Returned(b"1"), Raised(FailureKind.FATAL, Failure("CODE", "message"))):
         packed = msgspec.msgpack.encode(RunReply.from_outcome(outcome))
         assert msgspec.msgpack.decode(packed, type=RunReply).outcome() == outcome

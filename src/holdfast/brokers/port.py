@@ -133,6 +133,8 @@ class Publisher(Protocol):
     async def close(self) -> None: ...
 
 
+#: Header of a message whose headers cannot be decoded, with the reason; without them its tenant is unknown.
+UNREADABLE: Final = "x-unreadable-headers"
 DEAD_REASON: Final = "x-dead-reason"
 DEAD_HISTORY: Final = "x-dead-history"
 DEAD_SOURCE: Final = "x-dead-source"

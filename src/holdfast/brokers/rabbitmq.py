@@ -31,7 +31,7 @@ from holdfast.brokers.rabbitmq_connection import (
     safe_cause,
     translate,
 )
-from holdfast.brokers.rabbitmq_messages import dead_letter, publish, raw_message
+from holdfast.brokers.rabbitmq_messages import accept_any_header, dead_letter, publish, raw_message
 from holdfast.core.retry import Backoff
 from holdfast.errors import BrokerRefused, BrokerUnavailable
 
@@ -164,6 +164,7 @@ class RabbitAdapter(QueueAdapter):
     # Connection ------------------------------------------------------------------------------------
 
     async def _open(self) -> RabbitConsumerConnection:
+        accept_any_header()
         link = await RabbitConsumerConnection.open(self._settings)
         try:
             async with asyncio.timeout(2 * self._settings.timeout_s):

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import secrets
+import struct
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -13,8 +14,10 @@ from typing import Any, Final
 from aiormq import Channel, spec
 from aiormq import exceptions as amqp
 from aiormq.abc import DeliveredMessage
+from pamqp import frame
+from pamqp.header import ContentHeader
 
-from holdfast.brokers.port import OutgoingMessage, RawMessage, dead_letter_headers, tombstone_refused
+from holdfast.brokers.port import UNREADABLE, OutgoingMessage, RawMessage, dead_letter_headers, tombstone_refused
 from holdfast.brokers.rabbitmq_connection import RabbitConfig
 from holdfast.errors import BrokerRefused, BrokerUnavailable
 
@@ -26,6 +29,8 @@ _MAX_NAME_BYTES: Final = 255
 _MAX_HEADER_BYTES: Final = 100_000
 #: Reason and history of a dead letter are cut to this, so that its headers fit into a frame.
 _DEAD_TEXT_CHARS: Final = 8_000
+#: Class, weight and size of the body.
+_fixed_part: Final = struct.Struct(">HHQ")
 _PERSISTENT: Final = 2
 #: Set by quorum queues; becomes `RawMessage.deliveries`.
 _DELIVERY_COUNT: Final = "x-delivery-count"
@@ -98,6 +103,29 @@ def _check(message: OutgoingMessage, headers: Mapping[str, str], body_bytes: int
             f"a message of {body_bytes} bytes exceeds the limit of {settings.max_message_bytes} "
             "(max_message_bytes; the broker's own limit is max_message_size)"
         )
+
+
+def read_header(frame_data: bytes) -> ContentHeader:
+    """Decode a content header frame. Never fails: properties that cannot be decoded become the header `UNREADABLE`.
+
+    Other programs can send a timestamp beyond the calendar, or headers whose names are not UTF-8.
+    """
+    header = ContentHeader()
+    try:
+        header.unmarshal(frame_data)
+    except (ValueError, ArithmeticError, LookupError, OSError, RecursionError, struct.error) as exc:
+        header = ContentHeader(properties=spec.Basic.Properties(headers={UNREADABLE: f"{exc!r:.200}"}))
+        fixed = frame_data[: _fixed_part.size].ljust(_fixed_part.size, b"\0")
+        header.class_id, header.weight, header.body_size = _fixed_part.unpack(fixed)
+    return header
+
+
+def accept_any_header() -> None:
+    """Make pamqp use `read_header`, in the whole process.
+
+    Otherwise aiormq closes the connection, and RabbitMQ delivers the same message again, forever.
+    """
+    frame._unmarshal_header_frame = read_header
 
 
 def raw_message(delivered: DeliveredMessage, settings: RabbitConfig) -> RawMessage:

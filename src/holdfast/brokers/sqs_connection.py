@@ -239,6 +239,8 @@ KEY: Final = "x-key"
 _ENCODING: Final = "x-body-encoding"
 _PACKED: Final = "x-headers"
 _RESERVED: Final = (KEY, _ENCODING, _PACKED)
+#: Digits of an instant in milliseconds.
+_INSTANT_DIGITS: Final = 15
 _MAX_ATTRIBUTES: Final = 10
 #: Limit of reason and history entries of a dead letter.
 _DEAD_TEXT_CHARS: Final = 4_000
@@ -309,7 +311,7 @@ def decode(received: Mapping[str, Any], queue: str) -> RawMessage:
         received["MessageId"],
         _decode_body(received.get("Body", ""), texts.get(_ENCODING, "")),
         headers,
-        timestamp_from_ms(int(sent)) if sent.isdigit() else datetime.now(UTC),
+        timestamp_from_ms(int(sent)) if sent.isdecimal() and len(sent) <= _INSTANT_DIGITS else datetime.now(UTC),
         {"queue": queue, "receipt_handle": received["ReceiptHandle"], **system},
         _unpack_key(texts.get(KEY)) or ("" if group.startswith(_UNKEYED) else group),
         int(system.get("ApproximateReceiveCount", "1")),
@@ -357,11 +359,13 @@ def _unpack_headers(packed: str | None) -> dict[str, str]:
     """Headers from the JSON attribute. A foreign header with the same name is kept as it is."""
     try:
         found = json.loads(packed) if packed else {}
+        if isinstance(found, dict):
+            return {
+                name.lower(): value if isinstance(value, str) else json.dumps(value) for name, value in found.items()
+            }
     except (ValueError, RecursionError):
-        return {_PACKED: packed or ""}
-    if not isinstance(found, dict):
-        return {_PACKED: packed or ""}
-    return {str(name).lower(): value if isinstance(value, str) else json.dumps(value) for name, value in found.items()}
+        pass
+    return {_PACKED: packed or ""}
 
 
 def _unpack_key(key: str | None) -> str:

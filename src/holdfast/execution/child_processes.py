@@ -30,7 +30,7 @@ from typing import Final
 
 import msgspec
 
-from holdfast.core.job import ApprovalRequest, Claim, Failure
+from holdfast.core.job import EMPTY_META, ApprovalRequest, Claim, Failure, decode_meta
 from holdfast.core.verdict import ApprovalNeeded, FailureKind, Outcome, Raised, Returned
 from holdfast.execution.context import Context
 from holdfast.execution.invoke import failure_outcome, invoke, invoke_sync, process_died
@@ -45,9 +45,21 @@ class RunCommand(msgspec.Struct, frozen=True):
     """The parent's request to run one job."""
 
     location: TaskLocation
+    #: Without its meta.
     claim: Claim
+    #: As JSON: a context may contain integers that msgpack cannot.
+    meta: bytes
     #: Whether the worker's app is in memory, for a test: the apps of the child must be as well.
     in_memory: bool = False
+
+    @classmethod
+    def of(cls, location: TaskLocation, claim: Claim, in_memory: bool = False) -> RunCommand:
+        meta = msgspec.json.encode(claim.meta)
+        return cls(location, msgspec.structs.replace(claim, meta=EMPTY_META), meta, in_memory)
+
+    def whole_claim(self) -> Claim:
+        """The claim with its meta."""
+        return msgspec.structs.replace(self.claim, meta=decode_meta(self.meta))
 
 
 class RunReply(msgspec.Struct, frozen=True):
@@ -96,7 +108,7 @@ def main(descriptor: int) -> None:
             loaded = _load(command.location, in_memory=command.in_memory)
             # The job's timeout begins now, after the import.
             _send(connection, b"")
-            outcome = _run(loaded, command.claim, runner) if isinstance(loaded, TaskSpec) else loaded
+            outcome = _run(loaded, command.whole_claim(), runner) if isinstance(loaded, TaskSpec) else loaded
             _send(connection, msgspec.msgpack.encode(RunReply.from_outcome(outcome)))
 
 
@@ -167,7 +179,7 @@ class ProcessPool:
     async def perform(self, spec: TaskSpec, claim: Claim, started: Callable[[], None]) -> Outcome:
         """Run one job in a child; `started` is called when its code begins. A cancelled call kills its child."""
         location = self._locations.get(spec.name) or self._locations.setdefault(spec.name, locate(spec))
-        command = _encode(RunCommand(location, claim, self._in_memory))
+        command = _encode(RunCommand.of(location, claim, self._in_memory))
         async with self._slots:
             while True:
                 child, fresh = await self._acquire()

@@ -16,6 +16,7 @@ What operators did (`operator.…`) is not part of a job's history. It goes into
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -42,6 +43,20 @@ class BatchMismatch(Exception):
 
     The batch has to be folded onto what the ledger has (`fold_known`).
     """
+
+
+#: Raised for rows that cannot be built or do not fit, not for a store that does not answer.
+INVALID_ROWS: Final = (
+    BatchMismatch,
+    ValueError,
+    TypeError,
+    ArithmeticError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+    RecursionError,
+    struct.error,
+)
 
 
 class RecordedJob(msgspec.Struct, frozen=True):

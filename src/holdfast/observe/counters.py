@@ -138,6 +138,8 @@ class Counters:
     not_due: int = 0
     #: Notices of another program that could not be read.
     unreadable: int = 0
+    #: Values in the engine's store that another program has changed, and that cannot be read.
+    unreadable_values: int = 0
     #: Jobs that an operator dead-lettered.
     moved_to_dlq: int = 0
     #: Failed attempts to reclaim expired leases.

@@ -164,6 +164,11 @@ _PLAIN: Final = (
     ("effect_duplicates", "Effects that may have happened twice.", "effect_duplicates"),
     ("ledger_events", "Events written from the feed to the ledger.", "projected"),
     ("notices_unreadable", "Notices of other programs that could not be read.", "unreadable"),
+    (
+        "values_unreadable",
+        "Controls and records that other programs changed and that could not be read.",
+        "unreadable_values",
+    ),
     ("ledger_anomalies", "Events that the ledger could not record as they came.", "anomalies"),
     ("feed_forks", "Feed forks detected.", "forks"),
 )

@@ -28,7 +28,7 @@ from typing import Any, Final
 
 import msgspec
 
-from holdfast.brokers.port import RawMessage
+from holdfast.brokers.port import UNREADABLE, RawMessage
 from holdfast.core.job import DEFAULT_TENANT
 from holdfast.core.text import KEY_LIMIT, NAME_LIMIT, check_name, clean
 from holdfast.errors import InvalidOption, InvalidPayload, PayloadTooLarge
@@ -194,6 +194,8 @@ class MessageEnvelope(msgspec.Struct, frozen=True, kw_only=True):
         if payload_limit is not None and size > payload_limit:
             raise PayloadTooLarge("the message", size, payload_limit)
         headers = _clean_headers(raw.headers)
+        if reason := headers.get(UNREADABLE):
+            raise ParseError(f"the message's headers cannot be decoded: {reason}")
         parsed = parser(raw.body)
         if parsed.headers:
             headers = {**parsed.headers, **headers}

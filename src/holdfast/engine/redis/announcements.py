@@ -42,14 +42,7 @@ class Announcements:
         return newest_first(task for _, task in await self._read())
 
     async def _read(self) -> list[tuple[bytes, AnnouncedTask]]:
-        found: list[tuple[bytes, AnnouncedTask]] = []
-        reply = await self._call(b"HGETALL")
-        for field, value in zip(reply[::2], reply[1::2], strict=True):
-            try:
-                found.append((field, _decode(value)))
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                continue
-        return found
+        return parse_announcements(await self._call(b"HGETALL"))
 
     async def _prune(self, tasks: set[str], before_ms: int) -> None:
         """Delete old schemas of tasks that were just announced; once per process."""
@@ -62,6 +55,17 @@ class Announcements:
 
     async def _call(self, command: bytes, *arguments: Any) -> Any:
         return await self._store.client.call(Purpose.OTHER, command, self._store.names.tasks, *arguments)
+
+
+def parse_announcements(fields: Sequence[bytes]) -> list[tuple[bytes, AnnouncedTask]]:
+    """The announcements in a hash, with their fields."""
+    found: list[tuple[bytes, AnnouncedTask]] = []
+    for field, value in zip(fields[::2], fields[1::2], strict=True):
+        try:
+            found.append((field, _decode(value)))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            continue
+    return found
 
 
 def _field(task: AnnouncedTask) -> str:

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from holdfast.core.job import MAX_BATCH, Claim, Lease, decode_meta, priority_order
+from holdfast.core.job import MAX_BATCH, Claim, Lease, priority_order
 from holdfast.engine.port import PartialFailure
 from holdfast.engine.redis import wire
 from holdfast.engine.redis.intake import Adopter, PendingMessage
@@ -84,13 +84,16 @@ class Claims:
     async def _claim_now(self, worker: str, queues: Sequence[str], limit: int) -> list[Claim]:
         claims: list[Claim] = []
         self._round += 1
-        for offset in range(len(queues)):
+
+        async def step(queue: str) -> bool:
             free = min(limit - len(claims), MAX_BATCH)
-            if free <= 0:
-                break
-            # Each round starts at another queue, so that a busy one does not starve the others.
-            queue = queues[(self._round + offset) % len(queues)]
-            claims += await self._claim_queue(worker, queue, free)
+            if free > 0:
+                claims.extend(await self._claim_queue(worker, queue, free))
+            return True
+
+        # Each round starts at another queue, so that a busy one does not starve the others.
+        first = self._round % len(queues) if queues else 0
+        await self._store.outages.for_each([*queues[first:], *queues[:first]], step)
         self._store.counters.claimed += len(claims)
         return claims
 
@@ -176,12 +179,16 @@ class Claims:
 
     async def _wait(self, queues: Sequence[str], wait_ms: int) -> None:
         """Block on the server until there may be a ready job."""
+        served = [queue for queue in queues if not self._store.outages.is_skipped(queue)] or queues
         try:
-            await self._store.client.read(Purpose.WAIT, _blocking(wait_ms), self._wait_streams(queues), wait_ms / 1000)
+            await self._store.client.read(Purpose.WAIT, _blocking(wait_ms), self._wait_streams(served), wait_ms / 1000)
         except ScriptError:
-            # NOGROUP or UNBLOCKED: the store was wiped meanwhile.
-            for queue in queues:
-                await self._store.create_groups(queue)
+            # NOGROUP or UNBLOCKED: the store was wiped meanwhile. Or a key of a queue has another type.
+            await self._store.outages.for_each(served, self._create_groups)
+
+    async def _create_groups(self, queue: str) -> bool:
+        await self._store.create_groups(queue)
+        return True
 
     def _wait_streams(self, queues: Sequence[str]) -> dict[bytes, bytes]:
         """The streams to wait for.
@@ -324,13 +331,14 @@ async def remove_consumers(store: RedisStore, queue: str, worker: str, idle_ms: 
 def merge_record(claim: Claim, record: bytes | None) -> Claim:
     """Return the claim with the meta of its record.
 
-    A retry in the pending list cannot change its message, so its record has the current meta.
+    A retry in the pending list cannot change its message, so its record has the current meta. A record that cannot be
+    read is ignored.
     """
     _, _, packed = (record or b"").partition(b"\n")
-    if not packed:
+    known = wire.read_record(packed) if packed else None
+    if known is None:
         return claim
-    body = wire.decode_record(packed)
-    meta = decode_meta(body.meta)
+    body, meta = known
     # Deliveries that earlier attempts used up are not lost leases.
     meta = msgspec.structs.replace(meta, lost_leases=meta.lost_leases - body.deliveries)
     return msgspec.structs.replace(claim, meta=meta)

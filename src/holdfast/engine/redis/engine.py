@@ -33,6 +33,7 @@ from holdfast.engine.port.operators import QueueControl
 from holdfast.engine.port.reads import Finding, Notice, QueueStats, WorkerInfo, feed_finding
 from holdfast.engine.redis.announcements import Announcements
 from holdfast.engine.redis.claims import Claims
+from holdfast.engine.redis.controls import read_control
 from holdfast.engine.redis.diagnosis import Diagnosis, unreachable_finding
 from holdfast.engine.redis.feed import Feed
 from holdfast.engine.redis.intake import EACH, WHOLE, Intake
@@ -41,7 +42,7 @@ from holdfast.engine.redis.net.client import RedisClient
 from holdfast.engine.redis.net.connection import ClusterSeeds, SentinelAddresses, is_cluster, parse_url
 from holdfast.engine.redis.net.topologies import ClusterClient, SentinelClient
 from holdfast.engine.redis.operators import AuditContext, Controls, Operators
-from holdfast.engine.redis.reads import CompletionWaiter, Reads, read_control
+from holdfast.engine.redis.reads import CompletionWaiter, Reads
 from holdfast.engine.redis.settlement import Settlements
 from holdfast.engine.redis.store import RedisStore
 from holdfast.engine.redis.upkeep import EngineRecovery, EngineUpkeep
@@ -224,7 +225,7 @@ class RedisEngine(Engine):
         return await self._reads.find(queue, states, limit)
 
     async def get_control(self, queue: str) -> QueueControl:
-        return await read_control(self._store, queue)
+        return (await read_control(self._store, queue))[0]
 
     async def wait_final(self, queue: str, job_id: str, wait_ms: int) -> JobInfo | None:
         return await self._completion.wait_final(queue, job_id, wait_ms)

@@ -10,6 +10,7 @@ are in use.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any, Final
 
 from holdfast.core.job import Priority
 from holdfast.core.key_names import check_key_names, configured_key, former_key, queue_prefix, queues_key
+from holdfast.engine.port.jobs import MAX_TENANTS
 
 #: Consumer that owns the retries in the pending list.
 RETRY_CONSUMER: Final = "~waiting"
@@ -210,6 +212,10 @@ class QueueKeys:
 _SPARE: Final = 8
 #: Tenants in the cache; far more than have a lane at a time.
 _MAX_TENANTS: Final = 1_000
+#: Further lanes are only for tenants that operators named.
+_MAX_LANE: Final = 2 * MAX_TENANTS
+_LANE_DIGITS: Final = 20
+_numbers: Final = re.compile(rb"\d+").findall
 #: After a submission needed more than the lanes of its tenants, all lanes are declared for this long.
 _ALL_S: Final = 60.0
 
@@ -237,7 +243,7 @@ class LaneCache:
 
     def set_in_use(self, in_use: bytes) -> None:
         """Record the lanes in use; the cache is reduced to them when it has more than `_SPARE` others."""
-        lanes = {int(lane) for lane in in_use.split()}
+        lanes = set(parse_lanes(in_use))
         self._in_use = lanes if len(self._in_use) > len(lanes) + _SPARE else self._in_use | lanes
 
     def add(self, missing: Sequence[Any]) -> set[int]:
@@ -253,6 +259,12 @@ class LaneCache:
                 self._all_until = time.monotonic() + _ALL_S
         self._in_use |= needed
         return needed
+
+
+def parse_lanes(in_use: bytes) -> list[int]:
+    """The lanes besides lane 0 in a list of the controls, without what is not one, as scripts read it."""
+    found = {int(lane) for lane in _numbers(in_use) if len(lane) <= _LANE_DIGITS}
+    return sorted(lane for lane in found if 0 < lane <= _MAX_LANE)
 
 
 def lanes_of(positions: Iterable[str]) -> set[int]:

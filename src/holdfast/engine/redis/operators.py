@@ -6,6 +6,7 @@ again, up to a limit. An audit entry is appended to the feed by the script that 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -15,9 +16,10 @@ from holdfast.core.states import EXPEDITED_EVENT, FINAL, OPERATOR_TARGETS, State
 from holdfast.core.verdict import operator_failure, waits_for, with_approval, with_retries_reset
 from holdfast.engine.port.operators import QueueControl, TenantControl, check_control
 from holdfast.engine.redis import wire
+from holdfast.engine.redis.controls import encode_control, read_control
 from holdfast.engine.redis.keys import RETRY_CONSUMER
 from holdfast.engine.redis.net.client import Purpose
-from holdfast.engine.redis.reads import info_from_reply, read_control
+from holdfast.engine.redis.reads import info_from_reply
 from holdfast.engine.redis.settlement import fixed_keys
 from holdfast.engine.redis.store import RedisStore
 from holdfast.errors import ConcurrencyLimited, ControlChanged, TransitionInvalid, UnknownJob
@@ -48,17 +50,27 @@ class Controls:
     async def set(self, queue: str, control: QueueControl, expected: QueueControl | None, audit: AuditContext) -> None:
         check_control(control)
         await self._store.register_queue(queue)
-        if expected is not None or not audit.audit:
-            if not await self._set(queue, control, expected, audit):
-                raise ControlChanged(queue)
+        if expected is None and not audit.audit:
+            await self._set(queue, control, None, {}, audit)
             return
         # The audit entry has the controls before the change: read them, and set only if they are unchanged.
         for _ in range(_MAX_CONTROL_TRIES):
-            if await self._set(queue, control, await read_control(self._store, queue), audit):
+            before, fields = await read_control(self._store, queue)
+            if expected is not None and before != expected:
+                break
+            if await self._set(queue, control, before, wire.as_dict(fields), audit):
                 return
         raise ControlChanged(queue)
 
-    async def _set(self, queue: str, control: QueueControl, expected: QueueControl | None, audit: AuditContext) -> bool:
+    async def _set(
+        self,
+        queue: str,
+        control: QueueControl,
+        expected: QueueControl | None,
+        old: Mapping[bytes, bytes],
+        audit: AuditContext,
+    ) -> bool:
+        """Set the controls if the fields are still `old`, which may be unreadable; False: they have changed."""
         store, keys = self._store, self._store.keys(queue)
         data = b""
         if audit.audit:
@@ -67,9 +79,8 @@ class Controls:
         limits = [part for tenant, each in control.tenants.items() for part in (tenant, *_limits(each))]
         arguments: list[Any] = [store.nonce(), store.feed_limit, audit.audit, data, wire.pack(limits)]
         arguments.append(int(expected is not None))
-        old = encode_control(expected or QueueControl())
         for field, value in encode_control(control).items():
-            arguments += (field, value, old[field])
+            arguments += (field, value, old.get(field.encode(), b""))
         names = [keys.control, keys.notices, keys.wake, keys.feed, keys.lanes]
         return bool(await store.run(Purpose.OTHER, "set_control", queue, names, arguments) == b"ok")
 
@@ -78,24 +89,6 @@ def _limits(control: TenantControl) -> tuple[int, int, int]:
     """Weight, concurrency and intake limit as scripts expect them; -1: no limit."""
     concurrency = -1 if control.concurrency is None else control.concurrency
     return control.weight, concurrency, -1 if control.intake_limit is None else control.intake_limit
-
-
-def encode_control(control: QueueControl) -> dict[str, str]:
-    """Encode controls for Redis; empty: not set. Equal controls give equal text."""
-
-    def count(value: int | None) -> str:
-        return "" if value is None else str(value)
-
-    tenants = {tenant: control.tenants[tenant] for tenant in sorted(control.tenants)}
-    return {
-        "paused": "1" if control.paused else "",
-        "intake_paused": "1" if control.intake_paused else "",
-        "max_running": count(control.concurrency),
-        "concurrency": count(control.worker_concurrency),
-        "intake_limit": count(control.intake_limit),
-        "backlog_alert": count(control.backlog_alert),
-        "tenants": wire.encode_json(tenants).decode() if tenants else "",
-    }
 
 
 #: Attempts to change a job that changes between read and write, before the call fails.
@@ -138,6 +131,8 @@ class Operators:
             if not reply:
                 raise UnknownJob(job_id)
             view = info_from_reply(queue, job_id, reply)
+            if view is None:
+                raise UnknownJob(job_id)
             now_ms = await store.now_ms(queue)
             before = {"state": view.state.value, "next_attempt_at_ms": view.next_attempt_at_ms}
             log = audit.log(before, before | {"next_attempt_at_ms": now_ms}, "job", job_id)
@@ -190,7 +185,11 @@ class Operators:
         now_ms, index, entry = rest
         store.counters.claimed += 1
         parse = wire.parse_entry if wire.is_native(entry[1]) else wire.parse_adopted
-        return parse(entry, index, queue, worker, 1, int(now_ms))
+        try:
+            return parse(entry, index, queue, worker, 1, int(now_ms))
+        except wire.MalformedMessage as exc:
+            # Its lease expires, and then it becomes a dead letter.
+            raise UnknownJob(job_id) from exc
 
     async def _read(self, queue: str, job_id: str) -> Any:
         """The reply of the script `get`; empty if the job is unknown."""
@@ -216,6 +215,8 @@ class Operators:
         if not reply:
             return [b"unknown"]
         view = info_from_reply(queue, job_id, reply)
+        if view is None:
+            return [b"unknown"]
         # The script moves nothing if the record has changed since this read, and each approval request changes it.
         if to not in OPERATOR_TARGETS or not waits_for(view.state, view.meta, approval_id):
             return [b"illegal", view.state.value.encode()]

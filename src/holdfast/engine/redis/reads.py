@@ -20,16 +20,15 @@ import msgspec
 from holdfast.core.job import DEFAULT_TENANT, EMPTY_META, Failure, JobInfo
 from holdfast.core.states import FINAL, State
 from holdfast.core.text import check_name
-from holdfast.core.verdict import MESSAGE_GONE
-from holdfast.engine.port.operators import QueueControl
+from holdfast.core.verdict import MESSAGE_GONE, MESSAGE_MALFORMED
 from holdfast.engine.port.reads import CancelledNotice, ControlNotice, DueNotice, Notice, QueueStats, WorkerInfo
 from holdfast.engine.redis import wire
 from holdfast.engine.redis.claims import merge_record
-from holdfast.engine.redis.keys import RETRY_CONSUMER
-from holdfast.engine.redis.net.client import Purpose, translate
+from holdfast.engine.redis.controls import control_from
+from holdfast.engine.redis.keys import RETRY_CONSUMER, parse_lanes
+from holdfast.engine.redis.net.client import Purpose, ScriptError, translate
 from holdfast.engine.redis.net.connection import PubSubConnection
 from holdfast.engine.redis.store import RedisStore
-from holdfast.engine.redis.wire import decode_control
 from holdfast.errors import EngineUnavailable, InvalidOption
 
 #: How long the last list of queues is used after its node did not answer.
@@ -132,7 +131,7 @@ class Reads:
                 State.DLQ_PENDING: dead,
             },
             delayed=delayed,
-            control=decode_control(control),
+            control=control_from(self._store, queue, control),
             workers=workers,
             feed_entries=entries,
             feed_share=size / self._store.options.feed_max_bytes,
@@ -152,7 +151,7 @@ class Reads:
         lanes = store.lanes(queue).all()
         reply = await store.run_with_lanes(Purpose.OTHER, "workers", queue, names, arguments, lanes)
         return [
-            WorkerInfo(worker=wire.printable(name), queue=queue, seen_at_ms=int(seen_at_ms), pending=pending)
+            WorkerInfo(worker=wire.printable(name), queue=queue, seen_at_ms=wire.instant(seen_at_ms), pending=pending)
             for name, seen_at_ms, pending in zip(reply[::3], reply[1::3], reply[2::3], strict=True)
         ]
 
@@ -188,7 +187,13 @@ class Reads:
         # BLOCK 0 would block for ever.
         head = (b"XREAD", b"BLOCK", max(1, wait_ms))
         notices: list[Notice] = []
-        for stream, entries in await client.read(Purpose.LISTEN, head, positions, wait_ms / 1000):
+        try:
+            reply = await client.read(Purpose.LISTEN, head, positions, wait_ms / 1000)
+        except ScriptError:
+            # A key has another type: without its queue, the next call succeeds.
+            await self._store.outages.for_each(reachable, self._start_listening)
+            return []
+        for stream, entries in reply:
             queue = by_stream[stream]
             self._last_notices[queue] = entries[-1][0]
             found = [_notice(queue, wire.as_dict(entry[1])) for entry in entries]
@@ -203,17 +208,12 @@ class Reads:
         return True
 
 
-async def read_control(store: RedisStore, queue: str) -> QueueControl:
-    """Return the queue's controls."""
-    return wire.decode_control(await store.client.call(Purpose.OTHER, b"HGETALL", store.keys(queue).control))
-
-
 def _group_by_tenant(lanes: Sequence[bytes], backlogs: Sequence[int]) -> dict[str, int]:
     """Backlogs by tenant. A shared lane counts for the tenant that owns it."""
     owners = {0: DEFAULT_TENANT}
     for tenant, lane in zip(lanes[::2], lanes[1::2], strict=True):
-        if lane.isdigit():
-            owners[int(lane)] = wire.printable(tenant)
+        if lane.isdigit() and (own := parse_lanes(lane)):
+            owners[own[0]] = wire.printable(tenant)
     tenants: dict[str, int] = {}
     for number, backlog in zip(backlogs[::2], backlogs[1::2], strict=True):
         if backlog:
@@ -222,14 +222,18 @@ def _group_by_tenant(lanes: Sequence[bytes], backlogs: Sequence[int]) -> dict[st
     return tenants
 
 
-def info_from_reply(queue: str, job_id: str, reply: list[Any]) -> JobInfo:
-    """Decode the script `get`'s reply for one job."""
+def info_from_reply(queue: str, job_id: str, reply: list[Any]) -> JobInfo | None:
+    """Decode the script `get`'s reply for one job; None if its record does not even have a state."""
     header, _, packed = reply[0].partition(b"\n")
-    _, state_name, token = header.split(b" ", 2)
-    state = State(state_name.decode())
+    _, state_name, token = (*header.split(b" ", 2), b"", b"")[:3]
+    state = _STATES.get(state_name)
+    if state is None:
+        return None
     if len(reply) < 5:
-        due = int(float(reply[2])) if len(reply) == 3 and reply[2] else 0
-        info = wire.info_from_record(queue, job_id, state, wire.decode_record(packed), due)
+        due = wire.instant(reply[2]) if len(reply) == 3 else 0
+        info = wire.info_from_record(queue, job_id, state, packed, due) or _bare_info(
+            queue, job_id, state, "", _UNREADABLE
+        )
     else:
         info = _info_from_message(queue, job_id, state, reply)
     schema = _schema_in(token)
@@ -237,14 +241,18 @@ def info_from_reply(queue: str, job_id: str, reply: list[Any]) -> JobInfo:
 
 
 def _info_from_message(queue: str, job_id: str, state: State, reply: list[Any]) -> JobInfo:
-    record, fields, owner, deliveries, due = reply
+    record, fields, owner_name, deliveries, due = reply
+    owner = wire.printable(owner_name)
     if not fields:
-        return _info_without_message(queue, job_id, state, owner.decode())
+        return _bare_info(queue, job_id, state, owner, _GONE)
     index, _, message_id = record.split(b" ", 1)[0].partition(b":")
     entry = (message_id, fields)
     parse = wire.parse_entry if wire.is_native(fields) else wire.parse_adopted
-    claim = merge_record(parse(entry, int(index), queue, owner.decode(), deliveries, 0), record)
-    waits = not owner or owner == RETRY_CONSUMER.encode()
+    try:
+        claim = merge_record(parse(entry, int(index), queue, owner, deliveries, 0), record)
+    except (wire.MalformedMessage, ValueError):
+        return _bare_info(queue, job_id, state, owner, _UNREADABLE)
+    waits = not owner or owner == RETRY_CONSUMER
     if not waits:
         state = State.RUNNING
     meta = claim.meta
@@ -262,15 +270,19 @@ def _info_from_message(queue: str, job_id: str, state: State, reply: list[Any]) 
         trace_id=claim.trace_id,
         meta=meta,
         created_at_ms=claim.created_at_ms,
-        worker="" if waits else owner.decode(),
+        worker="" if waits else owner,
         failure=meta.history[-1].failure if meta.history and state is State.RETRYING else None,
-        next_attempt_at_ms=int(float(due)) if due else 0,
+        next_attempt_at_ms=wire.instant(due),
     )
 
 
-def _info_without_message(queue: str, job_id: str, state: State, owner: str) -> JobInfo:
-    """A job whose message another program deleted (XDEL, XTRIM, DEL); only its id and state are left."""
-    failure = Failure(MESSAGE_GONE, "its message was deleted from the stream by another program")
+_STATES: Final = {state.value.encode(): state for state in State}
+_GONE: Final = Failure(MESSAGE_GONE, "its message was deleted from the stream by another program")
+_UNREADABLE: Final = Failure(MESSAGE_MALFORMED, "its record or message cannot be read; another program has changed it")
+
+
+def _bare_info(queue: str, job_id: str, state: State, owner: str, failure: Failure) -> JobInfo:
+    """A job whose message another program deleted (XDEL, XTRIM, DEL), or changed; only its id and state are left."""
     return JobInfo(
         job_id=job_id,
         task="",

@@ -43,7 +43,7 @@ class Settlements:
         for index, settlement in enumerate(settlements):
             lease = settlement.claim.lease
             groups.setdefault((lease.queue, lease.worker), []).append(index)
-        if self._store.outages.apart:
+        if self._store.outages.apart or len(groups) > 1:
             return await self._settle_reachable(settlements, groups)
         results: dict[int, SettleResult] = {}
         for (queue, worker), indexes in groups.items():
@@ -56,7 +56,7 @@ class Settlements:
     async def _settle_reachable(
         self, settlements: Sequence[Settlement], groups: Mapping[tuple[str, str], Sequence[int]]
     ) -> list[SettleResult]:
-        """On a Cluster, settle in the queues whose node answers. Raises `PartialFailure` if one does not."""
+        """Settle in the queues that the store serves. Raises `PartialFailure` if it does not serve all."""
         results: dict[int, SettleResult] = {}
 
         async def step(queue: str) -> bool:
@@ -70,9 +70,9 @@ class Settlements:
         queues = dict.fromkeys(queue for queue, _ in groups)
         try:
             done = await self._store.outages.for_each(queues, step)
-        except EngineRefused:
-            raise
         except EngineUnavailable as exc:
+            if isinstance(exc, EngineRefused) or not self._store.outages.apart:
+                raise
             raise PartialFailure(exc, [results.get(index) for index in range(len(settlements))]) from exc
         if len(done) < len(queues):
             error = self._store.outages.first_error(queue for queue in queues if queue not in done)

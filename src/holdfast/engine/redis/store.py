@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cache
 from typing import Any, Final
 
 from holdfast.engine.port.jobs import EngineOptions, RetryVia
 from holdfast.engine.redis import wire
-from holdfast.engine.redis.keys import RETRY_CONSUMER, STREAMS_PER_LANE, WAKE_GROUP, KeyNames, LaneCache, QueueKeys
+from holdfast.engine.redis.keys import (
+    RETRY_CONSUMER,
+    STREAMS_PER_LANE,
+    WAKE_GROUP,
+    KeyNames,
+    LaneCache,
+    QueueKeys,
+    parse_lanes,
+)
 from holdfast.engine.redis.net.client import Purpose, RedisClient, Script, ScriptError
 from holdfast.engine.redis.net.outages import Outages
 from holdfast.errors import EngineUnavailable
 from holdfast.observe.counters import Counters
 
+_log: Final = logging.getLogger("holdfast.engine.redis")
+
 _AUTOCLAIM_SINCE = (6, 2)
 #: How long a queue counts as registered in the list of queues.
 _KNOWN_S: Final = 60.0
+#: Unreadable values in the log: how many, and the length of their names.
+_LOGGED_NAMES: Final = 1_000
+_LOGGED_NAME: Final = 100
 _UNBOUNDED: Final = 10**15
 #: What scripts report if a group or the marker does not exist.
 _MISSING: Final = ("NOGROUP", "NOMARKER")
@@ -43,11 +57,22 @@ class RedisStore:
         self._keys: dict[str, QueueKeys] = {}
         self._known: dict[str, float] = {}
         self._lanes: dict[str, LaneCache] = {}
+        #: Values whose unreadable content was logged.
+        self._unreadable: set[tuple[str, str, str]] = set()
         self.outages = Outages(
             lambda queue: client.call(Purpose.OTHER, b"HGET", self.keys(queue).control, b"lanes"),
             lambda queue: client.node_of(self.keys(queue).control),
             apart=names.cluster,
         )
+
+    def note_unreadable(self, queue: str, what: str, names: Iterable[bytes]) -> None:
+        """Count and log values of other programs that cannot be read; the log has each name once."""
+        for name in names:
+            self.counters.unreadable_values += 1
+            text = wire.printable(name)[:_LOGGED_NAME]
+            if (queue, what, text) not in self._unreadable and len(self._unreadable) < _LOGGED_NAMES:
+                self._unreadable.add((queue, what, text))
+                _log.error("%s %r of queue %s cannot be read; another program has changed it", what, text, queue)
 
     @property
     def has_autoclaim(self) -> bool:
@@ -72,7 +97,7 @@ class RedisStore:
         """Return index and key of every stream that may have messages."""
         keys = self.keys(queue)
         in_use: bytes = await self.client.call(purpose, b"HGET", keys.control, b"lanes") or b""
-        lanes = [0, *sorted(int(lane) for lane in in_use.split())]
+        lanes = [0, *parse_lanes(in_use)]
         return [
             (lane * STREAMS_PER_LANE + offset, stream)
             for lane in lanes

@@ -60,7 +60,9 @@ class EngineUpkeep:
                 names += [keys.member_job(job_id) for job_id, _ in jobs]
                 arguments = [self._store.names.group, len(jobs), *(part for job in jobs for part in job)]
                 lanes = self._store.lanes(queue).all()
-                count += await self._store.run_with_lanes(Purpose.OTHER, "promote", queue, names, arguments, lanes)
+                reply = await self._store.run_with_lanes(Purpose.OTHER, "promote", queue, names, arguments, lanes)
+                count += reply[0]
+                self._store.note_unreadable(queue, "record of job", reply[1:])
             return True
 
         await self._store.outages.for_each(queues, step)
@@ -159,10 +161,16 @@ class EngineUpkeep:
         if reply[0] == b"paused":
             return []
         now_ms = int(reply[1])
-        claims = []
-        for index, deliveries, entry, record in zip(reply[2::4], reply[3::4], reply[4::4], reply[5::4], strict=True):
+        store.note_unreadable(queue, "record of job", reply[2])
+        claims: list[Claim] = []
+        for index, deliveries, entry, record in zip(reply[3::4], reply[4::4], reply[5::4], reply[6::4], strict=True):
             parse = wire.parse_entry if wire.is_native(entry[1]) else wire.parse_adopted
-            claims.append(merge_record(parse(entry, index, queue, worker, deliveries, now_ms), record))
+            try:
+                claims.append(merge_record(parse(entry, index, queue, worker, deliveries, now_ms), record))
+            except wire.MalformedMessage:
+                # Adoption dead-letters the message.
+                malformed = [PendingMessage(index, entry, deliveries)]
+                claims += await self._claims.parse_claims(worker, queue, malformed, now_ms)
         store.counters.claimed += len(claims)
         return claims
 

@@ -1,4 +1,4 @@
-"""Encoding of jobs as stream entries, records and dead letters, and decoding of queue controls.
+"""Encoding of jobs as stream entries, records and dead letters.
 
 The protocol page of the documentation describes the format. A message that holdfast writes has four fields in a fixed
 order, or eight if the job carries more than its payload. That makes it cheap to read, and Redis stores the field names
@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -20,7 +20,9 @@ from holdfast.core.job import (
     EMPTY_META,
     Attempt,
     Claim,
+    Count,
     Failure,
+    InstantMs,
     JobInfo,
     Lease,
     Meta,
@@ -32,7 +34,6 @@ from holdfast.core.job import (
 from holdfast.core.states import FINAL, State
 from holdfast.core.text import MESSAGE_DEPTH, too_deep
 from holdfast.core.verdict import MESSAGE_MALFORMED
-from holdfast.engine.port.operators import QueueControl, TenantControl
 from holdfast.engine.redis.keys import STREAMS_PER_LANE
 
 PROTOCOL_VERSION: Final = 1
@@ -47,6 +48,7 @@ _LONG: Final = 16
 _MAX_ID: Final = 200
 _MAX_TEXT: Final = 1_000
 _MAX_COUNT: Final = 10**9
+_LAST_MS: Final = 10.0**15
 #: `Meta` contains values that may be nested to `MESSAGE_DEPTH`.
 _META_DEPTH: Final = MESSAGE_DEPTH + 20
 
@@ -55,6 +57,11 @@ _match_head: Final = re.compile(rb"1 (?:queued|retrying) (\d{1,9}) \d{1,9} (\d{1
 encode_json: Final = msgspec.json.Encoder().encode
 _decode_failure: Final = msgspec.json.Decoder(Failure).decode
 _decode_any: Final = msgspec.json.Decoder().decode
+
+
+#: Numbers in a record as text, checked when it is read: other programs can write records.
+CountText = Annotated[str, msgspec.Meta(pattern=r"\A-?[0-9]{1,10}\Z")]
+InstantText = Annotated[str, msgspec.Meta(pattern=r"\A[0-9]{1,15}\Z")]
 
 
 class JobBody(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -69,24 +76,35 @@ class JobBody(msgspec.Struct, array_like=True, frozen=True, gc=False):
     idempotency_key: str
     trace_id: str
     meta: str
-    attempts: str
-    retries: str
-    created_at: str
-    stream_index: str
+    attempts: CountText
+    retries: CountText
+    created_at: InstantText
+    stream_index: CountText
     #: When the job is due once it is queued; "0": immediately.
-    run_at: str = "0"
+    run_at: InstantText = "0"
     result: str = ""
     failure: str = ""
-    finished_at_ms: int = 0
+    finished_at_ms: InstantMs = 0
     #: Worker and start of the last attempt; the history of a `succeeded` job is completed from these.
     worker: str = ""
-    claimed_at_ms: int = 0
+    claimed_at_ms: InstantMs = 0
     #: Delivery count of the message; for a retry in the pending list, deliveries that earlier attempts used up.
-    deliveries: int = 0
+    deliveries: Count = 0
 
 
 encode_record: Final = msgspec.msgpack.Encoder().encode
 decode_record: Final = msgspec.msgpack.Decoder(JobBody).decode
+
+
+def read_record(packed: bytes) -> tuple[JobBody, Meta] | None:
+    """The body of a record; None if it cannot be read."""
+    try:
+        body = decode_record(packed)
+        if too_deep(body.meta.encode(), _META_DEPTH):
+            return None
+        return body, decode_meta(body.meta)
+    except (ValueError, RecursionError):
+        return None
 
 
 class MalformedMessage(Exception):
@@ -300,6 +318,14 @@ def printable(value: bytes) -> str:
     return value.decode("utf-8", "replace")
 
 
+def instant(text: bytes) -> int:
+    """The instant in a score, in milliseconds; the nearest one if another program has written any other number."""
+    try:
+        return int(min(max(float(text or 0), 0.0), _LAST_MS))
+    except ValueError:
+        return 0
+
+
 def _text(fields: Mapping[bytes, bytes], name: bytes) -> str:
     value = fields.get(name, b"")
     if len(value) > _MAX_TEXT:
@@ -348,9 +374,16 @@ def record_from_claim(claim: Claim, meta: Meta, attempts: int, **more: Any) -> J
     )
 
 
-def info_from_record(queue: str, job_id: str, state: State, body: JobBody, due_ms: int) -> JobInfo:
-    """Decode the record of a job without a message."""
-    meta = decode_meta(body.meta)
+def info_from_record(queue: str, job_id: str, state: State, packed: bytes, due_ms: int) -> JobInfo | None:
+    """Decode the record of a job without a message; None if it cannot be read."""
+    record = read_record(packed)
+    if record is None:
+        return None
+    body, meta = record
+    try:
+        failure = _decode_failure(body.failure) if body.failure else None
+    except (ValueError, RecursionError):
+        return None
     if body.run_at != "0":
         meta = msgspec.structs.replace(meta, run_at_ms=int(body.run_at))
     if state is State.SUCCEEDED:
@@ -370,7 +403,7 @@ def info_from_record(queue: str, job_id: str, state: State, body: JobBody, due_m
         meta=meta,
         created_at_ms=int(body.created_at),
         result=body.result.encode() if state is State.SUCCEEDED else None,
-        failure=_decode_failure(body.failure) if body.failure else None,
+        failure=failure,
         next_attempt_at_ms=due_ms,
         finished_at_ms=body.finished_at_ms if state in FINAL else 0,
     )
@@ -393,27 +426,4 @@ def record_from_info(view: JobInfo, meta: Meta, **more: Any) -> JobBody:
         stream_index=str(int(meta.priority)),
         run_at=str(run_at_ms),
         **more,
-    )
-
-
-_decode_tenants: Final = msgspec.json.Decoder(dict[str, TenantControl]).decode
-
-
-def decode_control(fields: Sequence[bytes]) -> QueueControl:
-    """Decode a queue's controls from their hash in Redis."""
-    values = as_dict(fields)
-
-    def count(name: bytes) -> int | None:
-        value = values.get(name)
-        return int(value) if value else None
-
-    return QueueControl(
-        paused=values.get(b"paused") == b"1",
-        intake_paused=values.get(b"intake_paused") == b"1",
-        concurrency=count(b"max_running"),
-        # Older releases had only this one, under this name.
-        worker_concurrency=count(b"concurrency"),
-        intake_limit=count(b"intake_limit"),
-        backlog_alert=count(b"backlog_alert"),
-        tenants=_decode_tenants(values.get(b"tenants") or b"{}"),
     )

@@ -28,6 +28,8 @@ EVENT_BYTES: Final = 200
 #: Listeners further behind than this miss notices, which only shorten waits.
 _NOTICES_KEPT: Final = 10_000
 _TRIM_SHARE: Final = 8
+#: Digits of the largest integer in SQLite.
+_POSITION_DIGITS: Final = 19
 
 
 class FeedWriter:
@@ -168,6 +170,6 @@ def parse_position(position: str) -> int:
     """Parse a position in the feed; empty is before the first entry."""
     if not position:
         return 0
-    if not position.isdecimal():
+    if not position.isdecimal() or len(position) > _POSITION_DIGITS:
         raise InvalidOption(f"{position!r} is not a position in this feed")
     return int(position)

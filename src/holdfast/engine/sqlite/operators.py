@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.core.job import Approval, Claim, Failure, Meta, decode_meta
+from holdfast.core.job import Approval, Claim, Failure, Meta
 from holdfast.core.principal import AuditEntry
 from holdfast.core.states import EXPEDITED_EVENT, OPERATOR_TARGETS, State, is_legal
 from holdfast.core.verdict import operator_failure, waits_for, with_approval, with_retries_reset
@@ -17,7 +17,7 @@ from holdfast.engine.port.operators import QueueControl
 from holdfast.engine.sqlite.claims import lease_jobs, running_jobs
 from holdfast.engine.sqlite.feed import FeedWriter, notify, notify_due
 from holdfast.engine.sqlite.moves import JobMove, MoveBatch, insert_audit_entry, withdraw_approvals
-from holdfast.engine.sqlite.rows import CONTROL, VIEW_ROWS, WORK_ROWS, WorkRow
+from holdfast.engine.sqlite.rows import CONTROL, VIEW_ROWS, WORK_ROWS, WorkRow, read_meta
 from holdfast.engine.sqlite.store import EngineContext
 from holdfast.errors import ConcurrencyLimited, ControlChanged, TransitionInvalid, UnknownJob
 from holdfast.sqlite.transaction import Transaction, json_list
@@ -59,7 +59,7 @@ def move(
     """Move a job; returns its previous state. The same step fences a running job's worker."""
     row = _find(transaction, queue, job_id)
     is_expected = command.expected in (None, row.state) and waits_for(
-        row.state, decode_meta(row.meta), command.approval_id
+        row.state, read_meta(row.meta), command.approval_id
     )
     if to not in OPERATOR_TARGETS or not is_expected:
         raise TransitionInvalid(job_id, row.state, to)
@@ -129,7 +129,7 @@ def expedite(
         raise TransitionInvalid(job_id, row.state, State.RUNNING)
     journal = FeedWriter(transaction, queue, policy.options)
     data = msgspec.json.encode({**command.event_data, "next_attempt_at_ms": now_ms}).decode()
-    counts = (row.attempt, decode_meta(row.meta).retry_count)
+    counts = (row.attempt, read_meta(row.meta).retry_count)
     event = (row.id, row.last_seq + 1, EXPEDITED_EVENT, None, None, *counts, "", command.reason, data)
     journal.add_events(*transaction.bulk("insert_events", [event], before=(now_ms,)))
     insert_audit_entry(
@@ -179,7 +179,7 @@ def _move(row: WorkRow, to: State, command: OperatorCommand, now_ms: int) -> Job
 
 
 def _meta(row: WorkRow, to: State, approval: Approval | None) -> Meta:
-    meta = decode_meta(row.meta)
+    meta = read_meta(row.meta)
     if row.state is State.RUNNING:
         # The next claim starts at one delivery, so leases lost on this one are added here.
         meta = msgspec.structs.replace(meta, lost_leases=meta.lost_leases + row.deliveries - 1)
@@ -197,5 +197,5 @@ def _failure(row: WorkRow, to: State, command: OperatorCommand) -> Failure | Non
     """
     if to is State.CANCELLED or to is State.DLQ_PENDING:
         return operator_failure(to, command.actor, command.reason, command.event)
-    history = decode_meta(row.meta).history
+    history = read_meta(row.meta).history
     return history[-1].failure if history and to is not State.QUEUED else None

@@ -7,6 +7,7 @@ The rows are JSON arrays; the order of their fields is that of the SELECT.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from itertools import groupby
@@ -16,9 +17,15 @@ import msgspec
 
 from holdfast.core.job import EMPTY_META, Claim, Event, Failure, JobInfo, Lease, Meta, decode_meta
 from holdfast.core.states import State
+from holdfast.core.text import MESSAGE_DEPTH, too_deep
 from holdfast.core.verdict import SettleResult
 from holdfast.engine.port.feed import FeedEntry
 from holdfast.engine.port.operators import QueueControl, TenantControl
+
+_log: Final = logging.getLogger("holdfast.engine.sqlite")
+
+#: `Meta` contains values that may be nested to `MESSAGE_DEPTH`.
+_META_DEPTH: Final = MESSAGE_DEPTH + 20
 
 
 class WorkRow(msgspec.Struct, array_like=True, frozen=True):
@@ -69,7 +76,7 @@ class WorkRow(msgspec.Struct, array_like=True, frozen=True):
             attempt,
             self.created_at,
             claimed_at_ms,
-            decode_meta(self.meta),
+            read_meta(self.meta),
         )
 
 
@@ -131,7 +138,7 @@ class JobInfoRow(msgspec.Struct, array_like=True, frozen=True):
     schema_fingerprint: str | None
 
     def to_info(self) -> JobInfo:
-        meta = decode_meta(self.meta)
+        meta = read_meta(self.meta)
         return JobInfo(
             job_id=self.job_id,
             task=self.job_type,
@@ -193,7 +200,7 @@ class FeedEventRow(msgspec.Struct, array_like=True, frozen=True):
             retry_count=self.retry_count or 0,
             worker=self.worker or "",
             message=self.message or "",
-            data=None if self.data is None else msgspec.json.decode(self.data, type=dict[str, Any]),
+            data=None if self.data is None else _read_data(self.data),
         )
 
 
@@ -220,8 +227,34 @@ class ControlRow(msgspec.Struct, array_like=True, frozen=True):
 
 @lru_cache(maxsize=256)
 def tenant_controls(text: str | None) -> Mapping[str, TenantControl]:
-    """Decode the tenants' controls in a queue's row. The result is cached: do not change it."""
-    return msgspec.json.decode(text, type=dict[str, TenantControl]) if text else {}
+    """Decode the tenants' controls in a queue's row; none if they cannot be read.
+
+    The result is cached: do not change it.
+    """
+    try:
+        return msgspec.json.decode(text, type=dict[str, TenantControl]) if text else {}
+    except (ValueError, RecursionError):
+        _log.error("the controls of tenants %.100r cannot be read; another program has changed them", text)
+        return {}
+
+
+def read_meta(text: str | None) -> Meta:
+    """Decode a job's `Meta`; empty if it cannot be read. One row must not stop the claims of all others."""
+    try:
+        if text and too_deep(text.encode(), _META_DEPTH):
+            raise ValueError(f"it is nested deeper than {_META_DEPTH} levels")
+        return decode_meta(text)
+    except (ValueError, RecursionError) as exc:
+        _log.error("the meta of a job cannot be read, another program has changed it: %.200s", exc)
+        return EMPTY_META
+
+
+def _read_data(text: str) -> dict[str, Any] | None:
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (ValueError, RecursionError) as exc:
+        _log.error("the data of an event cannot be read, another program has changed it: %.200s", exc)
+        return None
 
 
 WORK_ROWS: Final = msgspec.json.Decoder(list[WorkRow])

@@ -25,6 +25,7 @@ from holdfast.core.text import clean
 from holdfast.engine.port.feed import FeedEntry
 from holdfast.errors import HoldfastError, LedgerUnavailable
 from holdfast.ledger.fold import (
+    INVALID_ROWS,
     Anomaly,
     BatchMismatch,
     FoldedBatch,
@@ -404,4 +405,4 @@ def _is_refused(error: Exception) -> bool:
         return (error.sqlstate or "").startswith(("22", "23", "54"))
     if isinstance(error, HoldfastError | PositionMoved):
         return False
-    return isinstance(error, BatchMismatch | ValueError | TypeError | OverflowError | KeyError | AttributeError)
+    return isinstance(error, INVALID_ROWS)

@@ -21,6 +21,7 @@ from holdfast.core.states import State
 from holdfast.core.text import clean
 from holdfast.engine.port.feed import FeedEntry
 from holdfast.ledger.fold import (
+    INVALID_ROWS,
     Anomaly,
     BatchMismatch,
     FoldedBatch,
@@ -315,4 +316,4 @@ def _is_refused(error: Exception) -> bool:
         return isinstance(error, sqlite3.IntegrityError | sqlite3.DataError) or "malformed JSON" in str(error)
     if isinstance(error, PositionMoved):
         return False
-    return isinstance(error, BatchMismatch | ValueError | TypeError | OverflowError | KeyError | AttributeError)
+    return isinstance(error, INVALID_ROWS)

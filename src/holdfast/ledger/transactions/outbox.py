@@ -319,14 +319,14 @@ def headers_of(text: str | None) -> dict[str, str]:
         return {}
     try:
         headers = msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError):
-        return {}
-    if not isinstance(headers, dict):
-        return {}
-    return {
-        name: value if isinstance(value, str) else msgspec.json.encode(value).decode()
-        for name, value in headers.items()
-    }
+        if isinstance(headers, dict):
+            return {
+                name: value if isinstance(value, str) else msgspec.json.encode(value).decode()
+                for name, value in headers.items()
+            }
+    except (ValueError, RecursionError):
+        pass
+    return {}
 
 
 def _event(row: Row) -> OutboxEvent:

@@ -3,9 +3,25 @@
 local WHOLE_QUEUE = -1 -- in `limits`: the limit of all lanes together
 local SHARED_MS = 10000 -- a tenant that shares a lane searches for its own again after this time
 
+-- The number of a lane besides lane 0; nil if the text is not one.
+local function parse_lane(text)
+  local lane = string.match(text, '^%d+$') and tonumber(text)
+  return lane and lane >= 1 and lane <= MAX_LANE and lane or nil
+end
+
+-- Lane and end of a row of `queue:lanes`; nil if it cannot be read. The end is 0 if the tenant does not share the lane.
+local function parse_owner(text)
+  local lane, ends = string.match(text, '^(%d+) ?(%d*)$')
+  return parse_lane(lane or ''), ends and (ends == '' and 0 or tonumber(ends))
+end
+
+-- The lanes in a list, without what is not one.
 local function numbers_in(text)
-  local found = {}
-  for value in string.gmatch(text or '', '%d+') do found[#found + 1] = tonumber(value) end
+  local found, known = {}, {}
+  for value in string.gmatch(text or '', '%d+') do
+    local lane = parse_lane(value)
+    if lane and not known[lane] then found[#found + 1], known[lane] = lane, true end
+  end
   return found
 end
 
@@ -52,7 +68,8 @@ local function is_known_by_id(streams, record, job_id, tenant)
   local position, _, _, packed = parse_record(record)
   local owner, key = 'default', ''
   if packed ~= '' then
-    local body = cmsgpack.unpack(packed)
+    local body = unpack_body(packed)
+    if not body then return false end
     owner, key = body[TENANT], body[KEY]
   else
     local index, id = split_position(position)
@@ -66,11 +83,18 @@ local function is_known_by_id(streams, record, job_id, tenant)
   return owner == tenant and (key == '' or key == job_id)
 end
 
--- Limits by lane, from `limits` in the controls. Below zero: no limit.
+local function is_count(value)
+  return type(value) == 'number' and value >= -1 and value < 1e15
+end
+
+-- Limits by lane, from `limits` in the controls. Below zero: no limit. What cannot be read is not a limit.
 local function decode_limits(packed)
-  local limits, values = {}, packed and cmsgpack.unpack(packed) or {}
+  local limits, values = {}, packed and unpack_table(packed) or {}
   for i = 1, #values, 4 do
-    limits[values[i]] = { weight = values[i + 1], concurrency = values[i + 2], intake = values[i + 3] }
+    local lane, weight, concurrency, intake = values[i], values[i + 1], values[i + 2], values[i + 3]
+    if is_count(lane) and is_count(weight) and weight >= 1 and is_count(concurrency) and is_count(intake) then
+      limits[lane] = { weight = weight, concurrency = concurrency, intake = intake }
+    end
   end
   return limits
 end
@@ -160,10 +184,10 @@ end
 local function find_lane(assignment, tenant)
   local owners, rows, now = {}, redis.call('HGETALL', assignment.key), now_ms()
   for i = 1, #rows, 2 do
-    local lane, ends = string.match(rows[i + 1], '^(%d+) ?(%d*)$')
-    if ends == '' then
-      owners[tonumber(lane)] = rows[i]
-    elseif tonumber(ends) <= now and rows[i] ~= tenant then
+    local lane, ends = parse_owner(rows[i + 1])
+    if lane and ends == 0 then
+      owners[lane] = rows[i]
+    elseif (not lane or ends <= now) and rows[i] ~= tenant then
       assignment.released[#assignment.released + 1] = rows[i]
     end
   end
@@ -209,10 +233,9 @@ local function lane_for_tenant(assignment, tenant)
   if not assignment.active then load_lanes(assignment) end
   local known = redis.call('HGET', assignment.key, tenant)
   if known then
-    local own, ends = string.match(known, '^(%d+) ?(%d*)$')
-    own = tonumber(own)
+    local own, ends = parse_owner(known)
     -- A lane that now belongs to a named tenant is no longer shared.
-    if ends == '' or (tonumber(ends) > now_ms() and not assignment.reserved[own]) then lane = own end
+    if own and (ends == 0 or (ends > now_ms() and not assignment.reserved[own])) then lane = own end
   end
   lane = lane or find_lane(assignment, tenant)
   if not lane then return nil end

@@ -14,6 +14,7 @@
 
 local call = redis.call
 local STREAMS_PER_LANE, DIRECT = 4, 3 -- the stream of a lane for jobs claimed by id
+local MAX_LANE = 2 * LANES
 
 -- Positions in a body.
 local TASK, PAYLOAD, TENANT, KEY, TRACE, META, ATTEMPTS, RETRIES, CREATED, STREAM_INDEX, RUN_AT = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11
@@ -38,12 +39,30 @@ local function now_ms()
   return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 end
 
-local function position_of(record)
-  return string.match(record, '^(%S+)')
+-- Other programs can write records. One that cannot be read is one without position, state, token and body.
+local function parse_record(record)
+  local position, state, token, packed = string.match(record, '^(%S+) (%S+) (%S*)\n?(.*)$')
+  return position or '-', state or '', token or '', packed or ''
 end
 
-local function parse_record(record)
-  return string.match(record, '^(%S+) (%S+) (%S*)\n?(.*)$')
+local function position_of(record)
+  return string.match(record, '^(%S+)') or '-'
+end
+
+-- Unpack a table that another program may have written; nil if it is not one.
+local function unpack_table(packed)
+  local is_packed, values = pcall(cmsgpack.unpack, packed)
+  return is_packed and type(values) == 'table' and values or nil
+end
+
+-- Unpack the body of a record; nil if it cannot be read.
+local function unpack_body(packed)
+  local body = packed ~= '' and unpack_table(packed) or {}
+  for at = TASK, RUN_AT do
+    if type(body[at]) ~= 'string' then return nil end
+  end
+  local index = tonumber(body[STREAM_INDEX])
+  return (index == 0 or index == 1 or index == 2) and body or nil
 end
 
 -- What a token says of the submission, with its `#`: the fingerprint of a schema, or `FOREIGN`; '' if it says nothing.
@@ -72,9 +91,18 @@ local function is_key_reused(first, second)
   return string.sub(first, 1, 4) ~= string.sub(second, 1, 4) or string.byte(first, 5) == string.byte(second, 5)
 end
 
+-- Whether these digits are a part of a message id, which has 64 bits.
+local function is_id_part(digits)
+  return #digits < 20 or (#digits == 20 and digits <= '18446744073709551615')
+end
+
+-- Stream index and message id; nil if a stream does not have the message.
 local function split_position(position)
-  local index, id = string.match(position, '^(%d+):(.+)$')
-  return tonumber(index), id
+  local index, instant, number = string.match(position, '^(%d+):(%d+)%-(%d+)$')
+  index = tonumber(index)
+  if index and index < STREAMS_PER_LANE * (MAX_LANE + 1) and is_id_part(instant) and is_id_part(number) then
+    return index, instant .. '-' .. number
+  end
 end
 
 -- Whether holdfast wrote the message with these fields. The name of its first field is the queue's marker, a secret that
@@ -93,6 +121,24 @@ local function is_native(fields, marker, record, position)
   end
   fields[1] = 'holdfast'
   return fields[3] == 'task_id' and fields[5] == 'type' and fields[7] == 'payload' and (#fields == 8 or #fields == 16)
+end
+
+-- Bytes of the feed that were read, as kept in the controls; 0 if that cannot be read.
+local function read_bytes(text)
+  local bytes = tonumber(text or 0)
+  return bytes and bytes >= 0 and bytes < 1e15 and bytes or 0
+end
+
+-- A limit in the controls; nil if it is not set, or cannot be read.
+local function read_limit(text)
+  return text and #text <= 15 and string.match(text, '^%d+$') and tonumber(text) or nil
+end
+
+-- The retries in the body of a record; nil if there is no body, or it cannot be read.
+local function known_retries(record)
+  local _, _, _, packed = parse_record(record)
+  local body = packed ~= '' and unpack_body(packed)
+  return body and body[RETRIES]
 end
 
 -- Fail on a key of another type before the first write: a script does not roll back.

@@ -2,7 +2,8 @@
 -- slot that other jobs always take first would never be free at this point.
 -- KEYS   1-4 streams  5 feed  6 control  7 waiting  8 wake  9 lanes  then n records, then streams of further lanes
 -- ARGV   1 group  2 worker  3 nonce  4 feed limit  5 consumer that holds them  6 n  7 limit  then n job ids, then declared lanes
--- Reply  {'paused'} | {'lanes', …} | {'ok', now, then stream index, delivery count, entry, record for each claimed job}
+-- Reply  {'paused'} | {'lanes', …} | {'ok', now, job ids that were removed because their records cannot be read, then
+--        stream index, delivery count, entry, record for each claimed job}
 local streams = declared_streams()
 local feed_key, control, waiting, wake = KEYS[5], KEYS[6], KEYS[7], KEYS[8]
 local group, worker, nonce, feed_limit, retry_consumer, n = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], tonumber(ARGV[6])
@@ -32,16 +33,17 @@ local function has_free_slot(index)
   return true
 end
 
-local due, orphans, requeued = {}, {}, {}
+local due, orphans, requeued, unreadable = {}, {}, {}, {}
 for i = 1, n do
   local job_id, score = ARGV[FIRST_ARG + i], redis.call('ZSCORE', waiting, ARGV[FIRST_ARG + i])
   if score and tonumber(score) <= at then
     local position, state, token, packed = parse_record(records[i] or '')
-    local index, id = split_position(position or '')
-    if state ~= 'retrying' or not index or packed == '' then
+    local index, id = split_position(position)
+    local body = unpack_body(packed)
+    if state ~= 'retrying' or not index or not body then
       orphans[#orphans + 1] = job_id
+      if records[i] and (not MOVES[state] or (state == 'retrying' and index and packed ~= '')) then unreadable[#unreadable + 1] = job_id end
     else
-      local body = cmsgpack.unpack(packed)
       local deleted = #redis.call('XRANGE', streams[index + 1], id, id) == 0
       if not deleted and #due < most and has_free_slot(index) then
         due[#due + 1] = { i, job_id, index, id, body }
@@ -56,7 +58,7 @@ end
 missing = missing_lanes(assignment)
 if missing then return missing end
 
-local reply, moves = { 'ok', format_integer(at) }, {}
+local reply, moves = { 'ok', format_integer(at), unreadable }, {}
 for _, job in ipairs(due) do
   local i, job_id, index, id, known = unpack(job)
   local stream = streams[index + 1]

@@ -17,10 +17,11 @@ local position, state, token, packed = parse_record(record)
 local index, id = split_position(position)
 local row = index and pending(streams[index + 1], group, id, id, 1)[1]
 if row and row[2] ~= retry_consumer then return { 'illegal', 'running' } end
+if not MOVES[state] then return { 'unknown' } end
 if state ~= 'queued' and state ~= 'retrying' then return { 'illegal', state } end
 
 -- The job is in its record, or else in its message.
-local body = packed ~= '' and cmsgpack.unpack(packed)
+local body = packed ~= '' and unpack_body(packed)
 local entry = not body and index and redis.call('XRANGE', streams[index + 1], id, id)[1]
 if not body and not entry then return { 'unknown' } end
 local tenant = body and body[TENANT] or tenant_of(entry[2])

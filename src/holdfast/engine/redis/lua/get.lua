@@ -19,7 +19,7 @@ for i, record in ipairs(records) do
   else
     local position, state = parse_record(record)
     local index, id = split_position(position)
-    if registers and next(MOVES[state]) then redis.call('HSET', waiters, job_id, 1) end
+    if registers and next(MOVES[state] or {}) then redis.call('HSET', waiters, job_id, 1) end
     if index then
       local entry = redis.call('XRANGE', streams[index + 1], id, id)[1]
       if entry then is_native(entry[2], marker, record, position) end

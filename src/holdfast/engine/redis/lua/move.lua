@@ -31,6 +31,7 @@ local row = index and pending(streams[index + 1], group, id, id, 1)[1]
 if (row and row[2] .. ' ' .. row[4] or ' 0') ~= ARGV[21] then return { 'changed' } end
 local running = row and row[2] ~= retry_consumer
 if running then from = 'running' end
+if not MOVES[from] then return { 'unknown' } end
 if (expected ~= '' and expected ~= from) or not MOVES[from][target] then return { 'illegal', from } end
 
 check_types({ feed_key, results, notices, wake, dlq_on and dlq or results },

@@ -1,7 +1,7 @@
 -- promote: make due jobs ready. Not a move of the state machine: a retry stays `retrying` until it is claimed.
 -- KEYS   1-4 streams  5 delayed  6 retry  7 control  8 wake  9 lanes  then n records, then streams of further lanes
 -- ARGV   1 group  2 n, then 2 per job: job id, 'delayed' | 'retry', then declared lanes
--- Reply  {'lanes', …} | how many
+-- Reply  {'lanes', …} | {how many, then the job ids that were removed because their records cannot be read}
 local streams = declared_streams()
 local sets, wake = { delayed = KEYS[5], retry = KEYS[6] }, KEYS[8]
 local assignment = new_assignment(streams, KEYS[9], KEYS[7], ARGV[1])
@@ -11,18 +11,19 @@ local FIRST_KEY = 9
 check_types(streams, {}, {})
 local at = now_ms()
 local records = redis.call('MGET', unpack(KEYS, FIRST_KEY + 1, FIRST_KEY + n))
-local ready, orphans = {}, {}
+local ready, orphans, reply = {}, {}, { 0 }
 for i = 1, n do
   local job_id, set = ARGV[1 + 2 * i], sets[ARGV[2 + 2 * i]]
   local due = redis.call('ZSCORE', set, job_id)
   if due and tonumber(due) <= at then
     local position, state, token, packed = parse_record(records[i] or '')
-    if position == '-' and (state == 'queued' or state == 'retrying') then
-      local body = cmsgpack.unpack(packed)
+    local body = position == '-' and (state == 'queued' or state == 'retrying') and unpack_body(packed)
+    if body then
       lane_for_tenant(assignment, body[TENANT])
       ready[#ready + 1] = { i, job_id, set, state, token, body }
     else
       orphans[#orphans + 1] = { set, job_id }
+      if records[i] and (not MOVES[state] or body == nil) then reply[#reply + 1] = job_id end
     end
   end
 end
@@ -38,4 +39,5 @@ for _, job in ipairs(ready) do
   local index = STREAMS_PER_LANE * assignment.lane_of[body[TENANT]] + tonumber(body[STREAM_INDEX])
   redis.call('SET', KEYS[FIRST_KEY + i], append_message(assignment, index, body, state, job_id) .. ' ' .. state .. ' ' .. token)
 end
-return #ready
+reply[1] = #ready
+return reply

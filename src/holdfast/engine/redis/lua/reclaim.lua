@@ -24,8 +24,7 @@ for i = 1, n do
     if #redis.call('XRANGE', stream, id, id) == 0 then
       deleted[#deleted + 1], freed[index] = { stream, id }, true
     else
-      local _, _, _, body = parse_record(records[i] or '')
-      lost[#lost + 1] = { i, index, id, owner, body and body ~= '' and cmsgpack.unpack(body)[RETRIES] or '' }
+      lost[#lost + 1] = { i, index, id, owner, known_retries(records[i] or '') or '' }
     end
   end
 end

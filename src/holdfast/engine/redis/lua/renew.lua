@@ -38,13 +38,12 @@ for _, position in ipairs(beats) do
   local index, id, deliveries, record_index = unpack(position)
   local entry = redis.call('XRANGE', streams[index], id, id)[1]
   local record = redis.call('GET', KEYS[record_index]) or ''
-  local _, _, _, body = parse_record(record)
   if entry then
     local fields, m = entry[2], #moves
     local job_id
     for f = 1, #fields, 2 do job_id = fields[f] == 'task_id' and fields[f + 1] or job_id end
     moves[m + 1], moves[m + 2], moves[m + 3] = job_id, is_native(fields, controls[2], record, POSITION_PREFIX[index - 1] .. id) and fields[2] or '', deliveries
-    moves[m + 4] = body and body ~= '' and cmsgpack.unpack(body)[RETRIES] or ''
+    moves[m + 4] = known_retries(record) or ''
     moves[m + 5] = tenant_of(fields)
   end
 end

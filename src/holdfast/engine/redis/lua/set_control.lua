@@ -23,12 +23,12 @@ for i = 1, #named, 4 do is_named[named[i]] = true end
 local owners, own, active = {}, { default = 0 }, {}
 local rows = redis.call('HGETALL', lanes_key)
 for i = 1, #rows, 2 do
-  local guest = string.match(rows[i + 1], '^(%d+) ')
-  if guest then shared[tonumber(guest)] = true end
+  local guest, ends = parse_owner(rows[i + 1])
+  if guest and ends > 0 then shared[guest] = true end
 end
 for i = 1, #rows, 2 do
-  local lane = tonumber(rows[i + 1])
-  if lane and not (shared[lane] and is_named[rows[i]]) then
+  local lane, ends = parse_owner(rows[i + 1])
+  if lane and ends == 0 and not (shared[lane] and is_named[rows[i]]) then
     owners[lane], own[rows[i]] = rows[i], lane
     if is_named[rows[i]] then assigned[lane] = true end
   end

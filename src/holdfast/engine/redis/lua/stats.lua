@@ -21,7 +21,7 @@ for _, lane in ipairs({ 0, unpack(active) }) do
 end
 local workers = redis.call('ZCOUNT', KEYS[14], '(' .. format_integer(now_ms() - tonumber(ARGV[3])), '+inf')
 local reader = redis.call('HMGET', control, 'reader', 'feed_read')
-local bytes = reader[1] and math.max(0, (redis.call('MEMORY', 'USAGE', KEYS[5]) or 0) - (reader[2] or 0)) or 0
+local bytes = reader[1] and math.max(0, (redis.call('MEMORY', 'USAGE', KEYS[5]) or 0) - read_bytes(reader[2])) or 0
 return { messages, waiting, parked, redis.call('ZCARD', KEYS[6]), redis.call('ZCARD', KEYS[8]), redis.call('ZCARD', KEYS[9]),
   redis.call('ZCARD', KEYS[10]), redis.call('ZCARD', KEYS[11]), redis.call('XLEN', KEYS[5]), redis.call('XLEN', KEYS[13]),
   workers, redis.call('HGETALL', control), bytes, redis.call('HGETALL', KEYS[15]), backlogs }

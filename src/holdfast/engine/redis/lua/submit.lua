@@ -29,7 +29,7 @@ local marker = controls[7] or error('NOMARKER')
 -- With a ledger: without a reader the store is new or was wiped; with a reader of another epoch it was restarted, or a
 -- replica was promoted. The idempotency keys of the ledger must be restored first.
 if ARGV[7] ~= '' and controls[2] ~= ARGV[7] then return { 'detached' } end
-if controls[2] and (redis.call('MEMORY', 'USAGE', feed_key) or 0) - (controls[3] or 0) > feed_bytes then
+if controls[2] and (redis.call('MEMORY', 'USAGE', feed_key) or 0) - read_bytes(controls[3]) > feed_bytes then
   return { 'full' }
 end
 
@@ -54,7 +54,7 @@ else
   local undeclared, refusal
   -- Limits apply to ready and running jobs. The backlog is counted when the first new job needs it.
   local limited = controls[4] or controls[5]
-  local limits, queue_limit, queued, added, tenants = limited and decode_limits(controls[5]), tonumber(controls[4] or nil), nil, 0, {}
+  local limits, queue_limit, queued, added, tenants = limited and decode_limits(controls[5]), read_limit(controls[4]), nil, 0, {}
   local function count_queue()
     local active = numbers_in(controls[6])
     undeclared = undeclared or undeclared_lanes(streams, active)
@@ -65,7 +65,7 @@ else
   end
   local function limit_of(tenant)
     -- Named tenants have their own lanes, without messages of other tenants.
-    local lane = tenant == 'default' and 0 or tonumber(redis.call('HGET', KEYS[11], tenant) or nil)
+    local lane = tenant == 'default' and 0 or parse_lane(redis.call('HGET', KEYS[11], tenant) or '')
     local limit = lane and limits[lane]
     if not limit or limit.intake < 0 then return { added = 0 } end
     if not streams[STREAMS_PER_LANE * lane + 1] then

@@ -70,10 +70,12 @@ class Outages:
     async def for_each(self, queues: Iterable[str], step: Callable[[str], Awaitable[_T | None]]) -> dict[str, _T]:
         """Run a step for each queue, in order. A step that did nothing returns None.
 
-        On a Cluster, unreachable queues are skipped. If all called queues are unreachable, the failure is raised.
+        A queue that the store refuses to serve (another program has replaced one of its keys) does not affect the
+        others; nor does, on a Cluster, one that is unreachable. Such queues are skipped for a while. If all called
+        queues fail, the failure is raised.
         """
         called = list(queues)
-        if self.apart:
+        if self._outages:
             called = [queue for queue in called if not self.is_skipped(queue)] or called
         done: dict[str, _T] = {}
         failure: EngineUnavailable | None = None
@@ -87,7 +89,7 @@ class Outages:
             try:
                 result = await step(queue)
             except EngineUnavailable as exc:
-                if not self.apart or isinstance(exc, EngineRefused):
+                if not self.apart and not isinstance(exc, EngineRefused):
                     raise
                 failure = exc
                 if isinstance(exc, Unreachable):
