@@ -35,6 +35,7 @@
     ├─ WaitTimeout              the awaited job has not ended yet; it continues
     ├─ IntakeRefused            the queue accepts no new jobs at the moment
     │   ├─ IntakeLimited        … because its backlog is at the limit
+    │   ├─ QueueLimitReached    … because it is new, and its tenant has too many queues
     │   ├─ FeedFull             … because the reader of its feed is behind
     │   └─ FeedDetached         … because its feed has no reader yet; the submitter attaches one
     ├─ NotDurableYet            accepted, but the ledger has not confirmed it in time
@@ -516,6 +517,21 @@ class IntakeLimited(IntakeRefused):
 
 
 _WHEN_FINISHED: Final = "retry when jobs have finished"
+
+
+class QueueLimitReached(IntakeRefused):
+    """The queue is new, and its tenant already has as many queues as a tenant may have."""
+
+    code = "QUEUE_LIMIT_REACHED"
+
+    def __init__(self, queue: str, tenant_id: str, limit: int) -> None:
+        super().__init__(
+            queue,
+            f"it is new, and tenant {tenant_id!r} has {limit:,} queues already, the limit (tenant_queue_limit); "
+            "use one of them, or raise the limit where jobs are submitted",
+        )
+        self.tenant_id = tenant_id
+        self.limit = limit
 
 
 class FeedFull(IntakeRefused):

@@ -118,6 +118,8 @@ class Settings(BaseSettings):
     idempotency_window_s: float = Field(86_400, gt=0)
     result_limit: int = Field(10_000, ge=1)
     result_ttl_s: float = Field(86_400, gt=0)
+    #: Queues of one tenant: those that it was the first to submit to. The next new one is refused.
+    tenant_queue_limit: int = Field(1_000, ge=1)
     feed_limit: int = Field(1_000, ge=1)
     feed_max_bytes: int = Field(512 * 1024 * 1024, ge=1)
 
@@ -204,6 +206,8 @@ class Settings(BaseSettings):
     #: Whether the web process also runs a worker, and upkeep (requirement H4).
     http_worker: bool = False
     http_upkeep: bool = True
+    #: Queues that metrics name; the others are added up as `other`.
+    metrics_queue_limit: int = Field(200, ge=0)
     #: Whether `/metrics` is served without a token.
     metrics_open: bool = False
     #: Whether `POST /api/v1/internal/jobs/{job_id}/run` is served (requirement H3).
@@ -419,6 +423,7 @@ class Settings(BaseSettings):
             result_limit=self.result_limit,
             result_ttl_ms=max(1, round(self.result_ttl_s * 1000)),
             dlq_ttl_ms=max(1, round(self.retention_days * _DAY_S * 1000)),
+            tenant_queue_limit=self.tenant_queue_limit,
             feed_limit=self.feed_limit,
             feed_tail=self.feed_tail,
             feed_max_bytes=self.feed_max_bytes,

@@ -130,6 +130,7 @@ def test_the_codes_are_stable() -> None:
         "ControlChanged": "CONTROL_CHANGED",
         "ApprovalVoid": "APPROVAL_VOID",
         "IntakeLimited": "INTAKE_LIMITED",
+        "QueueLimitReached": "QUEUE_LIMIT_REACHED",
     }
 
 

@@ -223,7 +223,9 @@ class SimulatedEngine:
     async def queues(self) -> list[str]:
         return [QUEUE]
 
-    async def for_each_queue(self, queues: Sequence[str], step: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    async def for_each_queue(
+        self, queues: Sequence[str], step: Any, *, together: int = 1
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         return {queue: await step(queue) for queue in queues}, {}
 
     async def epoch(self, queue: str) -> str:

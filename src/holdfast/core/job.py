@@ -21,6 +21,8 @@ from holdfast.core.retry import Retry
 from holdfast.core.states import State
 
 DEFAULT_QUEUE: Final = "default"
+#: Deliveries of webhooks are jobs of this queue.
+WEBHOOK_QUEUE: Final = "holdfast.webhooks"
 DEFAULT_TENANT: Final = "default"
 
 #: A history keeps this many attempts: the first ones and the latest ones.

@@ -29,7 +29,7 @@ _FIXED: Final = frozenset(
     {
         *(f"stream:{name}" for name in ("feed", "wake", "notices")),
         *(f"queue:{name}" for name in ["delayed", "waiting", "held", "dead", "control", "lanes", "workers", "waiters"]),
-        *("queues", "announced:tasks"),
+        *("queues", "announced:tasks", "owners"),
     }
 )
 #: What follows the name of the task stream.

@@ -64,20 +64,18 @@ class Reply:
         self.headers = headers or []
         self.content_type = content_type
 
+    def all_headers(self) -> list[tuple[bytes, bytes]]:
+        """Names and values, with those that every reply has."""
+        return [
+            (b"content-type", self.content_type.encode()),
+            (b"content-length", str(len(self.body)).encode()),
+            _NO_STORE,
+            _NO_SNIFF,
+            *self.headers,
+        ]
+
     async def send(self, send: Send) -> None:
-        await send(
-            {
-                "type": "http.response.start",
-                "status": self.status,
-                "headers": [
-                    (b"content-type", self.content_type.encode()),
-                    (b"content-length", str(len(self.body)).encode()),
-                    _NO_STORE,
-                    _NO_SNIFF,
-                    *self.headers,
-                ],
-            }
-        )
+        await send({"type": "http.response.start", "status": self.status, "headers": self.all_headers()})
         await send({"type": "http.response.body", "body": self.body})
 
 

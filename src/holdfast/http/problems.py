@@ -98,6 +98,40 @@ class UnsupportedMediaType(HttpError):
         super().__init__("send the body as application/json")
 
 
+class RequestTooSlow(HttpError):
+    status = 408
+    code = "REQUEST_TOO_SLOW"
+
+    def __init__(self) -> None:
+        super().__init__("the request took too long to arrive; send it again")
+
+
+class AddressTooLong(HttpError):
+    status = 414
+    code = "ADDRESS_TOO_LONG"
+
+    def __init__(self) -> None:
+        super().__init__("the address of the request is too long; use fewer or shorter parameters")
+
+
+class HeadersTooLarge(HttpError):
+    status = 431
+    code = "HEADERS_TOO_LARGE"
+
+    def __init__(self) -> None:
+        super().__init__("the request has too many headers, or they are too large; send fewer")
+
+
+class TooManyConnections(HttpError):
+    """Connections to the process, or requests that wait on one connection."""
+
+    status = 503
+    code = "TOO_MANY_CONNECTIONS"
+
+    def __init__(self) -> None:
+        super().__init__("too many connections, or requests that wait on one connection; retry later")
+
+
 #: The first matching class applies. A text replaces the error's own, which may reveal hosts and drivers.
 _TABLE: Final[tuple[tuple[type[errors.HoldfastError], int, str], ...]] = (
     (errors.NoLedger, 503, ""),
@@ -143,12 +177,15 @@ TITLES: Final = {
     403: "Not allowed",
     404: "Not found",
     405: "Method not allowed",
+    408: "Too slow",
     409: "Conflict",
     410: "Gone",
     413: "Too large",
+    414: "Address too long",
     415: "Unsupported media type",
     422: "Invalid request",
     429: "Intake refused",
+    431: "Headers too large",
     500: "Internal error",
     503: "Unavailable",
 }

@@ -1,49 +1,42 @@
 """The API behind uvicorn, as `holdfast serve` runs it.
 
-The server writes no access log and installs no signal handlers. An operation can abort the connection of a client that
-does not read.
+The server writes no access log and installs no signal handlers. Its connections are bounded (`http.protocol`).
 """
 
 from __future__ import annotations
 
+import resource
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from holdfast.aio import stop_accepting
+from holdfast.http.protocol import BoundedProtocol, ConnectionLimits
 from holdfast.http.service import Service
-from holdfast.http.sse import ABORT
 
 #: Time for running requests to finish at shutdown.
 _GRACE_S: Final = 10
 _BACKLOG: Final = 2_048
-
-
-class _Protocol(HttpToolsProtocol):
-    """Lets an operation abort its connection, even if data is not yet sent."""
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self.scope["extensions"] = {ABORT: self._abort}  # type: ignore[dict-item]
-
-    def _abort(self) -> None:
-        if self.transport is not None:
-            self.transport.abort()
+#: Descriptors kept for stores, files and workers, as a share of those that the process may open.
+_RESERVED_SHARE: Final = 0.25
 
 
 class HttpServer(uvicorn.Server):
     """One API on one socket, until `stop`."""
 
-    def __init__(self, api: FastAPI, sock: socket.socket) -> None:
+    def __init__(self, api: FastAPI, sock: socket.socket, limits: ConnectionLimits | None = None) -> None:
+        limits = limits or ConnectionLimits(connections=_most_connections())
+        # Uvicorn only calls it.
+        protocol: Any = partial(BoundedProtocol, limits=limits)
         super().__init__(
             uvicorn.Config(
                 api,
-                http=_Protocol,
+                http=protocol,
                 ws="none",
                 lifespan="on",
                 access_log=False,
@@ -103,3 +96,11 @@ def bind(host: str, port: int) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+def _most_connections() -> int:
+    """How many connections leave descriptors for the rest of the process."""
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if descriptors == resource.RLIM_INFINITY:
+        return ConnectionLimits().connections
+    return max(1, int(descriptors * (1 - _RESERVED_SHARE)))

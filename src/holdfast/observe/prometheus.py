@@ -326,7 +326,10 @@ def _buckets(durations: Histogram) -> list[tuple[str, float]]:
 _log: Final = logging.getLogger("holdfast.metrics")
 
 _HEAD_LIMIT: Final = 16 * 1024
+#: For a request and its response, together.
 _TIMEOUT_S: Final = 10.0
+#: Connections at a time. Others are refused: each may hold a whole response.
+_MOST_CONNECTIONS: Final = 32
 _TEXT: Final = "text/plain; charset=utf-8"
 _JSON: Final = "application/json"
 
@@ -352,23 +355,40 @@ ReadinessCheck = Callable[[], Awaitable[Readiness]]
 
 @asynccontextmanager
 async def serve_metrics(
-    host: str, port: int, exposition: Exposition, readiness: ReadinessCheck | None = None
+    host: str,
+    port: int,
+    exposition: Exposition,
+    readiness: ReadinessCheck | None = None,
+    *,
+    timeout_s: float = _TIMEOUT_S,
 ) -> AsyncIterator[int]:
     """Serve until the block ends; yields the port (0 selects a free one).
 
-    With `readiness`, `/readyz` answers 200 or 503. Raises `InvalidOption` if it cannot listen on the port.
+    With `readiness`, `/readyz` answers 200 or 503. A connection ends after `timeout_s` in any case.
+
+    Raises `InvalidOption` if it cannot listen on the port.
     """
+    open_connections = 0
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal open_connections
+        open_connections += 1
         try:
-            async with asyncio.timeout(_TIMEOUT_S):
-                head = await reader.readuntil(b"\r\n\r\n")
-                writer.write(await _reply(head, exposition, readiness))
-                await writer.drain()
-        except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError) as exc:
+            async with asyncio.timeout(timeout_s):
+                if open_connections > _MOST_CONNECTIONS:
+                    writer.write(_response("503 Service Unavailable", _TEXT, b"too many connections; retry later\n"))
+                else:
+                    writer.write(await _answer(reader, exposition, readiness))
+                writer.close()
+                await writer.wait_closed()
+        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError) as exc:
             _log.debug("scrape aborted: %r", exc)
         except Exception:  # noqa: BLE001 - top of a connection
             _log.exception("scrape failed unexpectedly")
+        finally:
+            open_connections -= 1
+            # A client that does not read would keep the rest of its response in memory.
+            writer.transport.abort()
 
     async with AsyncExitStack() as stack:
         try:
@@ -379,6 +399,14 @@ async def serve_metrics(
             ) from exc
         _log.info("metrics on http://%s:%d/metrics", host, bound)
         yield bound
+
+
+async def _answer(reader: asyncio.StreamReader, exposition: Exposition, readiness: ReadinessCheck | None) -> bytes:
+    try:
+        head = await reader.readuntil(b"\r\n\r\n")
+    except asyncio.LimitOverrunError:
+        return _response("431 Request Header Fields Too Large", _TEXT, b"the headers are too large; send fewer\n")
+    return await _reply(head, exposition, readiness)
 
 
 async def _reply(head: bytes, exposition: Exposition, readiness: ReadinessCheck | None) -> bytes:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -17,12 +19,14 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from holdfast.core.key_names import configured_key
 from holdfast.core.states import State
 from holdfast.engine.port import InspectionPort
+from holdfast.engine.port.jobs import UNOWNED
 from holdfast.engine.port.reads import QueueStats
 from holdfast.errors import EngineUnavailable, LedgerUnavailable, SchemaMismatch
 from holdfast.execution.backend import BackendOwner, backend_of
 from holdfast.ledger.port.ledger import LedgerReadPort
 from holdfast.ledger.port.messages import OutboxOpener
 from holdfast.observe.prometheus import MetricsCollector, QueueGauges, StoreGauges
+from holdfast.operations.queues import TOGETHER
 from holdfast.settings import Settings
 
 if TYPE_CHECKING:
@@ -35,6 +39,10 @@ _log: Final = logging.getLogger("holdfast.metrics")
 _TIMEOUT_S: Final = 5.0
 #: Unread feed entries are counted one by one up to this; above it the feed's length is used.
 _COUNTED: Final = 50
+#: The queue that stands for all that are not named.
+OTHER_QUEUES: Final = "other"
+#: Queues whose lag is read at a time: each takes a connection to the ledger.
+_TOGETHER: Final = 4
 _WORK: Final = (State.QUEUED, State.RUNNING, State.RETRYING)
 
 
@@ -105,13 +113,61 @@ async def _read_engine(backend: MetricsBackend) -> list[QueueGauges] | None:
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             queues = await engine.queues()
-            stats_by_queue, unreachable = await engine.for_each_queue(queues, engine.stats)
+            named = select_queues(queues, await engine.queue_owners(), backend.settings.metrics_queue_limit)
+            stats_by_queue, unreachable = await engine.for_each_queue(queues, engine.stats, together=TOGETHER)
     except (EngineUnavailable, TimeoutError) as exc:
         _log.info("engine did not answer a scrape: %s", exc)
         return None
     if unreachable:
         _log.info("engine did not answer a scrape for %s", ", ".join(sorted(unreachable)))
-    return [await _queue_gauges(backend.settings, engine, ledger, stats) for stats in stats_by_queue.values()]
+    shown = [stats for queue, stats in stats_by_queue.items() if queue in named]
+    gauges: list[QueueGauges] = []
+    for start in range(0, len(shown), _TOGETHER):
+        part = shown[start : start + _TOGETHER]
+        gauges += await asyncio.gather(*(_queue_gauges(backend.settings, engine, ledger, stats) for stats in part))
+    others = [stats for queue, stats in stats_by_queue.items() if queue not in named]
+    return [*gauges, _add_up(others, backend.settings)] if others else gauges
+
+
+def select_queues(queues: Sequence[str], owners: Mapping[str, str], limit: int) -> set[str]:
+    """The queues that metrics name: all, or of each tenant in turn the first by name.
+
+    So a tenant with many queues does not displace those of others.
+    """
+    if len(queues) <= limit:
+        return set(queues)
+    counted: Counter[str] = Counter()
+    ranked: list[tuple[int, str]] = []
+    for queue in sorted(set(queues) - {OTHER_QUEUES}):
+        # Queues that all tenants share come first.
+        owner = owners.get(queue)
+        ranked.append((0 if owner is None and queue in UNOWNED else counted[owner or ""], queue))
+        counted[owner or ""] += 1
+    return {queue for _, queue in sorted(ranked)[:limit]}
+
+
+def _add_up(group: Sequence[QueueStats], settings: Settings) -> QueueGauges:
+    """One set of gauges for all queues that are not named. Without limits and lags."""
+    states: Counter[str] = Counter()
+    for stats in group:
+        states.update({state.value: number for state, number in stats.states.items()})
+    running, backlog = states[State.RUNNING.value], sum(stats.backlog for stats in group)
+    work, pending = sum(states[state.value] for state in _WORK), sum(stats.pending for stats in group)
+    waiting = max(0, backlog - running)
+    return QueueGauges(
+        queue=OTHER_QUEUES,
+        streams={OTHER_QUEUES: waiting + pending},
+        task_stream=OTHER_QUEUES,
+        group=settings.group,
+        pending=pending,
+        waiting=waiting,
+        backlog=backlog,
+        backlog_alert=None,
+        states=dict(states),
+        workers=max(stats.workers for stats in group),
+        dead_letters=sum(stats.dead_letters for stats in group),
+        retrying_ratio=states[State.RETRYING.value] / work if work else 0.0,
+    )
 
 
 async def _queue_gauges(

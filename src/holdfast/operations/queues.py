@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 #: Ready or running: what intake limits and backlog alerts count.
 _BACKLOG: Final = (State.QUEUED, State.RUNNING)
+#: Queues that are read at a time.
+TOGETHER: Final = 64
 #: Attempts to change a control; more are needed only if another program changes it continuously.
 _MAX_TRIES: Final = 20
 #: Similar names suggested for an unknown queue.
@@ -99,25 +101,33 @@ class QueueOperations:
 
         return await self._change(principal, queue, reason, "tenant", change)
 
-    async def find(self, principal: Principal, names: Sequence[str] = ()) -> list[QueueInfo]:
-        """Return all queues, or the named ones.
+    async def find(
+        self, principal: Principal, names: Sequence[str] = (), *, after: str = "", limit: int | None = None
+    ) -> list[QueueInfo]:
+        """Return all queues by name, or the named ones; with `limit` at most that many after `after`.
 
         A principal without all tenants sees only queues with jobs of its tenants, and counts only those jobs. Raises
         `PartialFailure`, with the other queues, if the engine does not answer for some.
         """
         principal.require(Permission.READ)
-        selected = list(dict.fromkeys(names)) or await self._engine.queues()
+        parts: dict[str, dict[State, int]] = {}
+        if principal.sees_all_tenants:
+            selected = list(dict.fromkeys(names)) or await self._engine.queues()
+        else:
+            # Not one query per queue: others may have thousands.
+            parts = await self._require_ledger().queries.counts_by_queue(principal.tenants, names)
+            selected = list(parts)
+        selected = [name for name in selected if name > after][:limit]
 
-        async def read(name: str) -> QueueInfo | None:
+        async def read(name: str) -> QueueInfo:
             if principal.sees_all_tenants:
                 return full_info(await self._engine.stats(name))
-            return await self._tenant_part(principal, name)
+            return tenant_info(principal, name, parts[name], await self._engine.get_control(name))
 
-        found, unreachable = await self._engine.for_each_queue(selected, read)
-        views = [view for view in found.values() if view is not None]
+        found, unreachable = await self._engine.for_each_queue(selected, read, together=TOGETHER)
         if unreachable:
-            raise PartialFailure(unreachable_error(unreachable), views)
-        return views
+            raise PartialFailure(unreachable_error(unreachable), list(found.values()))
+        return list(found.values())
 
     async def control(self, principal: Principal, queue: str) -> QueueControl:
         """Return a queue's controls, without those of tenants that the principal may not see."""
@@ -154,17 +164,10 @@ class QueueOperations:
             return new
         raise AssertionError("the last try returns or raises")
 
-    async def _tenant_part(self, principal: Principal, queue: str) -> QueueInfo | None:
+    def _require_ledger(self) -> LedgerReadPort:
         if self._ledger is None:
             raise NoLedger("a count of some tenants' jobs")
-        queries = self._ledger.queries
-        states: dict[State, int] = dict.fromkeys(State, 0)
-        for tenant in sorted(principal.tenants):
-            for state, count in (await queries.counts(tenant, queue)).states.items():
-                states[state] += count
-        if not any(states.values()):
-            return None
-        return tenant_info(principal, queue, states, await self._engine.get_control(queue))
+        return self._ledger
 
 
 def full_info(stats: QueueStats) -> QueueInfo:

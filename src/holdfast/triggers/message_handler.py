@@ -33,6 +33,7 @@ from holdfast.errors import (
     IntakeRefused,
     LedgerUnavailable,
     PayloadTooLarge,
+    QueueLimitReached,
     SchemaMismatch,
     Unavailable,
     UsageError,
@@ -179,7 +180,7 @@ class MessageHandler:
             await self._deny(item, exc)
         except PayloadTooLarge as exc:
             await self._dispose(item, AckPolicy.DLQ, ExecutionStatus.FAILED, exc)
-        except IntakeLimited as exc:
+        except (IntakeLimited, QueueLimitReached) as exc:
             self._log_step(logging.DEBUG, item, "held", "on hold: %s", error_reason(exc))
             if not exc.tenant_id:
                 return OnHold(error_reason(exc))

@@ -18,11 +18,13 @@ from holdfast.engine.port.reads import ReadPort
 from holdfast.errors import LedgerUnavailable
 from holdfast.ledger.port.ledger import Ledger
 from holdfast.settings import Settings
-from holdfast.upkeep.loop import LogThrottle, QueueSelection, run_forever
+from holdfast.upkeep.loop import LogThrottle, QueueSelection, next_part, run_forever
 
 _log: Final = logging.getLogger("holdfast.upkeep")
 
 INTERVAL_S: Final = 2.0
+#: Queues of one check; of more, each check takes the next ones by name.
+_CHECKED: Final = 100
 #: An alert is cleared when the backlog is below this share of its threshold; at the threshold itself it would flap.
 CLEAR_BELOW: Final = 0.9
 #: How often to confirm in the ledger that an alert is raised or cleared: the process that did it may have crashed.
@@ -53,6 +55,7 @@ class BacklogMonitor:
         self._interval_s = interval_s
         self._random = random or Random()
         self._failure_log = LogThrottle(_log)
+        self._last = ""
         #: Whether a queue was over its threshold at the last check, and until when that need not be confirmed.
         self._confirmed: dict[str, tuple[bool, float]] = {}
 
@@ -63,7 +66,9 @@ class BacklogMonitor:
     async def check(self) -> float:
         """Check all queues once; returns the seconds to the next check."""
         try:
-            await self._engine.for_each_queue(await self._queues.names(), self._check_queue)
+            part = next_part(await self._queues.names(), self._last, _CHECKED)
+            self._last = part[-1] if part else ""
+            await self._engine.for_each_queue(part, self._check_queue)
             self._failure_log.reset()
         except LedgerUnavailable as exc:
             self._failure_log.log(logging.WARNING, "ledger unreachable, alerts are delayed: %s", exc)

@@ -24,9 +24,11 @@ from holdfast.engine.port.jobs import JobPort
 from holdfast.errors import EngineUnavailable
 from holdfast.settings import Settings
 from holdfast.upkeep.dead_letters import OrphanedDeadLetters
-from holdfast.upkeep.loop import QueueSelection, run_forever
+from holdfast.upkeep.loop import QueueSelection, next_part, run_forever
 
 _CHECK_S: Final = 1.0
+#: Queues with a notice that are promoted at a time. Few enough that the engine reads each.
+_NOTICED: Final = 50
 
 
 class Promoter:
@@ -39,13 +41,16 @@ class Promoter:
         self._wake = asyncio.Event()
         self._next_at = 0.0
         self._offset_s = 0.0
+        #: Queues with a notice since the last pass: of many queues, the engine does not read idle ones in every pass.
+        self._noticed: set[str] = set()
 
     async def run(self) -> None:
         """Promote due jobs repeatedly until cancelled."""
         await run_forever("promoter", self._run_once, self._wake)
 
-    def due(self, at_ms: int) -> None:
+    def due(self, queue: str, at_ms: int) -> None:
         """Note a job that is due at this time of the engine's clock, and wake up for it."""
+        self._noticed.add(queue)
         at = at_ms / 1000 - self._offset_s
         if at < self._next_at:
             self._next_at = at
@@ -64,6 +69,10 @@ class Promoter:
 
     async def _promote(self) -> float:
         queues = await self._queues.names()
+        noticed = sorted(self._noticed.intersection(queues))
+        self._noticed.clear()
+        for start in range(0, len(noticed), _NOTICED):
+            await self._engine.promote(noticed[start : start + _NOTICED], MAX_BATCH)
         while True:
             promotion = await self._engine.promote(queues, MAX_BATCH)
             if promotion.count < MAX_BATCH:
@@ -96,6 +105,8 @@ class Reclaimer:
         self._settings = settings
         self._incarnation = incarnation
         self._random = random or Random()
+        #: Whether the last pass may have reclaimed jobs that it could not release.
+        self._in_doubt = True
 
     async def run(self) -> None:
         """Reclaim and release repeatedly until cancelled."""
@@ -108,32 +119,38 @@ class Reclaimer:
     async def _run_once(self) -> float:
         queues = await self._queues.names()
         batch = self._settings.reclaim_batch
+        in_doubt, self._in_doubt = self._in_doubt, True
         try:
             claims = await self._engine.reclaim(self._incarnation, queues, batch)
         except EngineUnavailable:
             self._engine.counters.reclaim_errors += 1
             raise
-        # Claims that an earlier pass reclaimed but could not release, because the engine became unreachable.
-        claims += await self._engine.recover_claims(self._incarnation, queues, {claim.lease for claim in claims})
+        if in_doubt:
+            # Claims that an earlier pass reclaimed but could not release, because the engine became unreachable.
+            claims += await self._engine.recover_claims(self._incarnation, queues, {claim.lease for claim in claims})
         if claims:
             verdict = Release("its worker was lost; released by upkeep")
             await self._engine.settle([Settlement(claim, verdict, claim.claimed_at_ms) for claim in claims])
             _log.info("released %d jobs of lost workers", len(claims))
+        self._in_doubt = False
         if len(claims) >= batch:
             return 0.0
         return max(_MIN_PAUSE_S, self._settings.reclaim_interval_s) * self._random.uniform(0.6, 1.0)
 
 
 _PAUSE_S: Final = 30.0
+#: Queues of one pass.
+_PRUNED: Final = 200
 
 
 class EnginePruner:
-    """Prunes about every 30 s until cancelled."""
+    """Prunes about every 30 s until cancelled. Of many queues, each pass prunes the next `_PRUNED` by name."""
 
     def __init__(self, engine: Engine, queues: QueueSelection, random: Random | None = None) -> None:
         self._engine = engine
         self._queues = queues
         self._orphans = OrphanedDeadLetters(engine)
+        self._last = ""
         self._random = random or Random()
 
     async def run(self) -> None:
@@ -141,7 +158,8 @@ class EnginePruner:
         await run_forever("pruner", self._run_once)
 
     async def _run_once(self) -> float:
-        queues = await self._queues.names()
+        queues = next_part(await self._queues.names(), self._last, _PRUNED)
+        self._last = queues[-1] if queues else ""
         await self._engine.prune(queues)
         await self._engine.for_each_queue(queues, self._orphans.finish)
         return _PAUSE_S * self._random.uniform(0.8, 1.2)

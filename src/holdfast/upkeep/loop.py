@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
@@ -67,6 +68,15 @@ class QueueSelection:
 
     async def names(self) -> Sequence[str]:
         return self._names or await self._engine.queues()
+
+
+def next_part(queues: Sequence[str], after: str, size: int) -> list[str]:
+    """At most `size` queues: those after `after` by name, then from the start."""
+    names = sorted(queues)
+    if len(names) <= size:
+        return names
+    start = bisect_right(names, after)
+    return (names[start:] + names[:start])[:size]
 
 
 _REPEAT_S: Final = 60.0

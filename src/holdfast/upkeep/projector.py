@@ -50,6 +50,10 @@ _LINGER_READ_S: Final = 0.005
 
 #: How often to check for new queues, and whether an idle feed is still the same.
 _ROUND_S: Final = 1.0
+#: Leases renewed in one statement.
+_RENEWED: Final = 500
+#: Idle feeds that are read for a fork in each round; of more, each is read less often.
+_IDLE_READS: Final = 50
 #: Longest interval between checks for feeds that have lost their projector or were released.
 _STANDBY_S: Final = 2.5
 _TRIM_S: Final = 1.0
@@ -167,11 +171,13 @@ class Projector:
         names = await self._names()
         await self._acquire_free(names)
         now = time.monotonic()
-        for cursor in list(self._cursors.values()):
-            if cursor.leased_until - now < self._lease_ms / 2000:
-                await self._attempt(cursor, self._renew_lease)
+        await self._renew_leases(
+            [cursor for cursor in self._cursors.values() if cursor.leased_until - now < self._lease_ms / 2000]
+        )
         idle = [cursor for cursor in self._cursors.values() if cursor.ahead is None]
-        await self._serve([cursor for cursor in idle if now - cursor.read_at >= self._round_s])
+        # So that idle feeds cost the same however many there are.
+        stretch = max(1.0, len(idle) / _IDLE_READS)
+        await self._serve([cursor for cursor in idle if now - cursor.read_at >= self._round_s * stretch])
         for cursor in list(self._cursors.values()):
             if cursor.confirm_at and now >= cursor.confirm_at:
                 self._start_confirming(cursor)
@@ -226,8 +232,24 @@ class Projector:
             await reopen_intake(self._engine, self._ledger, queue, insist=True)
         self._start_confirming(cursor)
 
+    async def _renew_leases(self, cursors: Sequence[FeedCursor]) -> None:
+        for start in range(0, len(cursors), _RENEWED):
+            part = cursors[start : start + _RENEWED]
+            try:
+                names = [cursor.queue for cursor in part]
+                renewed = await self._projection.renew(names, self.name, self._lease_ms)
+            except LedgerUnavailable:
+                # One of the rows may be the cause; renew each.
+                for cursor in part:
+                    await self._attempt(cursor, self._renew_lease)
+                continue
+            for cursor in part:
+                self._apply_lease(cursor, renewed.get(cursor.queue))
+
     async def _renew_lease(self, cursor: FeedCursor) -> None:
-        at = await self._projection.acquire(cursor.queue, self.name, self._lease_ms)
+        self._apply_lease(cursor, await self._projection.acquire(cursor.queue, self.name, self._lease_ms))
+
+    def _apply_lease(self, cursor: FeedCursor, at: FeedPosition | None) -> None:
         if at is None:
             _log.info("queue %s was acquired by another projector", cursor.queue)
             self._drop(cursor)

@@ -94,7 +94,7 @@ class Upkeep:
             return 1.0
         for notice in await self._engine.listen(queues, _LISTEN_MS):
             if isinstance(notice, DueNotice) and self._promoter is not None:
-                self._promoter.due(notice.at_ms)
+                self._promoter.due(notice.queue, notice.at_ms)
         return 0.0
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from holdfast.core.job import Envelope
+from holdfast.core.job import WEBHOOK_QUEUE, Envelope
 from holdfast.core.principal import ALL_TENANTS
 from holdfast.core.states import State
 from holdfast.core.webhook_url import ANY_SUBSCRIBER, check_target
@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from holdfast.settings import WebhookSubscription
 
 
-#: Deliveries are jobs of this queue.
-QUEUE: Final = "holdfast.webhooks"
+QUEUE: Final = WEBHOOK_QUEUE
 TASK: Final = "holdfast.webhook"
 
 #: Longer results are omitted; the receiver can get them by job id.

@@ -456,7 +456,7 @@ class Worker(LeaseListener):
     def on_due(self, queue: str, at_ms: int) -> None:
         """Wake the promoter for a delayed job."""
         if self._promoter is not None:
-            self._promoter.due(at_ms)
+            self._promoter.due(queue, at_ms)
 
     def _runs(self, leases: Sequence[Lease]) -> list[Run]:
         gone = set(leases)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final, Protocol
@@ -11,7 +11,7 @@ import msgspec
 
 from holdfast.core.announcement import AnnouncedTask
 from holdfast.core.fingerprint import raw_fingerprint
-from holdfast.core.job import Claim, Envelope, Lease, Receipt
+from holdfast.core.job import DEFAULT_QUEUE, WEBHOOK_QUEUE, Claim, Envelope, Lease, Receipt
 from holdfast.core.verdict import Settlement, SettleResult
 from holdfast.errors import IdempotencyKeyReused, IntakeLimited, InvalidOption
 from holdfast.observe.counters import Counters
@@ -69,6 +69,8 @@ class EngineOptions:
     feed_limit: int = 1_000
     #: Feed entries kept before the reader's position, for event streams.
     feed_tail: int = 0
+    #: Queues that one tenant may own: those that it was the first to submit to. `UNOWNED` are not counted.
+    tenant_queue_limit: int = 1_000
     #: With a reader, submissions are refused when the unread feed is larger than this.
     feed_max_bytes: int = 512 * 1024 * 1024
     #: Fingerprint of task and payload, kept with an idempotency key (E1). An app computes it from its tasks.
@@ -83,9 +85,19 @@ class EngineOptions:
             "idempotency_window_ms",
             "result_ttl_ms",
             "dlq_ttl_ms",
+            "tenant_queue_limit",
         ):
             if getattr(self, name) < 1:
                 raise InvalidOption(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+#: Queues that all tenants share.
+UNOWNED: Final = frozenset({DEFAULT_QUEUE, WEBHOOK_QUEUE})
+
+
+def possible_owners(queue: str, envelopes: Iterable[Envelope]) -> list[str]:
+    """Tenants of which the first with fewer queues than its limit will own a new queue; none for `UNOWNED`."""
+    return [] if queue in UNOWNED else list(dict.fromkeys(envelope.tenant_id for envelope in envelopes))
 
 
 #: Why one job of a batch was not accepted although others may be.
@@ -133,7 +145,8 @@ class JobPort(EnginePart, Protocol):
         records it.
 
         Raises `IntakeRefused` when a queue's intake is paused, `IntakeLimited` when the backlog of the queue or tenant
-        would exceed its limit (duplicates still get their receipts), and `FeedFull` when the feed is at its limit.
+        would exceed its limit (duplicates still get their receipts), `QueueLimitReached` when a queue is new and every
+        tenant of its envelopes has its limit of queues, and `FeedFull` when the feed is at its limit.
         With `options.ledger`, raises `FeedDetached` when the feed has no reader in this epoch (new store, wipe,
         restart or fail-over): restore the idempotency keys, then call `attach_reader`. Envelopes of other queues may
         have been accepted.
@@ -192,7 +205,11 @@ class JobPort(EnginePart, Protocol):
         ...
 
     async def promote(self, queues: Sequence[str], limit: int) -> Promotion:
-        """Make due jobs (delayed or retrying) ready."""
+        """Make due jobs (delayed or retrying) ready.
+
+        Of many queues (over 64), those in which nothing is due soon need not be read in every call; pass a queue
+        separately after a notice of a due job in it.
+        """
         ...
 
     async def reclaim(self, worker: str, queues: Sequence[str], limit: int) -> list[Claim]:

@@ -134,10 +134,16 @@ class ReadPort(EnginePart, Protocol):
         """Return all queues that ever had a job, sorted."""
         ...
 
+    async def queue_owners(self) -> dict[str, str]:
+        """Return the tenant that owns each queue; queues that all tenants share have none."""
+        ...
+
     async def for_each_queue(
-        self, queues: Iterable[str], step: Callable[[str], Awaitable[T]]
+        self, queues: Iterable[str], step: Callable[[str], Awaitable[T]], *, together: int = 1
     ) -> tuple[dict[str, T], dict[str, EngineUnavailable]]:
-        """Run `step` for each queue, in order; return results, and errors of queues without an answer.
+        """Run `step` for each queue; return results in order, and errors of queues without an answer.
+
+        Up to `together` steps may run at a time, where that saves round trips.
 
         Queues may be on several servers, and one may be damaged. Raises if no queue answered.
         """

@@ -239,11 +239,14 @@ class RedisEngine(Engine):
     async def queues(self) -> list[str]:
         return await self._reads.queues()
 
+    async def queue_owners(self) -> dict[str, str]:
+        return await self._reads.queue_owners()
+
     async def announced_tasks(self) -> list[AnnouncedTask]:
         return await self._announcements.read()
 
     async def for_each_queue(
-        self, queues: Iterable[str], step: Callable[[str], Awaitable[T]]
+        self, queues: Iterable[str], step: Callable[[str], Awaitable[T]], *, together: int = 1
     ) -> tuple[dict[str, T], dict[str, EngineUnavailable]]:
         refused: dict[str, EngineUnavailable] = {}
 
@@ -257,7 +260,7 @@ class RedisEngine(Engine):
                 return None
 
         names, outages = list(queues), self._store.outages
-        done = await outages.for_each(names, run_step)
+        done = await outages.for_each(names, run_step, together)
         if refused and not done:
             raise next(iter(refused.values()))
         errors = {queue: refused.get(queue) or outages.first_error([queue]) for queue in names if queue not in done}

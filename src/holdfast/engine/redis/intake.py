@@ -25,6 +25,7 @@ from holdfast.engine.port.jobs import (
     INTAKE_PAUSED,
     EngineOptions,
     JobRefused,
+    possible_owners,
 )
 from holdfast.engine.redis import wire
 from holdfast.engine.redis.keys import RETRY_CONSUMER, STREAMS_PER_LANE, QueueKeys
@@ -37,6 +38,7 @@ from holdfast.errors import (
     IdempotencyKeyReused,
     IntakeLimited,
     IntakeRefused,
+    QueueLimitReached,
 )
 
 #: A batch is accepted whole or not at all, or each job is judged on its own.
@@ -69,7 +71,11 @@ class Intake:
     async def _submit(self, queue: str, envelopes: Sequence[Envelope], mode: bytes) -> list[Receipt | JobRefused]:
         store = self._store
         if not store.is_registered(queue):
-            await store.register_queue(queue)
+            try:
+                await store.register_queue(queue, owners=possible_owners(queue, envelopes))
+            except QueueLimitReached:
+                store.counters.intake_refused += len(envelopes)
+                raise
         keys, options = store.keys(queue), store.options
         names = list(keys.of_submission)
         names += [keys.job(envelope.job_id) for envelope in envelopes]

@@ -25,6 +25,8 @@ from holdfast.engine.port.jobs import MAX_TENANTS
 RETRY_CONSUMER: Final = "~waiting"
 #: Second group on every stream, with which idle workers wait.
 WAKE_GROUP: Final = "wake"
+#: Before the name of a queue in the hash of owners; `tenant:` is before that of a tenant.
+OWNED_QUEUE: Final = b"queue:"
 #: One stream per priority, and one for jobs claimed by id.
 STREAMS_PER_LANE: Final = len(Priority) + 1
 
@@ -73,8 +75,13 @@ class KeyNames:
 
     @property
     def queues(self) -> str:
-        """The set of all queues of the namespace. This and `tasks` are the only keys that do not belong to a queue."""
+        """The set of all queues of the namespace. This, `owners` and `tasks` do not belong to a queue."""
         return queues_key(self.namespace)
+
+    @property
+    def owners(self) -> str:
+        """The hash of the queues' owners, and of their numbers of queues. In the slot of `queues`."""
+        return f"{{{self.queues}}}:owners"
 
     @property
     def tasks(self) -> str:

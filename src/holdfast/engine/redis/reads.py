@@ -25,7 +25,7 @@ from holdfast.engine.port.reads import CancelledNotice, ControlNotice, DueNotice
 from holdfast.engine.redis import wire
 from holdfast.engine.redis.claims import merge_record
 from holdfast.engine.redis.controls import control_from
-from holdfast.engine.redis.keys import RETRY_CONSUMER, parse_lanes
+from holdfast.engine.redis.keys import OWNED_QUEUE, RETRY_CONSUMER, parse_lanes
 from holdfast.engine.redis.net.client import Purpose, ScriptError, translate
 from holdfast.engine.redis.net.connection import PubSubConnection
 from holdfast.engine.redis.store import RedisStore
@@ -173,6 +173,14 @@ class Reads:
         else:
             self._queues = sorted(name for name in map(wire.printable, names) if _is_queue(name))
         return list(self._queues)
+
+    async def queue_owners(self) -> dict[str, str]:
+        found = await self._store.client.call(Purpose.OTHER, b"HGETALL", self._store.names.owners)
+        return {
+            wire.printable(name.removeprefix(OWNED_QUEUE)): wire.printable(tenant)
+            for name, tenant in zip(found[::2], found[1::2], strict=True)
+            if name.startswith(OWNED_QUEUE)
+        }
 
     # listen ----------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from holdfast.engine.redis.keys import (
 )
 from holdfast.engine.redis.net.client import Purpose, RedisClient, Script, ScriptError
 from holdfast.engine.redis.net.outages import Outages
-from holdfast.errors import EngineUnavailable
+from holdfast.errors import EngineUnavailable, QueueLimitReached
 from holdfast.observe.counters import Counters
 
 _log: Final = logging.getLogger("holdfast.engine.redis")
@@ -141,12 +141,20 @@ class RedisStore:
         """Whether `register_queue` has nothing to do."""
         return self._known.get(queue, 0.0) >= time.monotonic()
 
-    async def register_queue(self, queue: str, *, again: bool = False) -> None:
-        """Add the queue to the list of queues. Repeated every `_KNOWN_S`, because a wipe may have removed it."""
+    async def register_queue(self, queue: str, *, again: bool = False, owners: Sequence[str] = ()) -> None:
+        """Add the queue to the list of queues. Repeated every `_KNOWN_S`, because a wipe may have removed it.
+
+        A new queue belongs to the first of `owners` that may have another one. Raises `QueueLimitReached` if none may.
+        """
         now = time.monotonic()
         if again or self._known.get(queue, 0.0) < now:
             try:
-                await self.client.run(Purpose.OTHER, _script("register_queue"), [self.names.queues.encode()], [queue])
+                names = [self.names.queues.encode(), self.names.owners.encode()]
+                # A queue that this process has used is not new, although a wipe may have removed it from the list.
+                limit = b"" if queue in self._known else self.options.tenant_queue_limit
+                reply = await self.client.run(Purpose.OTHER, _script("register_queue"), names, [queue, limit, *owners])
+                if reply == b"limited":
+                    raise QueueLimitReached(queue, owners[0], self.options.tenant_queue_limit)
             except EngineUnavailable:
                 # On a Cluster the list may be on another node than the queue. Without that node, queues that are in
                 # the list continue. With `again` the queue is in it unless the node was wiped; then a later submission

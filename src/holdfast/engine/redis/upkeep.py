@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from holdfast.core.job import MAX_BATCH, Claim, Failure, JobInfo
@@ -29,6 +30,21 @@ _DEAD_AFTER_TIMEOUTS: Final = 2
 _TRIM_BATCH: Final = 1_000
 
 
+#: With more queues than this, those without anything due or leased are not read in every pass.
+_FEW_QUEUES: Final = 64
+#: How often such a queue is read for due jobs, whose notice may have been lost; and how long before a due time.
+_IDLE_CHECK_S: Final = 30.0
+_CHECK_AHEAD_S: Final = 3.0
+
+
+def _select(queues: Sequence[str], at: Mapping[str, float]) -> Sequence[str]:
+    """The queues that are to be read now."""
+    if len(queues) <= _FEW_QUEUES:
+        return queues
+    now = time.monotonic()
+    return [queue for queue in queues if at.get(queue, 0.0) <= now]
+
+
 class EngineUpkeep:
     """Promotes due jobs, reclaims expired leases and prunes what has expired."""
 
@@ -38,6 +54,11 @@ class EngineUpkeep:
         self._settlements = settlements
         #: Where the script `find_expired` continues in a queue: stream index, message id, …
         self._cursors: dict[str, list[int | str]] = {}
+        #: Of many queues: when each is read again, for due jobs and for expired leases.
+        self._promote_at: dict[str, float] = {}
+        self._reclaim_at: dict[str, float] = {}
+        #: Queues that had nothing pending at the last look.
+        self._without_leases: set[str] = set()
 
     # promote ---------------------------------------------------------------------------------------
 
@@ -46,7 +67,7 @@ class EngineUpkeep:
 
         async def step(queue: str) -> bool:
             nonlocal count, next_in_ms, now_ms
-            keys = self._store.keys(queue)
+            keys, began = self._store.keys(queue), time.monotonic()
             now, due, *members = await self._store.run(
                 Purpose.OTHER, "find_due", queue, [keys.delayed, keys.retry], [limit]
             )
@@ -54,6 +75,9 @@ class EngineUpkeep:
             # By the clock of the queue's node; on a Cluster the clocks differ slightly.
             if due and (next_in_ms < 0 or int(due) - now_ms < next_in_ms):
                 next_in_ms = max(0, int(due) - now_ms)
+            # A job that becomes due before that comes with a notice.
+            left_s = (int(due) - now_ms) / 1000 - _CHECK_AHEAD_S if due else _IDLE_CHECK_S
+            self._promote_at[queue] = began + min(left_s, _IDLE_CHECK_S)
             jobs = [(job_id, name) for ids, name in zip(members, ("delayed", "retry"), strict=True) for job_id in ids]
             if jobs:
                 names = [*keys.streams, keys.delayed, keys.retry, keys.control, keys.wake, keys.lanes]
@@ -65,7 +89,7 @@ class EngineUpkeep:
                 self._store.note_unreadable(queue, "record of job", reply[1:])
             return True
 
-        await self._store.outages.for_each(queues, step)
+        await self._store.outages.for_each(_select(queues, self._promote_at), step)
         self._store.counters.promoted += count
         return Promotion(count, now_ms + next_in_ms if next_in_ms >= 0 else 0, now_ms)
 
@@ -78,14 +102,20 @@ class EngineUpkeep:
             free = limit - len(claims)
             if free <= 0:
                 return None
+            began = time.monotonic()
             # Regardless of the settings: another process, or this one before a change, may have left retries there.
             claims.extend(await self._claim_due_retries(worker, queue, free))
             free = limit - len(claims)
             if free > 0:
                 claims.extend(await self.without_poison(await self._reclaim(worker, queue, free)))
+            if queue in self._without_leases:
+                # A lease that is granted from now on cannot expire before that.
+                self._reclaim_at[queue] = began + self._store.options.visibility_timeout_ms / 1000
+            else:
+                self._reclaim_at.pop(queue, None)
             return True
 
-        await self._store.outages.for_each(queues, step)
+        await self._store.outages.for_each(_select(queues, self._reclaim_at), step)
         return claims
 
     async def _reclaim(self, worker: str, queue: str, limit: int) -> list[Claim]:
@@ -134,7 +164,8 @@ class EngineUpkeep:
         names = [*keys.streams, keys.control]
         reply = await store.run_with_lanes(Purpose.OTHER, "find_expired", queue, names, arguments, lanes)
         self._cursors[queue] = [part if isinstance(part, int) else part.decode() for part in reply[0]]
-        return list(zip(reply[1::5], reply[2::5], reply[3::5], reply[4::5], reply[5::5], strict=True))
+        (self._without_leases.discard if reply[1] else self._without_leases.add)(queue)
+        return list(zip(reply[2::5], reply[3::5], reply[4::5], reply[5::5], reply[6::5], strict=True))
 
     async def _claim_due_retries(self, worker: str, queue: str, limit: int) -> list[Claim]:
         """Claim due retries in the pending list of one queue.

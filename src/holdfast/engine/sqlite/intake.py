@@ -19,10 +19,11 @@ from holdfast.engine.port.jobs import (
     JobRefused,
     has_own_key,
     joins_backlog,
+    possible_owners,
 )
 from holdfast.engine.sqlite.feed import FeedWriter, notify_due
 from holdfast.engine.sqlite.moves import ApprovalRequestRow, insert_approval_requests
-from holdfast.engine.sqlite.rows import encode_meta, tenant_controls
+from holdfast.engine.sqlite.rows import NAMES, encode_meta, tenant_controls
 from holdfast.engine.sqlite.store import EngineContext
 from holdfast.errors import (
     FeedDetached,
@@ -32,9 +33,11 @@ from holdfast.errors import (
     IntakeRefused,
     InvalidOption,
     InvalidPayload,
+    QueueLimitReached,
 )
 from holdfast.sqlite.transaction import Transaction, Value, json_list, require_rows
 
+_UNLIMITED: Final = 10**9
 _PRIORITIES: Final = frozenset(int(priority) for priority in Priority)
 
 
@@ -57,6 +60,7 @@ class IntakeControlRow(msgspec.Struct, array_like=True, frozen=True):
     intake_paused: int = 0
     intake_limit: int | None = None
     tenants: str | None = None
+    has_jobs: int = 0
 
 
 class IntakeState(msgspec.Struct, array_like=True, frozen=True):
@@ -86,9 +90,23 @@ def submit(
     judged = _judge(known, envelopes, limits, queue)
     if whole and judged.refusal is not None:
         raise limits.with_fits(judged.refusal, len(judged.accepted))
+    if judged.accepted and not (known.control and known.control.has_jobs):
+        _add_queue(transaction, policy, queue, judged.accepted, is_new=known.control is None)
     if judged.accepted or judged.differing:
         _write(transaction, policy, queue, judged, now_ms)
     return judged.answers
+
+
+def _add_queue(
+    transaction: Transaction, policy: EngineContext, queue: str, envelopes: Sequence[Envelope], *, is_new: bool
+) -> None:
+    """Record the owner of a queue. One that is not new has controls, but no job yet."""
+    tenants = possible_owners(queue, envelopes)
+    limit = policy.options.tenant_queue_limit if is_new else _UNLIMITED
+    owners = transaction.rows("first_tenant_with_room", NAMES, tenants=json_list(tenants), limit=limit)
+    if tenants and not owners:
+        raise QueueLimitReached(queue, tenants[0], limit)
+    transaction.run("add_queue", queue=queue, owner=owners[0] if owners else None)
 
 
 def text_of(payload: bytes) -> str:
@@ -305,7 +323,6 @@ def _write_jobs(
     ]
     if keys:
         transaction.bulk("insert_submission_keys", keys, before=(queue,))
-    transaction.run("mark_queue_used", queue=queue)
     size = sum(len(envelope.payload) for envelope in envelopes)
     journal.add_events(*transaction.add("insert_created_events", first=last - count + 1, last=last), size)
     requests = [

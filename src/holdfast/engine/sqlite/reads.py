@@ -24,7 +24,7 @@ from holdfast.engine.port.reads import (
     feed_finding,
 )
 from holdfast.engine.sqlite.diagnosis import diagnose
-from holdfast.engine.sqlite.rows import CONTROL, NAMES, VIEW_ROWS
+from holdfast.engine.sqlite.rows import CONTROL, NAMES, OWNERS, VIEW_ROWS
 from holdfast.engine.sqlite.store import EngineContext, SqliteEngineStore
 from holdfast.sqlite.transaction import json_list
 
@@ -112,6 +112,9 @@ class SqliteReads:
 
     async def queues(self) -> list[str]:
         return await self._store.reader.rows("queues", NAMES)
+
+    async def queue_owners(self) -> dict[str, str]:
+        return await self._store.reader.rows("queue_owners", OWNERS)
 
     async def announced_tasks(self) -> list[AnnouncedTask]:
         rows = await self._store.reader.rows("announced_tasks", _ANNOUNCED)

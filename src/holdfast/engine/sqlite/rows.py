@@ -263,6 +263,8 @@ VIEW_ROWS: Final = msgspec.json.Decoder(list[JobInfoRow])
 EVENT_ROWS: Final = msgspec.json.Decoder(list[FeedEventRow])
 CONTROL: Final = msgspec.json.Decoder(ControlRow)
 NAMES: Final = msgspec.json.Decoder(list[str])
+#: Queue to tenant.
+OWNERS: Final = msgspec.json.Decoder(dict[str, str])
 IDS: Final = msgspec.json.Decoder(list[int])
 INSTANT: Final = msgspec.json.Decoder(tuple[int | None])
 

@@ -71,6 +71,8 @@ class QueueListResponse(msgspec.Struct, frozen=True, kw_only=True):
     queues: list[QueueResponse]
     #: Which queues are left out because their server is unreachable; null if none is.
     unreachable: str | None
+    #: There are more: pass it as `after`. Null on the last page.
+    next: str | None
 
 
 class WorkerResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,6 +93,13 @@ class QueuesQuery(RequestBase, frozen=True, kw_only=True):
     """Names of queues. Default: all."""
 
     queue: tuple[Name, ...] = ()
+
+
+class QueuePageQuery(QueuesQuery, frozen=True, kw_only=True):
+    """Names of queues (default: all), and one page of them: those after `after`, a `next` of the page before."""
+
+    limit: Annotated[int, Meta(ge=1, le=1_000)] = 500
+    after: Name = ""
 
 
 class QueueRequest(ReasonRequest, frozen=True, kw_only=True):
@@ -122,21 +131,31 @@ _ERRORS: Final = (ControlChanged, NotFound)
     _PATH,
     "listQueues",
     tag=_TAG,
-    query=QueuesQuery,
-    responses={200: ResponseSpec("Queues by name.", QueueListResponse)},
+    query=QueuePageQuery,
+    responses={
+        200: ResponseSpec(
+            "Queues by name.",
+            QueueListResponse,
+            links={"next": ("listQueues", {"after": "$response.body#/next"})},
+        )
+    },
 )
 async def list_queues(call: Call) -> Reply:
     """List queues with their sizes and controls.
 
     A token restricted to some tenants gets the counts of their jobs, from the ledger.
     """
-    query: QueuesQuery = call.query
+    query: QueuePageQuery = call.query
     unreachable = None
+    find = call.service.operations.queues.find
     try:
-        views = await call.service.operations.queues.find(call.principal, query.queue)
+        # One more, to know whether there is another page.
+        views = await find(call.principal, query.queue, after=query.after, limit=query.limit + 1)
     except PartialFailure as exc:
         views, unreachable = exc.completed, str(exc)
-    return Reply(QueueListResponse(queues=[_queue(view) for view in views], unreachable=unreachable))
+    rows = [_queue(view) for view in views[: query.limit]]
+    following = rows[-1].queue if len(views) > query.limit else None
+    return Reply(QueueListResponse(queues=rows, unreachable=unreachable, next=following))
 
 
 async def _change(call: Call, verb: str, **changes: Any) -> Reply:

@@ -123,6 +123,10 @@ class Projection(ProjectionReadPort, Protocol):
         """
         ...
 
+    async def renew(self, queues: Sequence[str], projector: str, lease_ms: int) -> dict[str, FeedPosition]:
+        """Extend the leases of a projector in one step; return the positions of those that it still has."""
+        ...
+
     async def held_by_others(self, queues: Sequence[str], projector: str) -> set[str]:
         """Return the queues whose feeds another projector holds now, in one query; for standby projectors."""
         ...

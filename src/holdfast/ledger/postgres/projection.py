@@ -92,6 +92,10 @@ class PostgresProjection(Projection):
         )
         return FeedPosition(*rows[0]) if rows else None
 
+    async def renew(self, queues: Sequence[str], projector: str, lease_ms: int) -> dict[str, FeedPosition]:
+        rows = await self._store.fetch(sql.RENEW_LEASES, queues, projector, lease_ms * _MILLISECOND)
+        return {feed: FeedPosition(position, nonce) for feed, position, nonce in rows}
+
     async def held_by_others(self, queues: Sequence[str], projector: str) -> set[str]:
         return {feed for (feed,) in await self._store.fetch(sql.LEASED_FEEDS, queues, projector)}
 

@@ -31,6 +31,13 @@ UPDATE feed_positions AS p SET projector = $2, lease_expires_at = clock_timestam
   FROM free WHERE p.feed = free.feed
 RETURNING p.position, p.nonce"""
 
+RENEW_LEASES: Final = """
+WITH own AS (
+    SELECT feed FROM feed_positions WHERE feed = ANY($1::text[]) AND projector = $2 FOR UPDATE SKIP LOCKED)
+UPDATE feed_positions AS p SET lease_expires_at = clock_timestamp() + $3
+  FROM own WHERE p.feed = own.feed
+RETURNING p.feed, p.position, p.nonce"""
+
 #: Without the WHERE, the INSERT would wait for the lock on an existing row.
 INSERT_LEASED_FEED: Final = """
 INSERT INTO feed_positions (feed, position, nonce, projector, lease_expires_at, updated_at)

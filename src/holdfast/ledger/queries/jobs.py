@@ -7,7 +7,7 @@ does not answer. A page of a list takes bounded time (see `ledger.queries.job_li
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, TypeVar
 
@@ -164,6 +164,21 @@ class Queries(OperatorQueries):
             ordinary = schema.jobs.c.state != State.SUCCEEDED.value
             states = await self._count_by_state(connection, [*conditions, ordinary])
         return StateCounts({**states, State.SUCCEEDED: estimate}, frozenset({State.SUCCEEDED}))
+
+    async def counts_by_queue(
+        self, tenants: Collection[str], queues: Sequence[str] = ()
+    ) -> dict[str, dict[State, int]]:
+        """Count the jobs of some tenants by queue and state, by name. No `queues`: all that have one of their jobs."""
+        queue, state = schema.jobs.c.queue, schema.jobs.c.state
+        conditions = [schema.jobs.c.tenant_id.in_(list(map(clean, tenants)))]
+        if queues:
+            conditions.append(queue.in_(list(map(clean, queues))))
+        statement = select(queue, state, func.count()).where(*conditions).group_by(queue, state)
+        found: dict[str, dict[State, int]] = {}
+        async with self._connection() as connection:
+            for name, state_name, count in await connection.execute(statement):
+                found.setdefault(name, dict.fromkeys(State, 0))[State(state_name)] = count
+        return dict(sorted(found.items()))
 
     # Whole tables, for verification ----------------------------------------------------------------
 

@@ -77,6 +77,11 @@ class SqliteProjection(Projection):
         row = await self._store.write(lambda transaction: transaction.execute(sql.LEASE_FEED, values).fetchone())
         return FeedPosition(*row) if row else None
 
+    async def renew(self, queues: Sequence[str], projector: str, lease_ms: int) -> dict[str, FeedPosition]:
+        values = {"queues": to_json(list(queues)), "projector": projector, "until": self._clock.now_ms() + lease_ms}
+        rows = await self._store.write(lambda transaction: transaction.execute(sql.RENEW_LEASES, values).fetchall())
+        return {feed: FeedPosition(position, nonce) for feed, position, nonce in rows}
+
     async def held_by_others(self, queues: Sequence[str], projector: str) -> set[str]:
         values = {"queues": to_json(list(queues)), "projector": projector, "now": self._clock.now_ms()}
         return set(await self._read(sql.LEASED_FEEDS, values))

@@ -33,6 +33,11 @@ ON CONFLICT (feed) DO UPDATE SET projector = excluded.projector, lease_expires_a
     OR p.lease_expires_at < :now
 RETURNING position, nonce"""
 
+RENEW_LEASES: Final = """
+UPDATE feed_positions SET lease_expires_at = :until
+ WHERE feed IN (SELECT row.value FROM json_each(:queues) AS row) AND projector = :projector
+RETURNING feed, position, nonce"""
+
 LEASED_FEEDS: Final = """
 SELECT json_group_array(feed) FROM feed_positions
  WHERE feed IN (SELECT row.value FROM json_each(:queues) AS row)

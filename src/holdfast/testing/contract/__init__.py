@@ -19,6 +19,7 @@ from holdfast.testing.contract.harness import EngineHarness, Rig
 from holdfast.testing.contract.intake import IntakeContract
 from holdfast.testing.contract.leases import LeaseContract
 from holdfast.testing.contract.operators import ControlContract, MoveContract
+from holdfast.testing.contract.queue_limits import QueueLimitContract
 from holdfast.testing.contract.reads import FeedContract, ReaderContract
 from holdfast.testing.contract.recovery import RecoveryContract
 from holdfast.testing.contract.scheduling import ExpediteContract, RetryContract
@@ -41,6 +42,7 @@ class EngineContract(
     ConcurrencyContract,
     QueueControlContract,
     IntakeLimitContract,
+    QueueLimitContract,
     ApprovalContract,
     ExpediteContract,
     OperatorReadContract,

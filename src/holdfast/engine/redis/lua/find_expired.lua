@@ -3,8 +3,8 @@
 -- ARGV   1 group  2 visibility timeout  3 limit  4 filter by idle time (1: Redis 6.2 and later)
 --        5 consumer that holds retries in the pending list  6 packed: stream index, start, … ('-' for other streams)
 --        7 declared lanes
--- Reply  {'lanes', …} | {where to continue ({stream index, start, …}), then stream index, message id, owner, delivery count,
---        fields for each}. No fields: deleted.
+-- Reply  {'lanes', …} | {where to continue ({stream index, start, …}), number of pending messages, then stream index,
+--        message id, owner, delivery count, fields for each}. No fields: deleted.
 local streams = declared_streams()
 local group, timeout, limit, filter, retry_consumer = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4] == '1', ARGV[5]
 local missing = undeclared_lanes(streams, numbers_in(redis.call('HGET', KEYS[5], 'lanes')))
@@ -19,7 +19,11 @@ table.sort(indexes)
 -- Rows of retries that wait in the pending list count towards the limit, too.
 local scan = math.max(limit, 1000)
 local continuations, found = {}, 0
-local reply = { continuations }
+local leased = 0
+for lane = 0, math.floor(indexes[#indexes] / STREAMS_PER_LANE) do
+  if streams[STREAMS_PER_LANE * lane + 1] then leased = leased + leases_in(streams, lane, group, '') end
+end
+local reply = { continuations, leased }
 local function continue_at(index, start) continuations[#continuations + 1], continuations[#continuations + 2] = index, start end
 
 for _, index in ipairs(indexes) do

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Final, TypeVar
 
 from holdfast.core.retry import Backoff
@@ -67,16 +67,20 @@ class Outages:
         """Record that all leases granted by this queue are known."""
         self._in_doubt.discard(queue)
 
-    async def for_each(self, queues: Iterable[str], step: Callable[[str], Awaitable[_T | None]]) -> dict[str, _T]:
+    async def for_each(
+        self, queues: Iterable[str], step: Callable[[str], Awaitable[_T | None]], together: int = 1
+    ) -> dict[str, _T]:
         """Run a step for each queue, in order. A step that did nothing returns None.
 
         A queue that the store refuses to serve (another program has replaced one of its keys) does not affect the
         others; nor does, on a Cluster, one that is unreachable. Such queues are skipped for a while. If all called
-        queues fail, the failure is raised.
+        queues fail, the failure is raised. On one server, up to `together` steps run at a time.
         """
         called = list(queues)
         if self._outages:
             called = [queue for queue in called if not self.is_skipped(queue)] or called
+        if together > 1 and not self.apart:
+            return await self._run_together(called, step, together)
         done: dict[str, _T] = {}
         failure: EngineUnavailable | None = None
         #: Nodes that do not answer at all. Other failures may concern one queue, whose slot is being moved.
@@ -98,6 +102,28 @@ class Outages:
                 self._began(queue, exc)
             else:
                 if result is not None:
+                    done[queue] = result
+                    self._on_recovery(queue)
+        if failure is not None and not done:
+            raise failure
+        return done
+
+    async def _run_together(
+        self, queues: Sequence[str], step: Callable[[str], Awaitable[_T | None]], together: int
+    ) -> dict[str, _T]:
+        done: dict[str, _T] = {}
+        failure: EngineRefused | None = None
+        for start in range(0, len(queues), together):
+            part = queues[start : start + together]
+            results = await asyncio.gather(*map(step, part), return_exceptions=True)
+            for queue, result in zip(part, results, strict=True):
+                if isinstance(result, EngineRefused):
+                    failure = result
+                    self._in_doubt.add(queue)
+                    self._began(queue, result)
+                elif isinstance(result, BaseException):
+                    raise result
+                elif result is not None:
                     done[queue] = result
                     self._on_recovery(queue)
         if failure is not None and not done:

@@ -2,11 +2,11 @@
 -- What must be known before jobs are accepted into a queue.
 -- Takes  :queue, :now, :ttl (ms that a finished job is known by its id); :names, a JSON list of job ids and idempotency keys alike;
 --        :tenants, a JSON list
--- Gives  [[intake paused, intake limit or null, tenants' controls as JSON text or null] or null, whether the feed has a
+-- Gives  [[intake paused, intake limit or null, tenants' controls as JSON text or null, has jobs] or null, whether the feed has a
 --        reader, its unread bytes or null, jobs, keys]
 --        jobs: [job id, tenant, has no key, finished longer ago than that]; keys: [tenant, key, job id, fingerprint, expired]
 SELECT json_array(
-    json((SELECT json_array(intake_paused, intake_limit, tenants) FROM queues WHERE queue = :queue)),
+    json((SELECT json_array(intake_paused, intake_limit, tenants, has_jobs) FROM queues WHERE queue = :queue)),
     EXISTS (SELECT 1 FROM feed_readers WHERE queue = :queue),
     (SELECT (SELECT total_bytes FROM feed_entries WHERE queue = :queue ORDER BY position DESC LIMIT 1)
           - coalesce(
@@ -99,6 +99,22 @@ SELECT json_array(
                      WHERE queue = :queue AND lease_expires_at IS NOT NULL AND state = 'running'
                        AND tenant_id = tenant.value LIMIT :most_each))))
        FROM json_each(:tenants) AS tenant))
+
+-- name: first_tenant_with_room
+-- The first of some tenants that owns fewer queues than the limit.
+-- Takes  :tenants (a JSON list), :limit
+-- Gives  a list of at most one tenant
+SELECT json_group_array(value)
+  FROM (SELECT value
+          FROM json_each(:tenants)
+         WHERE (SELECT count(*) FROM queues WHERE owner_tenant = value) < :limit
+         ORDER BY key LIMIT 1)
+
+-- name: add_queue
+-- Mark a queue as used, by its owner.
+-- Takes  :queue, :owner (or null)
+INSERT INTO queues (queue, has_jobs, owner_tenant) VALUES (:queue, 1, :owner)
+ON CONFLICT (queue) DO UPDATE SET has_jobs = 1, owner_tenant = coalesce(owner_tenant, :owner)
 
 -- name: mark_queue_used
 -- Mark the queue as used.

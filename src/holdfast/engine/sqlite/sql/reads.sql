@@ -106,6 +106,11 @@ SELECT json_group_array(json_array(worker, queue, seen_at, leases))
 -- Gives  a list of names
 SELECT json_group_array(queue) FROM (SELECT queue FROM queues WHERE has_jobs ORDER BY queue)
 
+-- name: queue_owners
+-- The tenants that own queues.
+-- Gives  an object, queue to tenant
+SELECT json_group_object(queue, owner_tenant) FROM queues WHERE owner_tenant IS NOT NULL
+
 -- name: notices
 -- Notices of some queues after a position.
 -- Takes  :queues (a JSON list), :after

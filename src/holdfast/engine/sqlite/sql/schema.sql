@@ -154,9 +154,11 @@ CREATE INDEX dlq_items_by_fingerprint ON dlq_items (tenant_id, fingerprint, fail
 CREATE INDEX dlq_items_replaying ON dlq_items (tenant_id, dlq_id) WHERE replay_pending = 1;
 
 -- `tenants` has the controls of single tenants, `fair_share` the passes of tenants (`claims.py`). Both are JSON or null.
+-- `owner_tenant` submitted to the queue first.
 CREATE TABLE queues (
     queue         TEXT PRIMARY KEY,
     has_jobs      INTEGER NOT NULL DEFAULT 0,
+    owner_tenant  TEXT,
     paused        INTEGER NOT NULL DEFAULT 0,
     intake_paused INTEGER NOT NULL DEFAULT 0,
     concurrency   INTEGER,
@@ -166,6 +168,7 @@ CREATE TABLE queues (
     tenants       TEXT,
     fair_share    TEXT
 ) WITHOUT ROWID;
+CREATE INDEX queues_by_owner ON queues (owner_tenant) WHERE owner_tenant IS NOT NULL;
 
 CREATE TABLE workers (
     worker  TEXT    NOT NULL,
