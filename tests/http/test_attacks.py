@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import base64
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +18,6 @@ from holdfast.core.text import too_deep
 from holdfast.errors import Unauthorized
 from holdfast.http.auth import DevAuthenticator
 from holdfast.http.operation import MAX_DEPTH
-from holdfast.http.subscribers import EventIdCodec
 from tests.http.deployment import Deployment, sample, serving
 from tests.http.test_jobs import _submit
 from tests.http.test_stream import _job_ids, _open_stream, _parse_events, _read
@@ -42,11 +41,11 @@ def test_depth_is_not_hidden_by_strings() -> None:
 
 
 def test_an_event_id_does_not_name_queues_of_other_tenants(deployment: Deployment) -> None:
-    """Names and positions of other queues are not visible, and no event is missed or repeated."""
+    """Names and positions of other queues are not visible, and no event is missed."""
     theirs = deployment.client("eve", Role.OPERATOR, ("other",))
     mine = deployment.client("ada", Role.OPERATOR, ("acme",))
     _submit(theirs, queue="merger-with-globex")
-    _submit(mine, queue="second")
+    earlier = _submit(mine, queue="second")
     with mine.stream("GET", "/api/v1/stream") as reply:
         ready = next(event for event in _parse_events(reply) if event["event"] == "ready")
     assert "merger" not in ready["id"]
@@ -57,25 +56,21 @@ def test_an_event_id_does_not_name_queues_of_other_tenants(deployment: Deploymen
         received = _read(events, 2)
     assert sorted(_job_ids(received)) == sorted(submitted)
     event_id = received[-1]["id"]
-    assert "default" not in event_id
-    assert b"default" not in base64.urlsafe_b64decode(event_id)
+    assert re.fullmatch(r"[0-9]{13}-[A-Za-z0-9_-]{12}", event_id)
     submitted.append(_submit(mine, queue="second"))
     with _open_stream(mine, last=received[-1]["id"]) as events:
         submitted.append(_submit(mine, queue="third"))
         resumed = _read(events, 2)
-    assert sorted(_job_ids(resumed)) == sorted(submitted[2:])
+        # The last second may be repeated, under the same ids, with what happened in it before the stream began.
+        while submitted[-1] not in _job_ids(resumed):
+            resumed += _read(events, 1)
+    ids = {event["id"] for event in received}
+    fresh = _job_ids([event for event in resumed if event["id"] not in ids])
+    assert sorted({*fresh} - {earlier}) == sorted(submitted[2:])
     # A forged or changed id does not reveal anything about a queue.
     for forged in ("merger-with-globex=1.0", "default=1.0", event_id[:-4] + "AAAA", "AAAA", "=", "x" * 4_000):
         with _open_stream(mine, last=forged) as events:
             assert next(events)["event"] == "gap"
-
-
-def test_an_event_id_is_decoded_by_every_process_with_the_same_key() -> None:
-    position = "a%3Bb=12-3.4;c=5"
-    encoded = EventIdCodec(b"key").encode(position)
-    assert EventIdCodec(b"key").decode(encoded) == position
-    assert EventIdCodec(b"other").decode(encoded) is None
-    assert len(encoded) == len(EventIdCodec(b"key").encode("a=1"))
 
 
 @pytest.fixture

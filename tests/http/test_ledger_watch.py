@@ -89,7 +89,7 @@ async def test_a_jobs_event_wakes_its_follower_once_the_ledger_has_it() -> None:
     watch.notify_at("q", START, follower)
     assert await follower.wait(0)
     event = Event(type="task.claimed", job_id="j", at_ms=1, tenant_id="t")
-    follower.on_event(StreamEvent("q", event, parse_position("5-0.0"), "5-0", {}), None)
+    follower.on_event(StreamEvent("q", event, parse_position("5-0.0"), "nonce"))
     await ledger.move("4-0")
     assert not await follower.wait(0.01)
     await ledger.move("5-0")

@@ -103,8 +103,9 @@ def test_links_lead_to_operations_and_their_parameters(document: Document) -> No
                 assert link["parameters"].keys() <= parameters[link["operationId"]]
 
 
-@pytest.mark.parametrize("value", [b"\x84", b"a b", b"x" * 8_001])
+@pytest.mark.parametrize("value", [b"\x84", b"a b"])
 def test_an_invalid_last_event_id_is_refused(shared: Deployment, value: bytes) -> None:
+    """One that could be of an earlier release, which could be long, is a `gap` instead."""
     reply = shared.client().get("/api/v1/stream", headers=[(b"Last-Event-ID", value)])
     assert (reply.status_code, reply.json()["code"]) == (422, "INVALID_REQUEST")
 

@@ -17,7 +17,7 @@ import pytest
 from holdfast.core.principal import Role
 from holdfast.http import subscribers
 from holdfast.http.event_hub import EventHub
-from holdfast.http.subscribers import StreamFilter, StreamSubscriber
+from holdfast.http.subscribers import LastEvent, StreamFilter, StreamSubscriber
 from tests.http.deployment import TIMEOUT_S, Deployment, sample, serving
 from tests.http.test_jobs import _run, _submit
 
@@ -212,9 +212,10 @@ def test_a_missing_feed_entry_is_a_gap(deployment: Deployment) -> None:
 
 
 def test_event_ids_and_positions_are_parsed() -> None:
-    assert subscribers.parse_event_id("a%3Bb=12-3.4;c=5") == {"a;b": "12-3.4", "c": "5"}
-    assert subscribers.format_event_id("a;b", "12-3.4", {"c": "5", "d": ""}) == "a%3Bb=12-3.4;c=5"
-    assert subscribers.parse_event_id("x") is None
+    event_id = "1790000000000-k3J9xQ2mZpAb"
+    assert LastEvent.parse(event_id) == LastEvent(1_790_000_000_000, event_id)
+    assert LastEvent.parse(subscribers.format_time_id(17)) == LastEvent(17, "")
+    assert [LastEvent.parse(text) for text in ("x", "", "17", "17-", "-0", "a=12-3.4", f"{event_id}A")] == [None] * 7
     assert (
         subscribers.parse_position("12-3.4")
         < subscribers.parse_position("12-3.5")
@@ -290,22 +291,40 @@ def test_subscribers_with_equal_filters_share_one_match(
     assert matched == [mine]
 
 
-def test_a_subscriber_that_joins_while_the_last_one_leaves_gets_events(deployment: Deployment) -> None:
-    """Unsubscribing must not stop the hub while another subscriber waits for it to start."""
+def test_a_subscriber_that_joins_while_the_last_one_leaves_gets_events(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unsubscribing must not stop the hub while another subscriber waits for a queue to be read."""
     _submit(deployment.client())
+    engine = deployment.service.operations.engine
+    reading, may_read = asyncio.Event(), asyncio.Event()
+    snapshot = type(engine).snapshot
+
+    async def slow(self: Any, queue: str, job_ids: Any) -> Any:
+        if queue == "other":
+            reading.set()
+            await may_read.wait()
+        return await snapshot(self, queue, job_ids)
+
+    monkeypatch.setattr(type(engine), "snapshot", slow)
+    client = deployment.client()
 
     async def join_and_leave() -> bytes:
-        hub = EventHub(deployment.service.operations.engine)
-        first, second = (StreamSubscriber(StreamFilter(None), lambda: None) for _ in range(2))
+        hub = EventHub(engine)
+        first = StreamSubscriber(StreamFilter(None), lambda: None)
+        second = StreamSubscriber(StreamFilter(None, frozenset({"default", "other"})), lambda: None)
         await hub.subscribe(first, None)
-        # As if the tail had only just been started.
-        hub._begun.clear()
         joining = asyncio.create_task(hub.subscribe(second, None))
-        await asyncio.sleep(0)
+        await reading.wait()
         await hub.unsubscribe(first)
+        may_read.set()
         try:
             await asyncio.wait_for(joining, 5)
-            return await second.next_chunk(5)
+            received = await second.next_chunk(5)
+            await asyncio.to_thread(_submit, client)
+            while b"task.created" not in received:
+                received += await second.next_chunk(5)
+            return received
         finally:
             await hub.unsubscribe(second)
 

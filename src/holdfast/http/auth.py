@@ -46,6 +46,15 @@ class DevLinkUsed(HttpError):
         super().__init__("this link has been used; create another with POST /dev, or restart `holdfast serve --dev`")
 
 
+def bearer_token(scope: Scope) -> str | None:
+    """The token of a request, empty if it cannot be one; None if there is none."""
+    given = header(scope, b"authorization")
+    if given is None:
+        return None
+    scheme, _, text = given.partition(" ")
+    return text.strip() if scheme.lower() == "bearer" else ""
+
+
 class TokenVerifier(Protocol):
     """Verifies token texts."""
 
@@ -63,12 +72,10 @@ class Authenticator:
 
     async def authenticate(self, scope: Scope) -> Principal:
         """Return the principal of a request. Raises `Unauthorized`, with the same text for every cause."""
-        given = header(scope, b"authorization")
-        if given is None:
+        text = bearer_token(scope)
+        if text is None:
             return self._without_token(scope)
-        scheme, _, text = given.partition(" ")
-        text = text.strip()
-        if scheme.lower() != "bearer" or not text.isascii() or not 0 < len(text) <= 500:
+        if not text.isascii() or not 0 < len(text) <= 500:
             raise Unauthorized(_NEEDED)
         try:
             return await self._tokens.verify(text)

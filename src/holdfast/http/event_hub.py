@@ -1,53 +1,56 @@
 """Event streams: one tail of the engine's feeds per process, shared by all subscribers.
 
-The hub tails the feeds while there are subscribers. It does not attach as a reader, so that it never delays trimming.
-Recent events are kept in a ring; older ones are read from the feeds. A subscriber can therefore continue after its last
-event, in this process or another (see `http.subscribers`). If events may be missing, it gets a `gap`. Subscribers with
-equal filters share encoded events. A subscriber that does not keep up is disconnected: the hub never waits for one.
+The hub tails the feeds that its subscribers' filters concern, while there are subscribers. It does not attach as a
+reader, so that it never delays trimming. Subscribers with equal filters share encoded events. A subscriber that does
+not keep up is disconnected: the hub never waits for one.
+
+A returning subscriber names its last event by time (see `http.subscribers`), and gets what the feeds have from a second
+before it (`http.feed_pages`). Nothing is missing, because events are published in the order of time over all feeds:
+when a feed has more than was read, later events of the others wait for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 from holdfast.aio import raise_if_cancelled
 from holdfast.core.retry import Backoff
-from holdfast.core.states import FINAL, OPERATOR_PREFIX
+from holdfast.core.states import FINAL
 from holdfast.engine.port import InspectionPort
-from holdfast.engine.port.feed import FeedEntry
-from holdfast.errors import EngineUnavailable, InvalidOption
-from holdfast.http import subscribers
+from holdfast.engine.port.feed import EngineSnapshot
+from holdfast.errors import EngineRefused, EngineUnavailable
+from holdfast.http.feed_pages import FeedPage, MissedEvents, merge_by_time, read_page, to_stream_events, written_ms
 from holdfast.http.subscribers import (
     GAP,
+    HEARTBEAT,
     READY,
     START,
     EventBatch,
-    EventIdCodec,
+    LastEvent,
     Position,
     StreamEvent,
     StreamFilter,
     StreamSubscriber,
+    format_time_id,
     parse_position,
 )
 
 _log: Final = logging.getLogger("holdfast.http")
 
-#: Events kept for returning subscribers, and the most that are read from the feeds for one of them.
-BUFFER_SIZE: Final = 10_000
-_PAGE: Final = 200
 _WAIT_MS: Final = 1_000
 #: Events are published in batches. A batch wakes every subscriber, so that with hundreds of subscribers the interval
 #: grows and batches become larger and fewer.
 _ROUND_S: Final = 0.05
 _WAKE_UP_S: Final = 0.001
 _MAX_ROUND_S: Final = 0.5
-#: Interval of the search for new queues.
-_QUEUES_S: Final = 1.0
+#: Age at which the list of queues is read again, before events are published and without events.
+_LIST_S: Final = 0.25
+_IDLE_LIST_S: Final = 1.0
+#: If reading the feeds takes longer, events later than its begin wait for the next round.
+_READING_S: Final = 0.25
 #: Open jobs whose task name is cached.
 _TASKS: Final = 50_000
 
@@ -55,24 +58,25 @@ _TASKS: Final = 50_000
 class EventHub:
     """Tails the feeds for all subscribers of one process."""
 
-    def __init__(self, engine: InspectionPort, key: bytes = b"") -> None:
-        """`key`: encrypts event ids; processes with the same key accept each other's ids."""
+    def __init__(self, engine: InspectionPort) -> None:
         self._engine = engine
-        self._codec = EventIdCodec(key or secrets.token_bytes(32))
         self._subscribers: dict[StreamFilter, set[StreamSubscriber]] = {}
         #: Subscribers that follow one job, by job id, so that an event is not matched against all of them.
         self._followers: dict[str, set[StreamSubscriber]] = {}
-        self._buffer: deque[StreamEvent] = deque()
-        #: Position up to which each feed was read, and the nonce of the entry there.
+        self._joining: set[StreamSubscriber] = set()
+        #: Position up to which each feed was published, and the nonce of the entry there.
         self._at: dict[str, tuple[str, str]] = {}
-        #: Start of the ring per queue: every later event of the queue is in the ring.
-        self._floor: dict[str, Position] = {}
+        #: Whether all queues are tailed, because a subscriber's filter names none.
+        self._tails_all = False
+        #: Queues that did not answer when they were to be tailed.
+        self._unreachable: set[str] = set()
+        self._listed_at = 0.0
+        #: Time of the engine's clock up to which everything was published.
+        self._published_ms = 0
         self._tasks: dict[str, str] = {}
-        #: Number of subscribers that are joining.
-        self._joining = 0
+        self._starting = asyncio.Lock()
+        self._started = asyncio.Event()
         self._tailing: asyncio.Task[None] | None = None
-        self._begun = asyncio.Event()
-        self._list_queues_at = 0.0
 
     @property
     def subscriber_count(self) -> int:
@@ -89,29 +93,28 @@ class EventHub:
         await self._stop_tailing()
 
     async def subscribe(self, subscriber: StreamSubscriber, last_event_id: str | None) -> None:
-        """Send the subscriber all events after `last_event_id`, or from now on without one."""
-        codec = self._codec_for(subscriber.event_filter)
-        text = codec.decode(last_event_id) if codec is not None and last_event_id else last_event_id
-        positions = subscribers.parse_event_id(text) if text else None
-        invalid = last_event_id is not None and positions is None
-        if self._tailing is None:
-            self._buffer.clear()
-            self._at.clear()
-            self._floor.clear()
-            self._begun.clear()
-            self._list_queues_at = 0.0
-            self._tailing = asyncio.create_task(self._tail(), name="holdfast-http-hub")
+        """Send the subscriber all events after `last_event_id`, or from now on without one.
+
+        Raises `EngineUnavailable` if queues that no other subscriber follows cannot be read.
+        """
         # A subscriber that leaves meanwhile must not stop the tail.
-        self._joining += 1
+        self._joining.add(subscriber)
         try:
-            await self._begun.wait()
-            subscriber.send(READY if positions is not None else self._opening(codec) + (GAP if invalid else b""))
-            if positions is not None:
-                await self._catch_up(subscriber, positions)
+            await self._start(subscriber.event_filter)
+            # Without a wait in between: events up to these positions are read from the feeds, later ones are published.
+            ends = {queue: self._at[queue][0] for queue in self._concerned(subscriber.event_filter)}
             self._group(subscriber).add(subscriber)
         finally:
-            self._joining -= 1
+            self._joining.discard(subscriber)
             await self._stop_if_unused()
+        if last_event_id is None:
+            subscriber.send_first(self._opening())
+            return
+        try:
+            subscriber.send_first(await self._read_missed(subscriber.event_filter, last_event_id, ends))
+        except BaseException:
+            await self.unsubscribe(subscriber)
+            raise
 
     async def unsubscribe(self, subscriber: StreamSubscriber) -> None:
         """Remove a subscriber. Tailing stops with the last one."""
@@ -122,9 +125,29 @@ class EventHub:
             self._followers.pop(subscriber.event_filter.job_id or "", None)
         await self._stop_if_unused()
 
-    async def _stop_if_unused(self) -> None:
-        if not self._subscribers and not self._followers and not self._joining:
-            await self._stop_tailing()
+    def position(self, queue: str) -> Position:
+        """Position up to which a feed has been read. Subscribers get every later event."""
+        at, _ = self._at.get(queue, ("", ""))
+        return parse_position(at) if at else START
+
+    @property
+    def heartbeat(self) -> bytes:
+        """Comment for a stream without events, with an id from which its client can continue."""
+        return b"%bid: %b\n\n" % (HEARTBEAT[:-1], format_time_id(self._published_ms).encode())
+
+    def _opening(self) -> bytes:
+        """First event of a stream. Its id lets a client continue that disconnects before the next event."""
+        return b"id: %b\n%b" % (format_time_id(self._published_ms).encode(), READY)
+
+    async def _read_missed(self, event_filter: StreamFilter, last_event_id: str, ends: dict[str, str]) -> bytes:
+        last = LastEvent.parse(last_event_id)
+        if last is None:
+            return self._opening() + GAP
+        missed = MissedEvents(self._engine, last)
+        events = await missed.read(ends)
+        await self._set_tasks(events)
+        chunks = [each.encode() for each in events if event_filter.matches(each)]
+        return b"".join((READY, GAP if missed.has_gap else b"", *chunks))
 
     def _group(self, subscriber: StreamSubscriber) -> set[StreamSubscriber]:
         event_filter = subscriber.event_filter
@@ -132,46 +155,98 @@ class EventHub:
             return self._followers.setdefault(event_filter.job_id, set())
         return self._subscribers.setdefault(event_filter, set())
 
-    def position(self, queue: str) -> Position:
-        """Position up to which a feed has been read. Subscribers get every later event."""
-        at, _ = self._at.get(queue, ("", ""))
-        return parse_position(at) if at else START
-
-    def _codec_for(self, event_filter: StreamFilter) -> EventIdCodec | None:
-        return None if event_filter.tenants is None else self._codec
-
-    def _opening(self, codec: EventIdCodec | None) -> bytes:
-        """First event of a stream. Its id lets a client continue that disconnects before the next event."""
-        event_id = subscribers.end_event_id({name: at for name, (at, _) in self._at.items()})
-        if event_id and codec is not None:
-            event_id = codec.encode(event_id)
-        return (f"id: {event_id}\n".encode() if event_id else b"") + READY
+    async def _stop_if_unused(self) -> None:
+        if not self._subscribers and not self._followers and not self._joining:
+            await self._stop_tailing()
 
     async def _stop_tailing(self) -> None:
         tailing, self._tailing = self._tailing, None
+        self._at.clear()
+        self._unreachable.clear()
+        self._tails_all = False
         if tailing is not None:
             tailing.cancel()
             await asyncio.gather(tailing, return_exceptions=True)
 
+    # Which queues ------------------------------------------------------------------------------------
+
+    def _concerned(self, event_filter: StreamFilter) -> Collection[str]:
+        """The queues that are tailed and that a filter concerns."""
+        return [queue for queue in event_filter.queues if queue in self._at] if event_filter.queues else self._at
+
+    async def _start(self, event_filter: StreamFilter) -> None:
+        """Tail the queues that a filter concerns, from their ends."""
+        async with self._starting:
+            if self._tailing is None:
+                self._published_ms = await self._engine.now_ms()
+            queues: Collection[str] = event_filter.queues
+            if not queues and self._tails_all:
+                # A returning subscriber gets events of new queues with the others that it has missed.
+                await self._find_new(_LIST_S)
+            elif not queues:
+                self._listed_at = asyncio.get_running_loop().time()
+                queues = await self._engine.queues()
+            await self._start_at_end([queue for queue in queues if queue not in self._at])
+            self._tails_all |= not event_filter.queues
+            if self._tailing is None:
+                self._tailing = asyncio.create_task(self._tail(), name="holdfast-http-hub")
+
+    async def _start_at_end(self, queues: Sequence[str]) -> list[str]:
+        """Tail these queues from their ends; return those that answered."""
+
+        async def read_end(queue: str) -> EngineSnapshot:
+            return await self._engine.snapshot(queue, [])
+
+        if not queues:
+            return []
+        ends, unreachable = await self._engine.for_each_queue(queues, read_end)
+        self._at |= {queue: (end.position, end.nonce) for queue, end in ends.items() if queue not in self._at}
+        self._unreachable.update(unreachable)
+        self._started.set()
+        return list(ends)
+
+    async def _list_queues(self, max_age_s: float) -> list[str]:
+        """Tail the queues that filters concern now, if that is not known for this time; return new ones."""
+        if asyncio.get_running_loop().time() < self._listed_at + max_age_s:
+            return []
+        self._drop_unconcerned()
+        for queue in await self._start_at_end(sorted(self._unreachable)):
+            self._unreachable.discard(queue)
+            self._send_gap(queue)
+        return await self._find_new(max_age_s)
+
+    async def _find_new(self, max_age_s: float) -> list[str]:
+        """Tail queues that are new, from their beginning, and return them."""
+        now = asyncio.get_running_loop().time()
+        if now < self._listed_at + max_age_s:
+            return []
+        self._listed_at = now
+        if not self._tails_all:
+            return []
+        new = [each for each in await self._engine.queues() if each not in self._at and each not in self._unreachable]
+        self._at |= dict.fromkeys(new, ("", ""))
+        if new:
+            self._started.set()
+        return new
+
+    def _drop_unconcerned(self) -> None:
+        """Tail only queues that a filter concerns."""
+        filters = [each.event_filter for each in (*self._all(), *self._joining)]
+        if all(each.queues for each in filters):
+            concerned = frozenset[str]().union(*(each.queues for each in filters))
+            self._tails_all = False
+            self._unreachable &= concerned
+            for queue in self._at.keys() - concerned:
+                del self._at[queue]
+
     # Reading -----------------------------------------------------------------------------------------
 
     async def _tail(self) -> None:
-        backoff, loop = Backoff(), asyncio.get_running_loop()
+        backoff = Backoff()
         while True:
             raise_if_cancelled()
             try:
-                if loop.time() >= self._list_queues_at:
-                    await self._find_queues()
-                    self._list_queues_at = loop.time() + _QUEUES_S
-                self._begun.set()
-                read, _ = await self._engine.for_each_queue(list(self._at), self._read_next)
-                events = [each for of_queue in read.values() for each in of_queue]
-                if events:
-                    await self._set_tasks(events)
-                    woken = self._publish(events)
-                    await asyncio.sleep(min(_ROUND_S + woken * _WAKE_UP_S, _MAX_ROUND_S))
-                else:
-                    await self._wait()
+                await self._run_round()
                 backoff.reset()
             except EngineUnavailable as exc:
                 _log.info("event streams cannot reach the engine, retrying: %s", exc)
@@ -180,56 +255,68 @@ class EventHub:
                 _log.exception("event streams failed unexpectedly, retrying")
                 await asyncio.sleep(backoff.next_s())
 
-    async def _find_queues(self) -> None:
-        """Add new queues. At start they are tailed from their end, later from their beginning."""
-        for queue in await self._engine.queues():
-            if queue in self._at:
-                continue
-            if self._begun.is_set():
-                self._at[queue] = ("", "")
-                self._floor[queue] = START
-            else:
-                end = await self._engine.snapshot(queue, [])
-                self._at[queue] = (end.position, end.nonce)
-                self._floor[queue] = parse_position(end.position) if end.position else START
+    async def _run_round(self) -> None:
+        loop = asyncio.get_running_loop()
+        begun_ms = await self._engine.now_ms()
+        changed = await self._wait()
+        if changed is None:
+            return
+        if not changed:
+            self._published_ms = begun_ms
+            await self._list_queues(_IDLE_LIST_S)
+            return
+        changed += await self._list_queues(_LIST_S)
+        begun, reading_ms = loop.time(), await self._engine.now_ms()
+        pages, _ = await self._engine.for_each_queue([each for each in changed if each in self._at], self._read)
+        until_ms = [page.last_ms for page in pages.values() if page.is_full]
+        is_behind = bool(until_ms)
+        if loop.time() - begun > _READING_S:
+            until_ms.append(reading_ms)
+        accepted = {queue: _events_until(queue, page, until_ms) for queue, page in pages.items()}
+        events = merge_by_time(events for events, _ in accepted.values())
+        await self._set_tasks(events)
+        # Without a wait in between: a subscriber that joins gets what is before a position from the feed.
+        self._at |= {queue: at for queue, (_, at) in accepted.items() if at is not None}
+        woken = self._publish(events)
+        if not until_ms:
+            self._published_ms = begun_ms
+        if not is_behind:
+            await asyncio.sleep(min(_ROUND_S + woken * _WAKE_UP_S, _MAX_ROUND_S))
 
-    async def _wait(self) -> None:
-        if self._at:
-            await self._engine.wait_feed({queue: position for queue, (position, _) in self._at.items()}, _WAIT_MS)
-        else:
+    async def _wait(self) -> list[str] | None:
+        """Wait for entries, and return the queues that have some; None if more queues are tailed now."""
+        self._started.clear()
+        if not self._at:
             await asyncio.sleep(_ROUND_S)
+            return []
+        positions = {queue: position for queue, (position, _) in self._at.items()}
+        waiting = asyncio.ensure_future(self._engine.wait_feed(positions, _WAIT_MS))
+        started = asyncio.create_task(self._started.wait())
+        try:
+            await asyncio.wait({waiting, started}, return_when=asyncio.FIRST_COMPLETED)
+            return await waiting if waiting.done() else None
+        except EngineRefused:
+            # One of the feeds is damaged. The others are read without waiting for them.
+            await asyncio.sleep(_IDLE_LIST_S)
+            return list(positions)
+        finally:
+            for task in (waiting, started):
+                task.cancel()
+            await asyncio.gather(waiting, started, return_exceptions=True)
 
-    async def _read_next(self, queue: str) -> list[StreamEvent]:
+    async def _read(self, queue: str) -> FeedPage:
         position, nonce = self._at[queue]
-        entries = await self._engine.read_feed(queue, position, _PAGE)
-        if position and entries:
-            if (entries[0].position, entries[0].nonce) == (position, nonce):
-                entries = entries[1:]
-            else:
-                self._handle_gap(queue, entries[0])
-        events: list[StreamEvent] = []
-        for entry in entries:
-            events += self._to_stream_events(queue, entry)
-            self._at[queue] = (entry.position, entry.nonce)
-        return events
+        page = await read_page(self._engine, queue, position, nonce)
+        if page.is_forked:
+            self._send_gap(queue)
+            # Not sent again if its entries have to wait for another feed.
+            self._at[queue] = (position, "")
+        return page
 
-    def _handle_gap(self, queue: str, first: FeedEntry) -> None:
-        """Restart a queue's ring and send a gap: the feed was trimmed past the position, or has forked."""
-        self._floor[queue] = subscribers.position_before(first.position)
-        self._buffer = deque(each for each in self._buffer if each.queue != queue)
+    def _send_gap(self, queue: str) -> None:
         for subscriber in self._all():
             if not subscriber.event_filter.queues or queue in subscriber.event_filter.queues:
                 subscriber.send(GAP)
-
-    def _to_stream_events(self, queue: str, entry: FeedEntry) -> list[StreamEvent]:
-        others = {name: at for name, (at, _) in self._at.items()}
-        numbers = parse_position(entry.position)[:-1]
-        return [
-            StreamEvent(queue, event, (*numbers, index), entry.position, others)
-            for index, event in enumerate(entry.events)
-            # Audit entries are not events of a job.
-            if not event.type.startswith(OPERATOR_PREFIX)
-        ]
 
     async def _set_tasks(self, events: Sequence[StreamEvent]) -> None:
         """Set the task of each event.
@@ -264,13 +351,9 @@ class EventHub:
 
     def _publish(self, events: Sequence[StreamEvent]) -> int:
         """Send events to the subscribers that match; returns how many were woken."""
-        self._buffer.extend(events)
-        while len(self._buffer) > BUFFER_SIZE:
-            dropped = self._buffer.popleft()
-            self._floor[dropped.queue] = dropped.at
         batch, woken = EventBatch(events), 0
         for event_filter, group in list(self._subscribers.items()):
-            if chunk := batch.encode_for(event_filter, self._codec_for(event_filter)):
+            if chunk := batch.encode_for(event_filter):
                 woken += len(group)
                 for subscriber in list(group):
                     subscriber.send(chunk)
@@ -279,53 +362,20 @@ class EventHub:
                 for subscriber in list(self._followers.get(each.event.job_id, ())):
                     if subscriber.event_filter.matches(each):
                         woken += 1
-                        subscriber.on_event(each, self._codec_for(subscriber.event_filter))
+                        subscriber.on_event(each)
         return woken
 
-    async def _catch_up(self, subscriber: StreamSubscriber, positions: Mapping[str, str]) -> None:
-        """Send events after `positions`: from the feeds up to the start of the ring, then from the ring."""
-        event_filter = subscriber.event_filter
-        older: list[StreamEvent] = []
-        whole = True
-        for queue, floor in list(self._floor.items()):
-            position = positions.get(queue, "")
-            in_filter = not event_filter.queues or queue in event_filter.queues
-            if (parse_position(position) if position else START) < floor and in_filter:
-                try:
-                    found, complete = await self._history(queue, position, floor)
-                except InvalidOption:
-                    # The id has another engine's position: which events follow it is unknown.
-                    found, complete = [], False
-                older += found
-                # If the start of the ring moved meanwhile, events in between are missing.
-                whole = whole and complete and self._floor.get(queue) == floor
-        await self._set_tasks(older)
-        newer = [each for each in self._buffer if each.at > _position_in(positions, each.queue)]
-        if not whole:
-            subscriber.send(GAP)
-        codec = self._codec_for(event_filter)
-        missed = b"".join([each.encode(codec) for each in (*older, *newer) if event_filter.matches(each)])
-        if missed:
-            subscriber.send(missed)
 
-    async def _history(self, queue: str, position: str, floor: Position) -> tuple[list[StreamEvent], bool]:
-        """Read events of a feed after `position` up to `floor`, and whether these are all."""
-        start, events = subscribers.entry_of(position), list[StreamEvent]()
-        complete = True
-        first = True
-        after = parse_position(position) if position else START
-        while len(events) <= BUFFER_SIZE:
-            entries = await self._engine.read_feed(queue, start, _PAGE)
-            if first and start and (not entries or entries[0].position != start):
-                complete = False
-            read = [each for entry in entries for each in self._to_stream_events(queue, entry)]
-            fresh = [each for each in read if after < each.at <= floor]
-            events += [each for each in fresh if not events or each.at > events[-1].at]
-            if len(entries) < _PAGE or parse_position(entries[-1].position) >= floor:
-                return events, complete
-            start, first = entries[-1].position, False
-        return events[:BUFFER_SIZE], False
-
-
-def _position_in(positions: Mapping[str, str], queue: str) -> Position:
-    return parse_position(positions[queue]) if queue in positions else START
+def _events_until(
+    queue: str, page: FeedPage, until_ms: Sequence[int]
+) -> tuple[list[StreamEvent], tuple[str, str] | None]:
+    """The events of a page up to the earliest of these times, and the last entry's position and nonce."""
+    events: list[StreamEvent] = []
+    at, limit_ms = None, min(until_ms, default=None)
+    for entry in page.entries:
+        # The others are read again.
+        if limit_ms is not None and written_ms(entry) > limit_ms:
+            break
+        events += to_stream_events(queue, entry)
+        at = entry.position, entry.nonce
+    return events, at

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import parse_qsl, quote, unquote_to_bytes
@@ -260,6 +261,10 @@ class Call:
 
     def header(self, name: str) -> str | None:
         return header(self.scope, name.encode())
+
+    def ending_with_token(self, end: Callable[[], None], abort: Callable[[], None]) -> AbstractContextManager[None]:
+        """End the request if its token becomes invalid while the block runs: `end`, and soon after it `abort`."""
+        return self.service.ending_with_token(self.scope, self.principal, end, abort)
 
 
 #: Returns None if the handler has sent the response itself (a stream).

@@ -7,17 +7,14 @@ unreachable: until the engine answers, requests get a 503 and `/readyz` reports 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
 from functools import cached_property
 from types import FrameType
 from typing import Any, Final
-
-import msgspec
 
 from holdfast.app import Holdfast
 from holdfast.core.job import DEFAULT_QUEUE
@@ -26,16 +23,17 @@ from holdfast.core.retry import Backoff
 from holdfast.errors import EngineUnavailable, NoLedger
 from holdfast.execution.backend import backend_of
 from holdfast.http.api_docs import render
-from holdfast.http.auth import Authenticator, DevAuthenticator
+from holdfast.http.auth import Authenticator, DevAuthenticator, bearer_token
 from holdfast.http.debug_run import DebugRunner
 from holdfast.http.event_hub import EventHub
 from holdfast.http.html import Html
 from holdfast.http.openapi import document
-from holdfast.http.operation import OPERATIONS
+from holdfast.http.operation import OPERATIONS, Scope
 from holdfast.http.sse import LedgerWatch
+from holdfast.http.token_watch import TokenWatch
 from holdfast.ledger.queries.jobs import Queries
+from holdfast.operations.access import token_id_of
 from holdfast.operations.operations import Operations
-from holdfast.settings import Settings
 from holdfast.upkeep.relay_service import run_relay
 from holdfast.upkeep.upkeep import Upkeep
 from holdfast.worker.webhook_worker import run_webhook_worker
@@ -73,6 +71,7 @@ class Service:
         self._opened = asyncio.Event()
         self._hub: EventHub | None = None
         self._ledger_watch: LedgerWatch | None = None
+        self._token_watch: TokenWatch | None = None
         self._documents: dict[bool, dict[str, Any]] = {}
         self._docs: dict[bool, Html] = {}
         self._ending_streams: asyncio.Task[None] | None = None
@@ -98,7 +97,7 @@ class Service:
     def hub(self) -> EventHub:
         """Source of the event streams."""
         if self._hub is None:
-            self._hub = EventHub(self.operations.engine, _key_of(self.app.settings))
+            self._hub = EventHub(self.operations.engine)
         return self._hub
 
     @property
@@ -144,6 +143,19 @@ class Service:
             await self._hub.close()
         if self._ledger_watch is not None:
             await self._ledger_watch.close()
+        if self._token_watch is not None:
+            await self._token_watch.close()
+
+    def ending_with_token(
+        self, scope: Scope, principal: Principal, end: Callable[[], None], abort: Callable[[], None]
+    ) -> AbstractContextManager[None]:
+        """End a request if its token becomes invalid while the block runs."""
+        if self._token_watch is None:
+            self._token_watch = TokenWatch(self._find_valid)
+        return self._token_watch.watching(token_id_of(bearer_token(scope) or ""), principal, end, abort)
+
+    async def _find_valid(self, token_ids: Sequence[str]) -> dict[str, Principal]:
+        return await self.operations.tokens.find_valid(token_ids)
 
     async def verify(self, text: str) -> Principal:
         """Return the principal of a token. Raises `Unauthorized`."""
@@ -164,7 +176,7 @@ class Service:
         finally:
             await self._end_streams()
             await self._end(helpers)
-            self._operations = self._hub = self._ledger_watch = None
+            self._operations = self._hub = self._ledger_watch = self._token_watch = None
             await self.app.close()
 
     async def _open(self) -> None:
@@ -240,13 +252,6 @@ def _call_first(previous: _Handler, loop: asyncio.AbstractEventLoop, end: Callab
         return previous(number, frame)
 
     return handle
-
-
-def _key_of(settings: Settings) -> bytes:
-    """Derive a key that all processes of a deployment share and callers do not know, from the settings."""
-    secret = settings.webhook_secret
-    known = [settings.url, settings.ledger or "", settings.namespace, secret.get_secret_value() if secret else ""]
-    return hashlib.sha256(msgspec.json.encode(known)).digest()
 
 
 def queues_of(app: Holdfast) -> list[str]:

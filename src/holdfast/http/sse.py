@@ -19,9 +19,8 @@ from holdfast.ledger.port.ledger import FeedPosition as Mark
 from holdfast.ledger.port.ledger import ProjectionReadPort
 
 CONTENT_TYPE: Final = "text/event-stream"
-#: Interval of comments that keep proxies from closing the connection and detect disconnected clients.
+#: Interval of heartbeats.
 HEARTBEAT_S: Final = 15.0
-HEARTBEAT: Final = b": still here\n\n"
 #: Reconnection delay for browsers, in milliseconds.
 _OPENING: Final = b"retry: 2000\n\n"
 #: ASGI extension of servers that can abort a connection (`http.server`); others close it after flushing.

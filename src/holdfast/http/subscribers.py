@@ -1,26 +1,25 @@
 """Subscribers of an event stream: their filters, encoded events and event ids.
 
-An event id is a position in every feed, the same in every process: `queue=position;queue=position;…` with quoted queue
-names, the event's own queue first, the event's number within its feed entry after a dot. A position consists of numbers
-joined as the engine chooses.
+An event id is the event's time and a digest, `1790000000000-k3J9xQ2mZpAb`: the same in every process, also when the
+event is sent again, and different from the id of any other event. It reveals nothing that its subscriber does not get
+with the event: the time is the event's own, and the digest is that of a random number of the feed entry and of the job.
+A client that got no event yet has the time alone, `1790000000000-0`. Ids need no secret: a forged one only chooses the
+time from which the stream continues, and the stream never has more than the subscriber may see.
 
-Such an id reveals every queue and its progress. Subscribers restricted to some tenants get it encoded by
-`EventIdCodec`, which makes it unreadable and rejects forged ids. Subscribers with equal filters share encoded
-events. A subscriber that does not read is disconnected when `BACKLOG` or `BACKLOG_BYTES` is reached.
+Subscribers with equal filters share encoded events. A subscriber that does not read is disconnected when `BACKLOG` or
+`BACKLOG_BYTES` is reached.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
-import hashlib
-import hmac
 import logging
+import re
+from base64 import urlsafe_b64encode
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
 from typing import Final
-from urllib.parse import quote, unquote
 
 import msgspec
 
@@ -32,9 +31,6 @@ Position = tuple[int, ...]
 #: Before every event.
 START: Final[Position] = ()
 _WHOLE: Final = 1 << 62
-_TAG: Final = 16
-#: Ids are padded to a multiple of this, so that their length does not reveal the number of queues.
-_BLOCK: Final = 96
 
 
 def parse_position(position: str) -> Position:
@@ -43,75 +39,32 @@ def parse_position(position: str) -> Position:
     return (*(int(number) for number in entry.split("-")), int(index) if index else _WHOLE)
 
 
-def position_before(position: str) -> Position:
-    """Position before the first event of an entry."""
-    return (*parse_position(position)[:-1], -1)
+#: Bytes of an event's digest: a multiple of 3, which Base64 does not pad.
+_DIGEST: Final = 9
+#: Instead of a digest: a time alone.
+_NO_EVENT: Final = "0"
+_EVENT_ID: Final = re.compile(r"([0-9]{1,15})-(0|[A-Za-z0-9_-]{12})")
 
 
-def entry_of(position: str) -> str:
-    """Position of the entry that contains an event."""
-    return position.partition(".")[0]
+def format_time_id(at_ms: int) -> str:
+    """Id for a client that has all events up to this time of the engine's clock."""
+    return f"{at_ms}-{_NO_EVENT}"
 
 
-def format_event_id(queue: str, position: str, others: Mapping[str, str]) -> str:
-    """Id of the event at `position` of `queue`, when the other feeds had been sent up to `others`."""
-    rest = (f"{quote(name, safe='')}={at}" for name, at in others.items() if at and name != queue)
-    return ";".join((f"{quote(queue, safe='')}={position}", *rest))
+class LastEvent(msgspec.Struct, frozen=True):
+    """What a returning client has: everything up to a time, and the event with this id."""
 
+    at_ms: int
+    #: Empty if the id was a time alone.
+    event_id: str
 
-def end_event_id(positions: Mapping[str, str]) -> str:
-    """Event id after everything that was sent."""
-    return ";".join(f"{quote(name, safe='')}={at}" for name, at in positions.items() if at)
-
-
-def parse_event_id(text: str) -> dict[str, str] | None:
-    """Parse an event id into queue → position; None if it is not an event id."""
-    try:
-        pairs = [part.split("=") for part in text.split(";")]
-        positions = {unquote(name, errors="strict"): position for name, position in pairs}
-        for position in positions.values():
-            parse_position(position)
-    except ValueError:
-        return None
-    return positions
-
-
-class EventIdCodec:
-    """Encrypts event ids.
-
-    Every process with the same key can decode them. Forged or changed ids are rejected.
-    """
-
-    def __init__(self, key: bytes) -> None:
-        self._tag_key = hmac.digest(key, b"holdfast.place.tag", "sha256")
-        self._text_key = hmac.digest(key, b"holdfast.place.text", "sha256")
-
-    def encode(self, event_id: str) -> str:
-        """Encode an event id. Deterministic: equal ids have equal encodings."""
-        text = event_id.encode()
-        text += b" " * (-len(text) % _BLOCK)
-        tag = self._tag(text)
-        return base64.urlsafe_b64encode(tag + self._xor(tag, text)).decode()
-
-    def decode(self, encoded: str) -> str | None:
-        """Decode an event id; None if it was not encoded with this key."""
-        try:
-            raw = base64.urlsafe_b64decode(encoded.encode())
-        except (binascii.Error, ValueError):
+    @classmethod
+    def parse(cls, text: str) -> LastEvent | None:
+        """Parse an event id; None if it is another text, for example an id of an earlier release."""
+        match = _EVENT_ID.fullmatch(text)
+        if match is None:
             return None
-        tag, text = raw[:_TAG], self._xor(raw[:_TAG], raw[_TAG:])
-        return text.decode().rstrip() if hmac.compare_digest(tag, self._tag(text)) else None
-
-    def _tag(self, text: bytes) -> bytes:
-        return hmac.digest(self._tag_key, text, "sha256")[:_TAG]
-
-    def _xor(self, tag: bytes, text: bytes) -> bytes:
-        """Encrypt or decrypt by XOR.
-
-        The tag is derived from the text, so that each text has its own key stream.
-        """
-        stream = hashlib.shake_256(self._text_key + tag).digest(len(text))
-        return bytes(one ^ other for one, other in zip(text, stream, strict=True))
+        return cls(int(match[1]), "" if match[2] == _NO_EVENT else text)
 
 
 _log: Final = logging.getLogger("holdfast.http")
@@ -122,6 +75,8 @@ BACKLOG_BYTES: Final = 4_000_000
 
 #: First event of every stream; no later event is missed.
 READY: Final = b"event: ready\ndata: {}\n\n"
+#: Comment that keeps proxies from closing the connection and detects disconnected clients.
+HEARTBEAT: Final = b": still here\n\n"
 GAP: Final = b'event: gap\ndata: {"detail":"events may be missing; read the affected jobs"}\n\n'
 
 
@@ -156,7 +111,7 @@ class EventBatch:
         self._types = {each.event.type for each in events}
         self._tasks = {each.task for each in events}
 
-    def encode_for(self, event_filter: StreamFilter, codec: EventIdCodec | None) -> bytes:
+    def encode_for(self, event_filter: StreamFilter) -> bytes:
         """Encode the events that match a filter."""
         if (
             (event_filter.tenants is not None and event_filter.tenants.isdisjoint(self._tenants))
@@ -165,43 +120,37 @@ class EventBatch:
             or (event_filter.tasks and event_filter.tasks.isdisjoint(self._tasks))
         ):
             return b""
-        return b"".join([each.encode(codec) for each in self._events if event_filter.matches(each)])
+        return b"".join([each.encode() for each in self._events if event_filter.matches(each)])
 
 
 class StreamEvent:
     """An event at its position in the stream, encoded on first use."""
 
-    __slots__ = ("_encoded", "_encoded_for_tenants", "_entry", "_others", "at", "event", "queue", "task")
+    __slots__ = ("_encoded", "_nonce", "_number", "at", "event", "queue", "task")
 
-    def __init__(self, queue: str, event: Event, at: Position, entry: str, others: Mapping[str, str]) -> None:
+    def __init__(self, queue: str, event: Event, at: Position, nonce: str, number: int = 0) -> None:
+        """`nonce` of its feed entry; `number` of the event among those of its job in the entry."""
         self.queue = queue
         self.event = event
         self.at = at
         self.task = ""
-        self._entry = entry
-        self._others = others
+        self._nonce = nonce
+        self._number = number
         self._encoded: bytes | None = None
-        self._encoded_for_tenants: bytes | None = None
-
-    def encode(self, codec: EventIdCodec | None) -> bytes:
-        """Encode the event.
-
-        A codec hides the other queues in its id from subscribers restricted to some tenants.
-        """
-        if codec is not None:
-            if self._encoded_for_tenants is None:
-                self._encoded_for_tenants = self._encode(codec.encode(self._event_id))
-            return self._encoded_for_tenants
-        if self._encoded is None:
-            self._encoded = self._encode(self._event_id)
-        return self._encoded
 
     @property
-    def _event_id(self) -> str:
-        return format_event_id(self.queue, f"{self._entry}.{self.at[-1]}", self._others)
+    def event_id(self) -> str:
+        # The nonce is random, so that the digest does not reveal where in the feed the event is. A script that writes
+        # two entries gives both the same, but their events of a job have different types.
+        text = f"{self._nonce} {self._number} {self.event.type} {self.event.job_id}"
+        digest = blake2b(text.encode("utf-8", "replace"), digest_size=_DIGEST).digest()
+        return f"{self.event.at_ms}-{urlsafe_b64encode(digest).decode()}"
 
-    def _encode(self, event_id: str) -> bytes:
-        return encode(event_id, self.event.type, event_of_feed(self.queue, self.event))
+    def encode(self) -> bytes:
+        """Encode the event."""
+        if self._encoded is None:
+            self._encoded = encode(self.event_id, self.event.type, event_of_feed(self.queue, self.event))
+        return self._encoded
 
 
 def encode(event_id: str, kind: str, event: msgspec.Struct) -> bytes:
@@ -236,9 +185,14 @@ class StreamSubscriber:
             _log.warning("event stream closed: its client does not read")
             self.disconnect()
 
-    def on_event(self, stream_event: StreamEvent, codec: EventIdCodec | None) -> None:
+    def send_first(self, chunk: bytes) -> None:
+        """Send a chunk before all pending ones. It does not count towards the limits."""
+        self._chunks.appendleft(chunk)
+        self.wake()
+
+    def on_event(self, stream_event: StreamEvent) -> None:
         """Handle an event of the job that this subscriber follows."""
-        self.send(stream_event.encode(codec))
+        self.send(stream_event.encode())
 
     def wake(self) -> None:
         """Wake the stream: chunks are ready, or the ledger may have new events."""

@@ -25,7 +25,8 @@ KEY_PATTERN: Final = r"^[!-~]{1,255}$"
 ID_PATTERN: Final = r"^[!-~]{1,200}$"
 #: At least one visible character. Spelt out because regular expression engines disagree on white space.
 VISIBLE_PATTERN: Final = r"[^\x00-\x20\x7f-\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff]"
-LAST_EVENT_PATTERN: Final = r"^[!-~]{0,8000}$"
+#: Any id, also of an earlier release, which could be long.
+LAST_EVENT_PATTERN: Final = r"^[!-~]*$"
 
 Name = Annotated[str, Meta(pattern=NAME_PATTERN, examples=["default"])]
 Key = Annotated[str, Meta(pattern=KEY_PATTERN, examples=["order-17"])]

@@ -79,6 +79,20 @@ class FeedReadPort(EnginePart, Protocol):
         """
         ...
 
+    async def seek_feeds(self, at_ms: int) -> str:
+        """Return a position before every entry that any feed got at this time of the engine's clock, or later.
+
+        Earlier entries may follow it. On a Redis Cluster each server has its own clock.
+        """
+        ...
+
+    async def is_feed_whole(self, queue: str, position: str) -> bool:
+        """Whether the feed still has all of its entries after `position`; if not certain, False.
+
+        Does not notice a feed that was lost with the store's data and began again.
+        """
+        ...
+
     async def snapshot(self, queue: str, job_ids: Sequence[str]) -> EngineSnapshot:
         """Read in one atomic step which of these jobs are unknown, and where the feed ends.
 

@@ -298,6 +298,13 @@ class RedisEngine(Engine):
     async def wait_feed(self, positions: Mapping[str, str], wait_ms: int) -> list[str]:
         return await self._feed.wait(positions, wait_ms)
 
+    async def seek_feeds(self, at_ms: int) -> str:
+        # Positions begin with the server's time. `at_ms-0` itself may be one.
+        return f"{max(0, at_ms - 1)}-0"
+
+    async def is_feed_whole(self, queue: str, position: str) -> bool:
+        return await self._feed.is_whole(queue, position)
+
     async def trim_feed(self, queue: str, position: str) -> None:
         await self._feed.trim(queue, position)
 

@@ -47,6 +47,15 @@ class Feed:
         await self._store.client.call(Purpose.OTHER, b"XLEN", self._store.keys(queue).feed)
         return True
 
+    async def is_whole(self, queue: str, position: str) -> bool:
+        feed, call = self._store.keys(queue).feed, self._store.client.call
+        if position and await call(Purpose.OTHER, b"XRANGE", feed, b"-", position, b"COUNT", 1):
+            return True
+        # A trimmed feed keeps its tail and the entry at the reader's position; one without a reader keeps the limit.
+        options = self._store.options
+        length: int = await call(Purpose.OTHER, b"XLEN", feed)
+        return length <= (options.feed_tail if options.ledger else options.feed_limit - 1)
+
     async def epoch(self, queue: str) -> str:
         return (await self._store.client.epoch(Purpose.OTHER, self._store.keys(queue).control)).decode()
 

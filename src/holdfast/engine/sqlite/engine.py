@@ -289,6 +289,12 @@ class SqliteEngine(SqliteReads, Engine):
     async def wait_feed(self, positions: Mapping[str, str], wait_ms: int) -> list[str]:
         return await feed.wait_feed(self._store, positions, wait_ms)
 
+    async def seek_feeds(self, at_ms: int) -> str:
+        return await feed.seek_feeds(self._store, at_ms)
+
+    async def is_feed_whole(self, queue: str, position: str) -> bool:
+        return await feed.is_feed_whole(self._store, queue, position)
+
     async def trim_feed(self, queue: str, position: str) -> None:
         await self._store.write(feed.trim_feed, self._policy, queue, position)
 

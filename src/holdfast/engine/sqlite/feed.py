@@ -18,7 +18,7 @@ from holdfast.core.publishing import OUTBOX_CHANGED, EventPublishing
 from holdfast.core.states import State
 from holdfast.engine.port.feed import FeedEntry
 from holdfast.engine.port.jobs import EngineOptions
-from holdfast.engine.sqlite.rows import EVENT_ROWS, NAMES, group_entries
+from holdfast.engine.sqlite.rows import EVENT_ROWS, IDS, NAMES, group_entries
 from holdfast.engine.sqlite.store import EngineContext, SqliteEngineStore
 from holdfast.errors import InvalidOption
 from holdfast.sqlite.transaction import Transaction, json_list
@@ -30,6 +30,8 @@ _NOTICES_KEPT: Final = 10_000
 _TRIM_SHARE: Final = 8
 #: Digits of the largest integer in SQLite.
 _POSITION_DIGITS: Final = 19
+#: Latest events among which a time is sought; before them, the position is the start.
+_SOUGHT: Final = 50_000
 
 
 class FeedWriter:
@@ -153,6 +155,15 @@ async def wait_feed(store: SqliteEngineStore, positions: Mapping[str, str], wait
             if queues or loop.time() >= deadline:
                 return queues
             await wake.wait(deadline - loop.time())
+
+
+async def seek_feeds(store: SqliteEngineStore, at_ms: int) -> str:
+    position = (await store.reader.rows("seek_feeds", IDS, at=at_ms, limit=_SOUGHT))[0]
+    return str(position) if position else ""
+
+
+async def is_feed_whole(store: SqliteEngineStore, queue: str, position: str) -> bool:
+    return not await store.reader.rows("dropped_feed_entries", IDS, queue=queue, position=parse_position(position))
 
 
 def attach_reader(transaction: Transaction, policy: EngineContext, queue: str) -> None:

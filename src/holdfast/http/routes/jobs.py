@@ -34,7 +34,7 @@ from holdfast.errors import (
     UnknownJob,
     UnknownTask,
 )
-from holdfast.http.operation import Call, Receive, Reply, ResponseSpec, operation, raw_arguments, wait_disconnect
+from holdfast.http.operation import Call, Reply, ResponseSpec, operation, raw_arguments, wait_disconnect
 from holdfast.http.problems import HttpError, ItemRefused, Unprocessable, problem_of
 from holdfast.http.service import Service
 from holdfast.http.wire import (
@@ -145,7 +145,7 @@ async def submit(call: Call) -> Reply:
         exc.is_disclosed = call.principal.sees_all_tenants
         raise
     if query.wait:
-        view = await _wait_ended(call.service, envelope.queue, receipt.job_id, query.wait, call.receive)
+        view = await _wait_ended(call, envelope.queue, receipt.job_id, query.wait)
         if view is not None:
             if not view.payload and not receipt.duplicate:
                 # The ledger may be behind.
@@ -389,19 +389,28 @@ def _webhook(service: Service, url: str) -> str:
     return url
 
 
-async def _wait_ended(service: Service, queue: str, job_id: str, wait_s: float, receive: Receive) -> JobInfo | None:
-    """Wait for a job to end. None on timeout, if the client disconnects, or at shutdown."""
-    loop = asyncio.get_running_loop()
+async def _wait_ended(call: Call, queue: str, job_id: str, wait_s: float) -> JobInfo | None:
+    """Wait for a job to end.
+
+    None on timeout, if the client disconnects, if its token becomes invalid, or at shutdown.
+    """
+    token_ended = asyncio.Event()
+    with call.ending_with_token(token_ended.set, token_ended.set):
+        return await _wait_until(call, queue, job_id, wait_s, token_ended)
+
+
+async def _wait_until(call: Call, queue: str, job_id: str, wait_s: float, ended: asyncio.Event) -> JobInfo | None:
+    service, loop = call.service, asyncio.get_running_loop()
     deadline = loop.time() + min(wait_s, service.app.settings.http_wait_limit_s)
     submitter = await service.backend.connections.submitter()
-    gone = asyncio.create_task(wait_disconnect(receive))
-    ending = asyncio.create_task(service.ending.wait())
+    gone = asyncio.create_task(wait_disconnect(call.receive))
+    endings = {gone, asyncio.create_task(service.ending.wait()), asyncio.create_task(ended.wait())}
     try:
-        while (left_s := deadline - loop.time()) > 0 and not gone.done() and not ending.done():
+        while (left_s := deadline - loop.time()) > 0 and not any(each.done() for each in endings):
             waiting = asyncio.ensure_future(
                 submitter.wait_final(queue, job_id, min(_WAIT_MS, max(1, int(left_s * 1000))))
             )
-            await asyncio.wait({waiting, gone, ending}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({waiting, *endings}, return_when=asyncio.FIRST_COMPLETED)
             if not waiting.done():
                 waiting.cancel()
                 await asyncio.gather(waiting, return_exceptions=True)
@@ -410,9 +419,9 @@ async def _wait_ended(service: Service, queue: str, job_id: str, wait_s: float, 
             if view is not None and view.state in FINAL:
                 return view
     finally:
-        gone.cancel()
-        ending.cancel()
-        await asyncio.gather(gone, ending, return_exceptions=True)
+        for each in endings:
+            each.cancel()
+        await asyncio.gather(*endings, return_exceptions=True)
     return None
 
 

@@ -16,8 +16,16 @@ from holdfast.core.job import JobKey
 from holdfast.core.states import FINAL
 from holdfast.errors import LedgerUnavailable, UnknownJob
 from holdfast.http.operation import Call, Reply, ResponseSpec, operation
-from holdfast.http.sse import CONTENT_TYPE, HEARTBEAT, HEARTBEAT_S, EventStream, LedgerWatch, watch_disconnect
-from holdfast.http.subscribers import GAP, READY, EventIdCodec, StreamEvent, StreamFilter, StreamSubscriber, encode
+from holdfast.http.sse import CONTENT_TYPE, HEARTBEAT_S, EventStream, LedgerWatch, watch_disconnect
+from holdfast.http.subscribers import (
+    GAP,
+    HEARTBEAT,
+    READY,
+    StreamEvent,
+    StreamFilter,
+    StreamSubscriber,
+    encode,
+)
 from holdfast.http.wire import LAST_EVENT_PATTERN, Name, RequestBase, event_of_row
 from holdfast.ledger.queries.records import EventRow
 
@@ -38,7 +46,10 @@ class JobFollower(StreamSubscriber):
         if chunk is GAP:
             self.wake()
 
-    def on_event(self, stream_event: StreamEvent, codec: EventIdCodec | None) -> None:
+    def send_first(self, chunk: bytes) -> None:
+        """Nothing: the stream begins with the history in the ledger."""
+
+    def on_event(self, stream_event: StreamEvent) -> None:
         self._ledger_watch.notify_at(stream_event.queue, stream_event.at, self)
 
 
@@ -73,7 +84,11 @@ class StreamQuery(RequestBase, frozen=True, kw_only=True):
             "Events of the token's tenants. A `gap` event means that some may be missing.",
             ServerSentEvent,
             content_type=CONTENT_TYPE,
-            example={"id": "default=12.0", "event": "task.succeeded", "data": '{"type":"task.succeeded"}'},
+            example={
+                "id": "1790000000000-k3J9xQ2mZpAb",
+                "event": "task.succeeded",
+                "data": '{"type":"task.succeeded"}',
+            },
         ),
         204: ResponseSpec("All events of this finished job were already sent; do not reconnect."),
     },
@@ -99,29 +114,36 @@ async def stream(call: Call) -> Reply | None:
         return None
     view = await call.service.operations.jobs.find(principal, query.job_id, _only(query.queue))
     if call.service.operations.ledger is None:
-        await _follow(call, event_filter, last)
+        # A job's events are in one feed: the stream continues exactly after the last one.
+        await _follow(call, msgspec.structs.replace(event_filter, queues=frozenset({view.queue})), last)
         return None
-    return await _follow_job(call, event_filter, JobKey(view.tenant_id, view.queue, view.job_id), _last_seq(last))
+    stream, key = EventStream(call.scope, call.send), JobKey(view.tenant_id, view.queue, view.job_id)
+    followed = StreamFilter(event_filter.tenants, frozenset({key.queue}), job_id=key.job_id)
+    follower = JobFollower(followed, stream.disconnect, call.service.ledger_watch)
+    with call.ending_with_token(follower.end, stream.disconnect):
+        return await _follow_job(call, event_filter.types, key, _last_seq(last), stream, follower)
 
 
 async def _follow(call: Call, event_filter: StreamFilter, last: str | None) -> None:
     hub, stream = call.service.hub, EventStream(call.scope, call.send)
     subscriber = StreamSubscriber(event_filter, stream.disconnect)
-    await hub.subscribe(subscriber, last)
-    try:
-        async with watch_disconnect(call.receive, subscriber.end):
-            await stream.begin()
-            while not subscriber.over:
-                chunk = await subscriber.next_chunk(HEARTBEAT_S)
-                await stream.send(chunk or HEARTBEAT)
-        await stream.end()
-    finally:
-        await hub.unsubscribe(subscriber)
+    with call.ending_with_token(subscriber.end, stream.disconnect):
+        await hub.subscribe(subscriber, last)
+        try:
+            async with watch_disconnect(call.receive, subscriber.end):
+                await stream.begin()
+                while not subscriber.over:
+                    chunk = await subscriber.next_chunk(HEARTBEAT_S)
+                    await stream.send(chunk or hub.heartbeat)
+            await stream.end()
+        finally:
+            await hub.unsubscribe(subscriber)
 
 
-async def _follow_job(call: Call, event_filter: StreamFilter, key: JobKey, sent: int) -> Reply | None:
-    hub, ledger_watch, stream = call.service.hub, call.service.ledger_watch, EventStream(call.scope, call.send)
-    follower = JobFollower(StreamFilter(event_filter.tenants, job_id=key.job_id), stream.disconnect, ledger_watch)
+async def _follow_job(
+    call: Call, types: frozenset[str], key: JobKey, sent: int, stream: EventStream, follower: JobFollower
+) -> Reply | None:
+    hub, ledger_watch = call.service.hub, call.service.ledger_watch
     await hub.subscribe(follower, None)
     try:
         # Events published before the subscription may not be in the ledger yet, and are not announced again.
@@ -134,7 +156,7 @@ async def _follow_job(call: Call, event_filter: StreamFilter, key: JobKey, sent:
             await stream.send(READY)
             while not follower.over:
                 rows = [row for row in history if row.seq > sent]
-                if chunk := b"".join([_encode(row) for row in rows if _matches(event_filter, row)]):
+                if chunk := b"".join([_encode(row) for row in rows if not types or row.type in types]):
                     await stream.send(chunk)
                 if rows and rows[-1].to_state in FINAL:
                     break
@@ -160,10 +182,6 @@ async def _read_history(call: Call, key: JobKey, follower: JobFollower) -> list[
 
 def _encode(row: EventRow) -> bytes:
     return encode(str(row.seq), row.type, event_of_row(row))
-
-
-def _matches(event_filter: StreamFilter, row: EventRow) -> bool:
-    return not event_filter.types or row.type in event_filter.types
 
 
 def _last_seq(last: str | None) -> int:

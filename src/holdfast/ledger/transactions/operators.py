@@ -56,9 +56,16 @@ def one(token_id: str) -> SqlTransaction[TokenRow | None]:
     return _token(rows[0]) if rows else None
 
 
-def every() -> SqlTransaction[list[TokenRow]]:
-    rows = yield select(tokens).order_by(tokens.c.created_at, tokens.c.token_id)
-    return [_token(row) for row in rows]
+def every(token_ids: Sequence[str] | None) -> SqlTransaction[list[TokenRow]]:
+    query = select(tokens).order_by(tokens.c.created_at, tokens.c.token_id)
+    if token_ids is None:
+        rows = yield query
+        return [_token(row) for row in rows]
+    found: list[TokenRow] = []
+    for chunk in chunks(token_ids):
+        rows = yield query.where(tokens.c.token_id.in_(chunk))
+        found += [_token(row) for row in rows]
+    return found
 
 
 def revoke(token_id: str, entry: AuditEntry) -> SqlTransaction[None]:
@@ -167,8 +174,8 @@ class SqlOperatorStore(TransactionRunner, OperatorStore):
     async def token(self, token_id: str) -> TokenRow | None:
         return await self._read(one(token_id))
 
-    async def tokens(self) -> list[TokenRow]:
-        return await self._read(every())
+    async def tokens(self, token_ids: Sequence[str] | None = None) -> list[TokenRow]:
+        return await self._read(every(token_ids))
 
     async def revoke_token(self, token_id: str, entry: AuditEntry) -> None:
         await self._run(revoke(token_id, entry))

@@ -288,6 +288,47 @@ class FeedEventContract(Contract):
         assert set(await soon(rig.engine.wait_feed(positions, LONG_WAIT_MS))) & {OTHER_QUEUE, rig.queue}
         assert set(await soon(rig.engine.wait_feed(positions, 0))) == {OTHER_QUEUE, rig.queue}
 
+    # Continuing at a time ----------------------------------------------------------------------------
+
+    async def test_a_feed_continues_at_a_time(self, rig: Rig) -> None:
+        engine = rig.engine
+        await rig.submit_one()
+        at_ms = await _next_ms(rig)
+        later = [await rig.submit_one(), await rig.submit_one()]
+        elsewhere = await rig.submit_one(queue=OTHER_QUEUE)
+        position = await engine.seek_feeds(at_ms)
+        for queue, job_ids in ((rig.queue, later), (OTHER_QUEUE, [elsewhere])):
+            found = await engine.read_feed(queue, position, 10)
+            events = [event for entry in found for event in entry.events if event.at_ms >= at_ms]
+            assert [event.job_id for event in events] == job_ids
+            assert await engine.is_feed_whole(queue, position)
+        assert set(await engine.wait_feed({rig.queue: position, OTHER_QUEUE: position}, 0)) == {rig.queue, OTHER_QUEUE}
+        end = await engine.seek_feeds(await _next_ms(rig))
+        assert await engine.wait_feed({rig.queue: end, OTHER_QUEUE: end}, 0) == []
+        start = await engine.seek_feeds(0)
+        assert len(await engine.read_feed(rig.queue, start, 10)) == 3
+        assert await engine.is_feed_whole(rig.queue, start)
+        assert await engine.is_feed_whole("never-used", start)
+
+    async def test_a_feed_with_dropped_entries_is_not_whole(self, harness: EngineHarness) -> None:
+        """Trimmed behind its reader, to the tail, and without a reader, to the limit."""
+        rig = await Rig.on(harness, feed_tail=2, ledger=True)
+        start = await rig.engine.seek_feeds(await rig.engine.now_ms())
+        for _ in range(6):
+            await rig.submit_one()
+        assert await rig.engine.is_feed_whole(rig.queue, (await rig.entries())[0].position)
+        await rig.engine.trim_feed(rig.queue, (await rig.entries())[-1].position)
+        kept = await rig.entries()
+        assert len(kept) == 3
+        assert not await rig.engine.is_feed_whole(rig.queue, start)
+        assert await rig.engine.is_feed_whole(rig.queue, kept[0].position)
+        detached = await Rig.on(harness, feed_limit=5)
+        detached.queue = OTHER_QUEUE
+        for _ in range(300):
+            await detached.submit_one()
+        assert len(await detached.entries()) < 300
+        assert not await detached.engine.is_feed_whole(OTHER_QUEUE, start)
+
     async def test_a_new_entry_wakes_wait_feed(self, rig: Rig) -> None:
         await rig.submit_one()
         position = (await rig.entries())[-1].position
@@ -314,3 +355,12 @@ class FeedEventContract(Contract):
             await waiting
         await rig.submit_one()
         assert await soon(rig.engine.wait_feed({rig.queue: ""}, LONG_WAIT_MS)) == [rig.queue]
+
+
+async def _next_ms(rig: Rig) -> int:
+    """Let the store's clock advance by some milliseconds, whether a test moves it or not."""
+    begun_ms = await rig.engine.now_ms()
+    await rig.harness.advance(5)
+    while (at_ms := await rig.engine.now_ms()) < begun_ms + 3:
+        pass
+    return at_ms

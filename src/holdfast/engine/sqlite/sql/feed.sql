@@ -40,6 +40,23 @@ SELECT json_group_array(input.value ->> 0)
  WHERE EXISTS (
     SELECT 1 FROM feed_entries WHERE queue = input.value ->> 0 AND position > CAST(input.value ->> 1 AS INTEGER))
 
+-- name: seek_feeds
+-- The position before the first event of a time or later, in any queue: positions are in the order of commits, whatever
+-- the clock did. 0 if more than :limit events follow it.
+-- Takes  :at, :limit
+-- Gives  [position]
+SELECT json_array(CASE WHEN count(*) = :limit AND min(iif(at >= :at, id, NULL)) = min(id) THEN 0
+                       ELSE coalesce(min(iif(at >= :at, id, NULL)) - 1, max(id), 0) END)
+  FROM (SELECT id, at FROM events ORDER BY id DESC LIMIT :limit)
+
+-- name: dropped_feed_entries
+-- Whether entries after a position were dropped from a feed: the running sum of the oldest one kept has them.
+-- Takes  :queue, :position
+-- Gives  a list: the oldest position, or nothing
+SELECT json_group_array(position)
+  FROM (SELECT * FROM feed_entries WHERE queue = :queue ORDER BY position LIMIT 1)
+ WHERE position > :position AND total_bytes > bytes
+
 -- name: events_by_id
 -- Events by id, as in the feed. Without audit events, which belong to no job.
 -- Takes  :first, :last
