@@ -9,8 +9,6 @@ Scripts may rely on the codes of `ExitCode`: 3 and 5 are worth a retry; 2, 4 and
 from __future__ import annotations
 
 import inspect
-import sys
-import traceback
 import typing
 from collections.abc import Callable, Coroutine
 from enum import IntEnum
@@ -20,7 +18,7 @@ import typer
 from rich.markup import escape
 
 from holdfast.cli.lifecycle import run_async
-from holdfast.cli.output import note, visible
+from holdfast.cli.output import note, print_traceback
 from holdfast.cli.session import EngineTarget
 from holdfast.errors import (
     Conflict,
@@ -39,7 +37,7 @@ from holdfast.errors import (
     UsageError,
     WaitTimeout,
 )
-from holdfast.observe.redact import redact
+from holdfast.observe.log_formats import format_unhandled_logs
 
 
 class ExitCode(IntEnum):
@@ -85,9 +83,8 @@ def exit_code(error: HoldfastError) -> ExitCode:
 def print_error(error: HoldfastError, *, debug: bool) -> ExitCode:
     """Print an error as one line on stderr, with `debug` after its traceback. Returns the exit code."""
     if debug:
-        print(visible(redact("".join(traceback.format_exception(error)))), file=sys.stderr, end="")
-    message = visible(" ".join(redact(str(error)).split()))
-    print(f"holdfast: {error.code}: {message}", file=sys.stderr)
+        print_traceback(error)
+    note(f"holdfast: {error.code}: {error}")
     return exit_code(error)
 
 
@@ -135,6 +132,7 @@ def command(
 
     def register(function: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
         def run(url: str | None, namespace: str | None, debug: bool, **arguments: Any) -> None:
+            format_unhandled_logs()
             try:
                 _check_text(arguments)
                 _warn_about_passwords(url=url, ledger=arguments.get("ledger"))

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
 
 from holdfast.cli.command import ExitCode
-from holdfast.cli.output import emit_json, emit_rows, note, number_of
+from holdfast.cli.output import console, emit_json, emit_line, emit_rows, note, number_of, read_answer
 from holdfast.errors import InvalidOption
+from holdfast.observe.terminal import progress_bars
 from holdfast.operations.bulk import BulkReport, BulkResult
 from holdfast.operations.bulk import Progress as BulkProgress
 
@@ -52,8 +52,7 @@ def confirm(prompt: str, *, yes: bool) -> None:
     """Prompt; exit with code 0 unless the answer is yes. Raises `InvalidOption` if stdin is closed."""
     if yes:
         return
-    print(f"{prompt} [y/N] ", end="", file=sys.stderr, flush=True)
-    answer = sys.stdin.readline()
+    answer = read_answer(f"{prompt} [y/N]")
     if not answer:
         raise InvalidOption("cannot prompt: stdin is closed; pass --yes, or check with --dry-run")
     if answer.strip().lower() not in ("y", "yes"):
@@ -100,7 +99,7 @@ def print_report(report: BulkReport, thing: str, *, as_json: bool) -> None:
     if as_json:
         emit_json(report_document(report))
     elif report.dry_run:
-        print(f"{report.matched}\twould be changed")
+        emit_line(str(report.matched), "would be changed")
         if report.skipped:
             note(f"{report.skipped} skipped: already replayed")
     else:
@@ -146,7 +145,7 @@ def _bar(what: str, total: int) -> Iterator[Callable[[], None]]:
     if not sys.stderr.isatty():
         yield lambda: None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with progress_bars(console(sys.stderr), "{task.description}", *columns, transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda: bar.advance(task)

@@ -262,16 +262,14 @@ def dead_letter_facts(dead_letter: DeadLetterRow) -> Iterator[tuple[str, str]]:
     return ((name, value) for name, value in facts.items() if value)
 
 
-def changes_text(changes: Sequence[PayloadChange]) -> str:
-    """Format the changes of a payload, one line per path: - before, + after."""
+def change_lines(changes: Sequence[PayloadChange]) -> Iterator[str]:
+    """Format the changes of a payload, one line per value: - before, + after."""
     if not changes:
-        return "the payload is unchanged"
-    lines = []
+        yield "the payload is unchanged"
     for change in changes:
         for sign, value in (("-", change.before), ("+", change.after)):
             if value is not ABSENT:
-                lines.append(f"{sign} {change.path or '/'}: {shorten(encode_json(value, 'a value').decode(), 400)}")
-    return "\n".join(lines)
+                yield f"{sign} {change.path or '/'}: {shorten(encode_json(value, 'a value').decode(), 400)}"
 
 
 def dead_letter_document(dead_letter: DeadLetterRow) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from rich.text import Text
 from holdfast.cli.event_view import JobHistoryView
 from holdfast.cli.output import (
     emit_facts,
+    emit_line,
     emit_rows,
     error_text,
     instant,
@@ -24,7 +25,6 @@ from holdfast.cli.output import (
     shorten,
     span,
     state_text,
-    visible,
 )
 from holdfast.clock import to_datetime
 from holdfast.core.job import HISTORY_FIRST, HISTORY_LATEST, Attempt, JobInfo
@@ -38,15 +38,15 @@ def print_ledger_only(history: JobHistoryView) -> None:
     """Print the job's dead letter, steps and effects, if any."""
     if history.dead_letter is not None:
         dead_letter = history.dead_letter
-        print()
+        emit_line()
         error = join_parts(dead_letter.error_code, shorten(dead_letter.error, 120))
-        print(visible(f"dead letter {dead_letter.dlq_id} ({dead_letter.status}): {error}"))
+        emit_line(f"dead letter {dead_letter.dlq_id} ({dead_letter.status}): {error}")
     if history.steps:
-        print()
+        emit_line()
         steps = [(str(step.position), step.name, shorten(step.result.text)) for step in history.steps]
         emit_rows(("step", "name", "result"), steps, empty="")
     if history.effects:
-        print()
+        emit_line()
         effects = [(effect.key, effect.state, effect.function, effect.reason or "") for effect in history.effects]
         emit_rows(("effect", "state", "function", "note"), effects, empty="")
 

@@ -27,13 +27,13 @@ from holdfast.cli.output import (
     as_table,
     console,
     emit_json_line,
+    emit_line,
     instant,
     note,
     now_ms,
     on_terminal,
     shorten,
     state_text,
-    visible,
 )
 from holdfast.cli.session import queues_or_all
 from holdfast.clock import iso
@@ -43,6 +43,7 @@ from holdfast.engine.port import Engine, InspectionPort
 from holdfast.engine.port.feed import FeedReadPort
 from holdfast.engine.port.reads import QueueStats
 from holdfast.errors import EngineUnavailable, LedgerUnavailable
+from holdfast.observe.visible import flatten
 
 if TYPE_CHECKING:
     from holdfast.ledger.queries.jobs import Queries
@@ -232,9 +233,9 @@ class _WatchScreen:
             self._live.update(_render(watch_sample, self._console.width), refresh=True)
         else:
             for sample in watch_sample.samples:
-                print(_sample_text(sample), flush=True)
+                emit_line(_sample_text(sample), flush=True)
             for queue in watch_sample.unreachable:
-                print(f"{instant(now_ms())} queue={queue} unreachable", flush=True)
+                emit_line(f"{instant(now_ms())} queue={queue} unreachable", flush=True)
 
 
 def _document(sample: QueueSample) -> dict[str, Any]:
@@ -355,9 +356,9 @@ def show_events(events: Sequence[tuple[Event, str]]) -> None:
 
 def _event_text(event: Event, name: str) -> Text:
     label = state_text(event.to_state) if event.to_state else Text()
-    label.plain = f"{event.type:<16}"
+    label.plain = f"{flatten(event.type):<16}"
     attempt = f"attempt {event.attempt}" if event.attempt else ""
     cells = (Text(instant(event.at_ms), "dim"), event.job_id, f"{name:<12}", label, f"{attempt:<10}")
     return Text("  ").join(
-        Text(visible(cell)) if isinstance(cell, str) else cell for cell in (*cells, shorten(event.message, 80))
+        Text(flatten(cell)) if isinstance(cell, str) else cell for cell in (*cells, shorten(event.message, 80))
     )

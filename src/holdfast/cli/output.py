@@ -1,20 +1,21 @@
 """Output to stdout as a table, plain lines or JSON; formats of instants, durations, states and jobs.
 
 stdout carries only the answer; notes and logs go to stderr. On a terminal no word is broken, so that identifiers can be
-copied whole at any width. Control characters are written out, never sent to the terminal.
+copied whole at any width. Commands print only through this module: text from others is never markup, and its control
+characters are written out (`observe.visible`).
 """
 
 from __future__ import annotations
 
-import re
 import sys
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final, TextIO
 
 import msgspec
 from rich.cells import cell_len
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -22,6 +23,8 @@ from holdfast.clock import iso, to_datetime
 from holdfast.core.job import Attempt, Failure, JobInfo, Priority
 from holdfast.core.states import State
 from holdfast.observe.redact import redact
+from holdfast.observe.terminal import SafeConsole
+from holdfast.observe.visible import collapse, flatten, fold, visible, visible_json
 
 Cell = str | Text
 
@@ -30,8 +33,6 @@ _GAP: Final = 2
 #: Minimum width of a column of sentences; a narrower one is unreadable.
 _TEXT_WIDTH: Final = 24
 _INDENT: Final = "  "
-#: All control characters but tab and newline, and the characters that reorder text.
-_CONTROL: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 def on_terminal() -> bool:
@@ -39,29 +40,34 @@ def on_terminal() -> bool:
     return sys.stdout.isatty()
 
 
-def console(out: TextIO | None = None) -> Console:
+def console(out: TextIO | None = None) -> SafeConsole:
     """Return a console on the current `sys.stdout` (tests replace it), or on this stream."""
     out = out or sys.stdout
-    return Console(file=out, highlight=False, soft_wrap=not out.isatty())
+    return SafeConsole(out, soft_wrap=not out.isatty())
 
 
-def visible(text: str) -> str:
-    """Escape control characters, so that untrusted text cannot control the terminal."""
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+def emit_text(text: str = "", *, out: TextIO | None = None, flush: bool = False) -> None:
+    """Print text of any number of lines, for example a stack."""
+    print(visible(text), file=out or sys.stdout, flush=flush)
+
+
+def emit_line(*cells: str, out: TextIO | None = None, flush: bool = False) -> None:
+    """Print one line of cells, separated by tabs."""
+    emit_text("\t".join(map(flatten, cells)), out=out, flush=flush)
 
 
 def emit_json(document: Any) -> None:
     """Print one JSON document, indented."""
-    print(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
+    emit_text(visible_json(msgspec.json.format(msgspec.json.encode(document), indent=2).decode()))
 
 
 def emit_json_line(document: Any) -> None:
     """Print one JSON document on one line and flush."""
-    print(msgspec.json.encode(document).decode(), flush=True)
+    emit_text(visible_json(msgspec.json.encode(document).decode()), flush=True)
 
 
 def emit_facts(facts: Iterable[tuple[str, Cell | None]], width: int = 10) -> None:
-    """Print name and value, one line per non-empty value.
+    """Print name and value, one line per non-empty value; further lines of a value are indented.
 
     The terminal wraps long values, so that they can be copied.
     """
@@ -69,7 +75,9 @@ def emit_facts(facts: Iterable[tuple[str, Cell | None]], width: int = 10) -> Non
     for name, value in facts:
         if value:
             label = (f"{name:<{width}} ", "bold" if on_terminal() else "")
-            screen.print(Text.assemble(label, value if isinstance(value, Text) else visible(value)), soft_wrap=True)
+            if isinstance(value, str):
+                value = Text(visible(value).replace("\n", "\n" + " " * (width + 1)))
+            screen.print(Text.assemble(label, value), soft_wrap=True)
 
 
 def emit_rows(
@@ -84,14 +92,13 @@ def emit_rows(
         note(empty)
         return
     out = out or sys.stdout
-    shown = [[_one_line(cell) for cell in row] for row in rows]
     if not out.isatty():
-        for line in (columns, *shown):
-            print("\t".join(str(cell) for cell in line), file=out)
+        for line in (columns, *rows):
+            emit_line(*map(str, line), out=out)
         return
     screen = console(out)
     screen.print(
-        as_table(columns, shown, screen.width, texts=texts) or as_cards(columns, shown, screen.width), soft_wrap=True
+        as_table(columns, rows, screen.width, texts=texts) or as_cards(columns, rows, screen.width), soft_wrap=True
     )
 
 
@@ -103,33 +110,49 @@ def as_table(
     texts: int = 1,
 ) -> Table | None:
     """Build a table; None if that would break a word, or leave too little width for a sentence."""
-    widths = _widths(columns, rows, width, texts)
+    names, *lines = ([_to_text(cell) for cell in row] for row in (columns, *rows))
+    widths = _widths(names, lines, width, texts)
     if widths is None:
         return None
     table = Table(header_style="bold", box=None, pad_edge=False)
-    for column, fitting in zip(columns, widths, strict=True):
+    for name, fitting in zip(names, widths, strict=True):
         # No ellipsis: rich counts a blank at the end of a line that has wide characters, and would cut the word.
-        table.add_column(Text(column), width=fitting, overflow="fold")
-    for row in rows:
-        # As Text: rich would parse brackets in a string as markup.
-        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+        table.add_column(name, width=fitting, overflow="fold")
+    for line in lines:
+        table.add_row(*line)
     return table
 
 
 def as_cards(columns: Sequence[str], rows: Sequence[Sequence[Cell]], width: int) -> Group:
     """Format each row as a card: the first cell, and below it the others with their names."""
-    return Group(*(line for row in rows for line in _card(columns, row, width)))
+    return Group(*(line for row in rows for line in _card(columns, [_to_text(cell) for cell in row], width)))
 
 
 def note(message: str) -> None:
-    """Print a note on stderr, with secrets redacted."""
-    print(visible(redact(message)), file=sys.stderr)
+    """Print a note on stderr, in one line and with secrets redacted."""
+    emit_line(redact(message), out=sys.stderr)
+
+
+def print_traceback(error: BaseException) -> None:
+    """Print the traceback of an error on stderr, with secrets redacted."""
+    emit_text(redact("".join(traceback.format_exception(error))).removesuffix("\n"), out=sys.stderr)
+
+
+def progress_line(text: str = "") -> None:
+    """Replace the last line of stderr, which must be a terminal, by this text."""
+    print(f"\r\033[K{flatten(text)}", end="", file=sys.stderr, flush=True)  # noqa: T201
+
+
+def read_answer(text: str) -> str:
+    """Print a prompt on stderr and return the line that is typed; empty if stdin is closed."""
+    print(flatten(text), end=" ", file=sys.stderr, flush=True)  # noqa: T201
+    return sys.stdin.readline()
 
 
 # Widths --------------------------------------------------------------------------------------------
 
 
-def _widths(columns: Sequence[str], rows: Sequence[Sequence[Cell]], width: int, texts: int) -> list[int] | None:
+def _widths(columns: Sequence[Cell], rows: Sequence[Sequence[Cell]], width: int, texts: int) -> list[int] | None:
     """Width of each column; the sentences share what the others leave. None if the words do not fit."""
     cells = [[str(cell) for cell in column] for column in zip(columns, *rows, strict=True)]
     whole = [max(map(cell_len, column)) for column in cells]
@@ -148,7 +171,7 @@ def _widths(columns: Sequence[str], rows: Sequence[Sequence[Cell]], width: int, 
     ]
 
 
-def _card(columns: Sequence[str], row: Sequence[Cell], width: int) -> Iterator[Text]:
+def _card(columns: Sequence[str], row: Sequence[Text], width: int) -> Iterator[Text]:
     first, *others = row
     for line in _flow(Text(str(first), style="bold").split(" "), " ", width):
         yield _keep_unbroken(line)
@@ -180,8 +203,9 @@ def _keep_unbroken(line: Text) -> Text:
     return line
 
 
-def _one_line(cell: Cell) -> Cell:
-    return cell if isinstance(cell, Text) else visible(" ".join(cell.split()) if "\n" in cell or "\t" in cell else cell)
+def _to_text(cell: Cell) -> Text:
+    # `Text` drops some control characters silently.
+    return cell if isinstance(cell, Text) else Text(flatten(cell))
 
 
 _STYLES: Final[dict[State, str]] = {
@@ -222,7 +246,7 @@ def span(duration_ms: int) -> str:
 
 def shorten(text: str, width: int = 60) -> str:
     """Shorten to one line of at most `width` characters."""
-    line = " ".join(text.split())
+    line = collapse(fold(text))
     return line if len(line) <= width else line[: width - 1] + "…"
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from rich.table import Table
+from rich.text import Text
 
 from holdfast import State
 from holdfast.core.job import Event, JobInfo
@@ -99,7 +100,7 @@ def summary(results: Sequence[Result]) -> Table:
             f"{number} × {'as expected' if words == result.expected else words}"
             for words, number in result.observed.items()
         )
-        verdict = "[red]WRONG[/red]" if result.problems else "[green]ok[/green]"
+        verdict = Text("WRONG", "red") if result.problems else Text("ok", "green")
         table.add_row(result.group, str(sum(result.observed.values())), result.expected, observed, verdict)
     return table
 

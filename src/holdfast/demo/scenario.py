@@ -11,10 +11,10 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
+from rich.text import Text
 
 from holdfast import Job, State
 from holdfast.core.job import JobInfo
@@ -22,8 +22,12 @@ from holdfast.core.states import FINAL
 from holdfast.demo import orders
 from holdfast.demo.check import Expected, check, summary
 from holdfast.demo.sandbox import Workers, read_holdfast, run_holdfast
+from holdfast.observe.terminal import SafeConsole, progress_bars
 
-console: Final = Console()
+if TYPE_CHECKING:
+    from rich.progress import Progress  # noqa: TID251 - only its type
+
+console: Final = SafeConsole()
 
 
 class DemoUser:
@@ -40,9 +44,8 @@ class DemoUser:
 
     async def types(self, *words: str, fails: bool = False) -> None:
         """Print and run a command; end the demo unless it succeeds, or with `fails` unless it fails."""
-        console.print(
-            f"\n[bold]{self.name} $[/bold] holdfast {_format_command(words)}", highlight=False, soft_wrap=True
-        )
+        console.print()
+        console.print(Text.assemble((f"{self.name} $", "bold"), f" holdfast {_format_command(words)}"), soft_wrap=True)
         code = await run_holdfast(*words, HOLDFAST_TOKEN=self._token)
         if (code != 0) is not fails:
             raise SystemExit(f"holdfast {words[0]} ended with {code}")
@@ -51,9 +54,8 @@ class DemoUser:
 async def approve_a_refund(ada: DemoUser) -> Job[str]:
     """Submit a large refund, which waits for an approval without occupying a worker, and approve it."""
     job = await orders.refund.submit(7, cents=25_000)
-    console.print(
-        f"\na refund of 250.00 is [bold]{(await job.info()).state}[/bold]: a guard of the app requires an approval"
-    )
+    state = ((await job.info()).state.value, "bold")
+    console.print(Text.assemble("\na refund of 250.00 is ", state, ": a guard of the app requires an approval"))
     await ada.types("approvals", "list")
     (waiting,) = json.loads(await read_holdfast("approvals", "list", "--json"))
     await ada.types("approvals", "approve", waiting["approval_id"], "--reason", "the customer is right")
@@ -106,15 +108,15 @@ async def play(folder: Path) -> int:
     await show("verification: every history in the ledger is gapless and legal", "verify", "--ledger")
     problems = [problem for result in results for problem in result.problems] + workers.ended_badly
     for problem in problems:
-        console.print(f"[bold red]wrong:[/bold red] {problem}", highlight=False)
+        console.print(Text.assemble(("wrong:", "bold red"), f" {problem}"))
     if not problems:
-        console.print("\n[bold green]every job ended as expected[/bold green]")
+        console.print("\nevery job ended as expected", style="bold green")
     return 1 if problems else 0
 
 
 async def show(what: str, *words: str) -> None:
     """Print and run a command; end the demo if it fails."""
-    console.print(f"\n{what}: [bold]holdfast {' '.join(words)}[/bold]\n", soft_wrap=True)
+    console.print(Text.assemble(f"\n{what}: ", (f"holdfast {' '.join(words)}", "bold"), "\n"), soft_wrap=True)
     if await run_holdfast(*words) != 0:
         raise SystemExit(f"holdfast {words[0]} failed")
 
@@ -155,7 +157,8 @@ async def kill_in_the_middle(workers: Workers) -> Expected:
     running = await wait_until(workers, job.info, lambda view: view.state is State.RUNNING, "the report runs")
     name = workers.kill(running.worker)
     lease_s = orders.app.settings.visibility_timeout_s
-    console.print(f"[bold red]kill -9[/bold red] {name}, during the report; its lease expires after {lease_s:g} s")
+    killed = f" {name}, during the report; its lease expires after {lease_s:g} s"
+    console.print(Text.assemble(("kill -9", "bold red"), killed))
     (only,) = group("worker killed with -9", [job], attempts=2)
     return only
 
@@ -210,6 +213,4 @@ async def wait_until(workers: Workers, read: Callable[[], Awaitable[T]], good: C
 
 
 def progress() -> Progress:
-    return Progress(
-        TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
-    )
+    return progress_bars(console, "{task.description:<28}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -1,30 +1,33 @@
-"""Log formatters of the command line: JSON or plain lines, without control characters or secrets."""
+"""Log formatters of the command line: JSON or plain lines, without control characters or secrets.
+
+In a plain log each message is one line, whatever it contains; only tracebacks and stacks below it have more.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
-import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-from rich.console import Console
-from rich.logging import RichHandler
 
 from holdfast.clock import iso
 from holdfast.observe.logs import current_claim, log_fields
 from holdfast.observe.redact import redact, redact_and_truncate, redact_value
+from holdfast.observe.visible import escape_newlines, visible, visible_json
 
 #: Maximum length of a traceback, in characters.
 _STACK_LIMIT: Final = 16_000
-_CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 #: Attributes of every record; others were passed with `extra=`. Uvicorn adds `color_message` for terminals.
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 
 
-class SafeFormatter(logging.Formatter):
+class SafeFormatter(logging.Formatter):  # noqa: TID251 - the base of those to use
     """Formats tracebacks with a limited length, even if the exception's own code fails."""
 
     def formatException(self, exc_info: Any) -> str:
@@ -62,16 +65,19 @@ class JsonFormatter(SafeFormatter):
 
 
 class PlainFormatter(SafeFormatter):
-    """Only the redacted message; rich adds time and level."""
+    """Plain text; by default only the message."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        # Redact first: secrets of several lines are found by their newlines.
+        return escape_newlines(redact(super().formatMessage(record)))
 
     def format(self, record: logging.LogRecord) -> str:
-        # Escape codes in an exception's message must not reach the terminal.
-        return _CONTROL.sub(lambda found: repr(found[0])[1:-1], redact(super().format(record)))
+        return visible(redact(super().format(record)))
 
 
 def _encode(line: Any) -> str:
     try:
-        return msgspec.json.encode(line).decode()
+        return visible_json(msgspec.json.encode(line).decode())
     except UnicodeEncodeError:
         # A lone surrogate, which JSON in UTF-8 cannot hold.
         return json.dumps(line)
@@ -81,9 +87,35 @@ def log_to_stderr(level: str, *, as_json: bool) -> None:
     """Send all logs to stderr, as JSON if `as_json` is set or stderr is not a terminal."""
     handler: logging.Handler
     if as_json or not sys.stderr.isatty():
-        handler = logging.StreamHandler(sys.stderr)
+        handler = logging.StreamHandler(sys.stderr)  # noqa: TID251 - with a safe formatter
         handler.setFormatter(JsonFormatter())
     else:
-        handler = RichHandler(console=Console(stderr=True), show_path=False, markup=False, rich_tracebacks=False)
-        handler.setFormatter(PlainFormatter("%(message)s"))
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+        # Commands that do not log should not wait for the import.
+        from rich.logging import RichHandler  # noqa: TID251 - with a safe formatter and console
+
+        from holdfast.observe.terminal import SafeConsole
+
+        handler = RichHandler(console=SafeConsole(stderr=True), show_path=False, markup=False, rich_tracebacks=False)
+        handler.setFormatter(PlainFormatter())
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)  # noqa: TID251 - as above
+
+
+def format_unhandled_logs() -> None:
+    """Format warnings and errors that are logged while no handler is set, for example by a driver."""
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(PlainFormatter())
+
+
+@contextmanager
+def log_to_file(name: str, path: Path) -> Iterator[None]:
+    """Send the logs of this logger to a file, and nowhere else."""
+    log, handler = logging.getLogger(name), logging.FileHandler(path, encoding="utf-8")  # noqa: TID251 - as above
+    handler.setFormatter(PlainFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    log.addHandler(handler)
+    log.propagate = False
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.propagate = True
+        handler.close()

@@ -9,7 +9,7 @@ import typer
 
 from holdfast.cli.command import AsJson, command
 from holdfast.cli.event_view import iso
-from holdfast.cli.output import emit_json, emit_rows, note, shorten
+from holdfast.cli.output import emit_json, emit_line, emit_rows, note, shorten
 from holdfast.cli.parse import duration, parse_time_or_age
 from holdfast.cli.session import EngineTarget, open_operations
 from holdfast.core.principal import ALL_TENANTS, Role
@@ -194,7 +194,7 @@ async def create(
             }
         )
         return
-    print(text)
+    emit_line(text)
     note(f"token {row.token_id} of {row.name} ({row.role}); it cannot be shown again")
 
 

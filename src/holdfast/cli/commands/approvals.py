@@ -13,7 +13,7 @@ import typer
 from holdfast.cli.command import AsJson, command
 from holdfast.cli.event_view import event_document, event_rows, iso
 from holdfast.cli.output import as_json as raw_json
-from holdfast.cli.output import emit_facts, emit_json, emit_rows, note, shorten, span
+from holdfast.cli.output import emit_facts, emit_json, emit_line, emit_rows, note, shorten, span
 from holdfast.cli.prefixes import queries_of, with_whole_id
 from holdfast.cli.session import EngineTarget, open_operations
 from holdfast.core.codec import encode_json
@@ -99,10 +99,10 @@ async def show(at: EngineTarget, approval_id: ApprovalId, as_json: AsJson = Fals
         return
     emit_facts(_facts(detail, now_ms), 12)
     if detail.approval.votes:
-        print()
+        emit_line()
         votes = [(_word(vote.approve), vote.voter, iso(vote.at) or "", vote.reason) for vote in detail.approval.votes]
         emit_rows(("vote", "voter", "when", "reason"), votes, empty="")
-    print()
+    emit_line()
     emit_rows(
         ("when", "after", "what", "detail"),
         event_rows(detail.events),
@@ -146,7 +146,7 @@ async def _vote(at: EngineTarget, approval_id: str, *, approve: bool, reason: st
     if as_json:
         emit_json(_document(row))
         return
-    print(f"{row.approval_id}\t{row.status}\t{_votes(row)}")
+    emit_line(row.approval_id, row.status, _votes(row))
     if row.status is ApprovalStatus.REQUESTED:
         note("quorum not reached; more approvals are required")
 

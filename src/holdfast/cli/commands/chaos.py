@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bars
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TimeElapsedColumn
 
 from holdfast.cli.command import AsJson, ExitCode, command
-from holdfast.cli.output import emit_json, emit_rows, note
+from holdfast.cli.output import console, emit_json, emit_line, emit_rows, note
 from holdfast.cli.session import EngineTarget
 from holdfast.errors import UsageError
 from holdfast.extras import require
+from holdfast.observe.log_formats import log_to_file
+from holdfast.observe.terminal import progress_bars
 
 if TYPE_CHECKING:
+    from rich.progress import Progress as Bars  # noqa: TID251 - only its type
+
     from holdfast.verification.chaos.report import ChaosReport
     from holdfast.verification.chaos.run import Progress
 
@@ -139,7 +138,8 @@ async def chaos(
     if folder is not None and folder.exists() and any(folder.iterdir()):
         raise UsageError(f"{folder} is not empty; name a new directory, or omit --folder")
     directory.mkdir(parents=True, exist_ok=True)
-    with _log_to(directory / "chaos.log"), _ChaosScreen() as screen:
+    # During outages the submitter's log would flood stderr.
+    with log_to_file("holdfast", directory / "chaos.log"), _ChaosScreen() as screen:
         report = await run(options, directory, screen.show)
     if report_file is not None:
         report_file.write_bytes(msgspec.json.format(msgspec.json.encode(document(report)), indent=2) + b"\n")
@@ -158,26 +158,11 @@ async def chaos(
     raise typer.Exit(ExitCode.OK if report.ok else ExitCode.FAILED)
 
 
-@contextmanager
-def _log_to(path: Path) -> Iterator[None]:
-    """Log to a file: during outages the submitter's log would flood stderr."""
-    log, handler = logging.getLogger("holdfast"), logging.FileHandler(path)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
-    log.addHandler(handler)
-    log.propagate = False
-    try:
-        yield
-    finally:
-        log.removeHandler(handler)
-        log.propagate = True
-        handler.close()
-
-
 def _print(report: ChaosReport) -> None:
     from holdfast.verification.chaos.report import FAULT_COLUMNS, faults_table, summary
 
     emit_rows(("what", ""), summary(report), empty="")
-    print()
+    emit_line()
     emit_rows(FAULT_COLUMNS, faults_table(report.struck), empty="no faults were injected")
     for what, reason in report.unsupported.items():
         note(f"{what} is not possible here: {reason}")
@@ -196,8 +181,8 @@ class _ChaosScreen:
         self._phase = ""
         self._printed_at = 0.0
         if sys.stderr.isatty():
-            columns = (TextColumn("{task.description:>9}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-            self._bars = Bars(*columns, console=Console(stderr=True, highlight=False), transient=True)
+            columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            self._bars = progress_bars(console(sys.stderr), "{task.description:>9}", *columns, transient=True)
 
     def __enter__(self) -> _ChaosScreen:
         if self._bars is not None:

@@ -11,7 +11,7 @@ import typer
 from holdfast.cli.command import AsJson, command
 from holdfast.cli.confirm import All, DryRun, Rate, Yes, confirm, confirm_count, parse_rate, print_report, selects_ids
 from holdfast.cli.event_view import (
-    changes_text,
+    change_lines,
     dead_letter_detail_document,
     dead_letter_document,
     dead_letter_facts,
@@ -20,7 +20,7 @@ from holdfast.cli.event_view import (
     group_document,
     group_row,
 )
-from holdfast.cli.output import emit_facts, emit_json, emit_rows, note, visible
+from holdfast.cli.output import emit_facts, emit_json, emit_line, emit_rows, emit_text, note
 from holdfast.cli.parse import (
     AppName,
     Code,
@@ -160,15 +160,15 @@ async def show(at: EngineTarget, dlq_id: DlqId, as_json: AsJson = False) -> None
         emit_json(dead_letter_detail_document(dead_letter))
         return
     emit_facts(dead_letter_facts(dead_letter), 12)
-    print()
+    emit_line()
     emit_rows(
         ("when", "after", "what", "detail"),
         event_rows(dead_letter.events),
         empty="the ledger no longer has the job's history",
     )
     if dead_letter.stack:
-        print()
-        print(visible(dead_letter.stack.rstrip()))
+        emit_line()
+        emit_text(dead_letter.stack.rstrip())
 
 
 @command(
@@ -411,7 +411,8 @@ async def _edited_payload(
     """Return the edited payload, and print what it changes."""
     dead_letter = await dead_letters.show(principal, dlq_id)
     payload = edit_payload(dead_letter.payload.text, edit, pairs)
-    note(changes_text(await dead_letters.diff(principal, dlq_id, payload)))
+    for line in change_lines(await dead_letters.diff(principal, dlq_id, payload)):
+        note(line)
     return payload
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from holdfast.cli.command import AsJson, command
-from holdfast.cli.output import emit_json, emit_rows, note, number_of, visible
+from holdfast.cli.output import emit_json, emit_line, emit_rows, note, number_of
 from holdfast.cli.session import EngineTarget, open_operations
 from holdfast.core.codec import decode_json, encode_json
 from holdfast.core.job import DEFAULT_TENANT
@@ -92,7 +92,7 @@ async def show(at: EngineTarget, key: Key, tenant: Tenant = DEFAULT_TENANT, as_j
     for name, value in _document(row).items():
         if value is not None:
             text = value if isinstance(value, str) else encode_json(value, name).decode()
-            print(visible(f"{name}\t{text}"))
+            emit_line(name, text)
 
 
 @command(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from holdfast.cli.command import AsJson, OneQueue, command
-from holdfast.cli.output import emit_json, shorten, visible
+from holdfast.cli.output import emit_json, emit_line, shorten
 from holdfast.cli.session import EngineTarget, StoreSession, open_stores
 from holdfast.core.job import Event
 from holdfast.core.states import State
@@ -67,7 +67,8 @@ async def explain_job(
             }
         )
         return
-    print(visible("\n".join(explanation.sentences)))
+    for sentence in explanation.sentences:
+        emit_line(sentence)
 
 
 async def _explain(

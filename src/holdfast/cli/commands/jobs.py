@@ -10,7 +10,7 @@ from holdfast.cli.command import AsJson, OneQueue, Queues, command
 from holdfast.cli.event_view import JobHistoryView, counts_document, event_rows, history_document, row_document, stacks
 from holdfast.cli.job_view import engine_row, ledger_row, print_job, print_ledger_only, timeline_rows
 from holdfast.cli.live_view import watch
-from holdfast.cli.output import emit_json, emit_rows, job_document, note, state_text, visible
+from holdfast.cli.output import emit_json, emit_line, emit_rows, emit_text, job_document, note, state_text
 from holdfast.cli.parse import parse_time_or_age
 from holdfast.cli.prefixes import whole_job_ids
 from holdfast.cli.session import EngineTarget, StoreSession, ledger_queries, open_operations, open_stores, queues_or_all
@@ -155,7 +155,7 @@ async def show(
         emit_json(job_document(view) | (history_document(history) if history is not None else {}))
         return
     print_job(view)
-    print()
+    emit_line()
     # The last entry of the timeline is the current state.
     present = [] if view.state in FINAL else timeline_rows(view)[-1:]
     lines = event_rows(history.events) + present if history is not None else timeline_rows(view)
@@ -165,8 +165,8 @@ async def show(
     if stack:
         last = [view.failure.stack] if view.failure is not None and view.failure.stack else []
         for text in stacks(history.events) if history is not None else last:
-            print()
-            print(visible(text.rstrip()))
+            emit_line()
+            emit_text(text.rstrip())
 
 
 @command(
@@ -323,7 +323,7 @@ async def _act(
                 {"job_id": job_id, "queue": view.queue, "from": from_state.value, "to": (to or from_state).value}
             )
             if not as_json:
-                print(f"{job_id}\t{from_state} → {to or 'due now'}", flush=True)
+                emit_line(job_id, f"{from_state} → {to or 'due now'}", flush=True)
     if as_json:
         emit_json(done)
 

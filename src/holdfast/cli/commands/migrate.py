@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import typer
 
 from holdfast.cli.command import AsJson, ExitCode, command
-from holdfast.cli.output import emit_json, note
+from holdfast.cli.output import emit_json, note, read_answer
 from holdfast.cli.session import EngineTarget
 from holdfast.errors import InvalidOption, UsageError
 from holdfast.factory import sqlite_path
@@ -152,7 +152,7 @@ def _confirm(ledger: str) -> None:
         f"This drops all holdfast tables in {ledger}: job histories, dead letters, recorded effects and steps. "
         "It cannot be undone."
     )
-    if input("Type the word ledger to continue: ").strip() != "ledger":
+    if read_answer("Type the word ledger to continue:").strip() != "ledger":
         raise UsageError("nothing was changed")
 
 

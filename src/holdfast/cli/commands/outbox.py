@@ -14,7 +14,7 @@ from holdfast.cli.command import AsJson, command
 from holdfast.cli.commands.worker import Level, LogJson, LogLevel, MetricsHost, MetricsPort, metrics
 from holdfast.cli.lifecycle import LOOPBACK, run_until_signal
 from holdfast.cli.output import as_json as as_document
-from holdfast.cli.output import emit_json, emit_rows, instant, note
+from holdfast.cli.output import emit_json, emit_line, emit_rows, instant, note
 from holdfast.cli.session import EngineTarget, current_principal, ledger_must_exist
 from holdfast.clock import iso
 from holdfast.core.principal import Principal
@@ -116,7 +116,7 @@ async def retry(
     if as_json:
         emit_json({"revived": revived})
     else:
-        print(f"{revived}\tto be retried")
+        emit_line(str(revived), "to be retried")
     if ids and revived < len(set(ids)):
         missing = len(set(ids)) - revived
         raise InvalidOption(f"{missing} of the ids are not DEAD or RETRYING events; see `holdfast outbox list`")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from holdfast.cli.command import AsJson, Queues, command
-from holdfast.cli.output import emit_json, emit_rows, on_terminal
+from holdfast.cli.output import emit_json, emit_line, emit_rows, on_terminal
 from holdfast.cli.session import EngineTarget, open_operations, partial_result
 from holdfast.core.states import FINAL, State
 from holdfast.core.text import check_name
@@ -228,7 +228,7 @@ def _print(changed: dict[str, QueueControl], *, as_json: bool) -> None:
         emit_json([{"queue": name} | _plain(control) for name, control in changed.items()])
         return
     for name, control in changed.items():
-        print(f"{name}\t{_words(control)}")
+        emit_line(name, _words(control))
 
 
 def _number(text: str, name: str) -> int | None:

@@ -9,7 +9,7 @@ import typer
 
 from holdfast.app import Holdfast
 from holdfast.cli.command import AsJson, command
-from holdfast.cli.output import emit_json, note
+from holdfast.cli.output import emit_json, emit_line, note
 from holdfast.cli.parse import PriorityName, duration, parse_instant, payload
 from holdfast.cli.session import EngineTarget
 from holdfast.client.job import Job
@@ -146,6 +146,6 @@ def _print(receipt: dict[str, Any], *, as_json: bool) -> None:
     elif "result" in receipt:
         emit_json(receipt["result"])
     else:
-        print(receipt["job_id"])
+        emit_line(receipt["job_id"])
     if receipt["duplicate"]:
         note("duplicate idempotency key: no new job was created")

@@ -22,7 +22,17 @@ from holdfast.cli.confirm import (
 )
 from holdfast.cli.event_view import iso
 from holdfast.cli.job_view import print_job, timeline_rows
-from holdfast.cli.output import emit_json, emit_rows, job_document, join_parts, note, shorten, span, visible
+from holdfast.cli.output import (
+    emit_json,
+    emit_line,
+    emit_rows,
+    emit_text,
+    job_document,
+    join_parts,
+    note,
+    shorten,
+    span,
+)
 from holdfast.cli.parse import Code, OneOfQueues, Task, Tenant, Words, parse_time_or_age
 from holdfast.cli.prefixes import whole_job_ids
 from holdfast.cli.session import EngineTarget, open_operations
@@ -98,11 +108,11 @@ async def show(
         emit_json(job_document(view))
         return
     print_job(view)
-    print()
+    emit_line()
     emit_rows(("when", "after", "what", "detail"), timeline_rows(view), empty="")
     if view.failure is not None and view.failure.stack:
-        print()
-        print(visible(view.failure.stack.rstrip()))
+        emit_line()
+        emit_text(view.failure.stack.rstrip())
 
 
 @command(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final
 
-import msgspec
 import typer
 
 from holdfast.cli.command import AsJson, Queues, command
-from holdfast.cli.output import emit_json, emit_rows, span
+from holdfast.cli.output import emit_facts, emit_json, emit_rows, span
 from holdfast.cli.session import EngineTarget, open_operations
 from holdfast.clock import iso
 from holdfast.core.announcement import AnnouncedTask
@@ -64,13 +63,17 @@ async def show(
     if as_json:
         emit_json({"task": info.task, "schemas": [_schema(each) for each in info.schemas]})
         return
-    print(f"task       {info.task}")
+    emit_facts([("task", info.task)])
     for each in info.schemas:
-        print(f"queue      {each.queue}\npriority   {_priority(each)}\nschema     {each.fingerprint}")
-        print(f"announced  {span(max(0, now_ms - each.seen_at_ms))} ago")
-        document = each.document
-        if document is not None:
-            print(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
+        facts = {
+            "queue": each.queue,
+            "priority": _priority(each),
+            "schema": each.fingerprint,
+            "announced": f"{span(max(0, now_ms - each.seen_at_ms))} ago",
+        }
+        emit_facts(facts.items())
+        if each.document is not None:
+            emit_json(each.document)
 
 
 def _row(info: TaskInfo, now_ms: int) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import typer
 from holdfast.cli.command import AsJson, command
 from holdfast.cli.commands.worker import Level, LogJson, LogLevel, MetricsHost, MetricsPort
 from holdfast.cli.lifecycle import LOOPBACK, run_until_signal
-from holdfast.cli.output import emit_json, emit_rows, instant, note, shorten, span
+from holdfast.cli.output import emit_facts, emit_json, emit_line, emit_rows, instant, note, shorten, span
 from holdfast.cli.session import EngineTarget, open_operations
 from holdfast.errors import InvalidOption
 from holdfast.execution.backend import backend_of
@@ -230,10 +230,11 @@ async def plan(
             }
         )
         return
-    print(f"concurrency  {capacity.concurrency}")
-    print(f"memory       {capacity.memory_mb:.0f} MB")
+    facts = {"concurrency": str(capacity.concurrency), "memory": f"{capacity.memory_mb:.0f} MB"}
     if not capacity.enough:
-        print(f"processes    {capacity.processes}, each on a separate machine")
+        facts["processes"] = f"{capacity.processes}, each on a separate machine"
+    emit_facts(facts.items(), 12)
+    if not capacity.enough:
         note(
             f"the rate needs a concurrency of {capacity.required}; one machine's cores allow {capacity.concurrency} "
             f"({capacity.rate:.4g} messages/s); if the work waits for I/O rather than computes, pass --waiting"
@@ -271,7 +272,7 @@ def load(file: Path) -> list[TriggerEntry]:
     except InvalidTriggers as exc:
         for mistake in exc.mistakes:
             # Not redacted: they hold no values, and masking the text after `password:` would hide the remedy.
-            print(f"{file}: {mistake}", file=sys.stderr)
+            emit_line(f"{file}: {mistake}", out=sys.stderr)
         raise InvalidOption(f"{file} has errors; fix those listed above") from exc
 
 

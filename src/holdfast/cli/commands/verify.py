@@ -12,7 +12,7 @@ from rich.text import Text
 
 from holdfast.cli.command import AsJson, ExitCode, command
 from holdfast.cli.lifecycle import on_signals
-from holdfast.cli.output import emit_json, emit_rows, note
+from holdfast.cli.output import emit_json, emit_line, emit_rows, note, progress_line
 from holdfast.cli.parse import parse_time_or_age
 from holdfast.cli.session import EngineTarget, open_stores
 from holdfast.errors import HoldfastError, InvalidOption
@@ -97,12 +97,12 @@ async def verify(
 
 
 def _progress(report: LedgerReport) -> None:
-    print(f"\r{report.jobs:,} jobs, {report.events:,} events …", end="", file=sys.stderr, flush=True)
+    progress_line(f"{report.jobs:,} jobs, {report.events:,} events …")
 
 
 def _print(report: LedgerReport) -> None:
     if sys.stderr.isatty() and report.events:
-        print(file=sys.stderr)
+        emit_line(out=sys.stderr)
     counted = {
         "jobs": report.jobs,
         "still open": report.open_jobs,
@@ -162,14 +162,14 @@ def _cancel(running: asyncio.Task[Acceptance]) -> None:
 
 def _step(criterion: Criterion, result: CriterionResult | None) -> None:
     word = "…" if result is None else str(result.verdict)
-    print(f"\r\033[K{criterion.id} {criterion.title}: {word}", end="", file=sys.stderr, flush=True)
+    progress_line(f"{criterion.id} {criterion.title}: {word}")
 
 
 def _print_acceptance(report: Acceptance) -> None:
     from holdfast.verification.acceptance.fixture import CriterionStatus
 
     if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
+        progress_line()
     colours = {
         CriterionStatus.PASSED: "green",
         CriterionStatus.FAILED: "bold red",

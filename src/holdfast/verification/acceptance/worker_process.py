@@ -136,7 +136,7 @@ def _watch_stdin(loop: asyncio.AbstractEventLoop, resumed: asyncio.Event) -> Non
 
 
 def _print(line: str) -> None:
-    print(line, flush=True)
+    print(line, flush=True)  # noqa: T201 - read by the parent process
 
 
 if __name__ == "__main__":
