@@ -72,7 +72,7 @@ KINDS: Final = {
     # A look-up registers no waiter.
     "reader": Kind(
         {"stats", "workers", "get", "snapshot"},
-        CONNECTION | {"smembers", "hgetall", "xrange", "xread", "xrevrange", "zrevrange", "config|get"},
+        CONNECTION | {"smembers", "sismember", "hgetall", "xrange", "xread", "xrevrange", "zrevrange", "config|get"},
         frozenset({"hset"}),
     ),
 }

@@ -254,7 +254,6 @@ class _Query(msgspec.Struct, forbid_unknown_fields=True):
 
 _BODY: Final = msgspec.json.Decoder(_Body)
 _QUERY: Final = operation.QueryReader(_Query)
-_CODEC: Final = subscribers.EventIdCodec(b"k" * 32)
 
 
 def body(fields: Fields) -> object:
@@ -272,8 +271,7 @@ def http_header(fields: Fields) -> object:
 
 
 def event_id(fields: Fields) -> object:
-    found = [subscribers.parse_event_id(text(value)) for value in fields]
-    return found, [_CODEC.decode(text(value)) for value in fields]
+    return [subscribers.LastEvent.parse(text(value)) for value in fields]
 
 
 def cursor(fields: Fields) -> object:
@@ -385,12 +383,11 @@ OUTSIDE: Final = [
     Target(
         "event id",
         event_id,
-        [(b"default=1700000000000-0.3;other=5-1", _CODEC.encode("default=5-1").encode())],
+        [(b"1700000000000-AbCdEfGhIjKl", b"1700000000000-0", b"default=1700000000000-0.3;other=5-1")],
         (),
         (
             "http.subscribers.parse_position",
-            "http.subscribers.parse_event_id",
-            "http.subscribers.EventIdCodec.decode",
+            "http.subscribers.LastEvent.parse",
         ),
     ),
     Target(

@@ -38,6 +38,7 @@ from holdfast.errors import (
     WaitTimeout,
 )
 from holdfast.observe.log_formats import format_unhandled_logs
+from holdfast.observe.redact import redact
 
 
 class ExitCode(IntEnum):
