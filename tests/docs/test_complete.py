@@ -19,6 +19,7 @@ from holdfast import Context, Deny, GuardRequest, Holdfast, Job, RequireApproval
 from holdfast.cli.program import program
 from holdfast.client.connections import LedgerClient
 from holdfast.client.options import SubmitOptions
+from holdfast.environment import SECRETS
 from holdfast.guard.registry import GuardRegistry
 from holdfast.outbox.writer import Outbox
 from holdfast.settings import Settings
@@ -218,6 +219,7 @@ def _code(text: str) -> str:
 
 def test_every_setting_on_a_page_exists() -> None:
     known = {f"HOLDFAST_{name.upper()}" for name in Settings.model_fields}
+    known |= {f"HOLDFAST_{name.upper()}_FILE" for name in SECRETS}
     named = {
         (page.name, name)
         for page in PAGES
