@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 
 import pytest
 
@@ -33,21 +34,22 @@ async def test_every_name_can_be_set(redis_harness: RedisHarness, namespace: str
         group="ingest-workers",
         queue_retry="later",
         queue_suspended="parked",
+        cluster=redis_harness.names.cluster,
     )
     engine = RedisEngine(redis_harness.url, names, EngineOptions())
     await engine.open()
     redis, rig = redis_harness.redis, Rig(redis_harness, engine, "default")
-    prefix = redis_harness.names.prefix("default")
+    key = partial(names.configured, "default")
     try:
         claims = [await rig.start_one() for _ in range(4)]
-        (group,) = [g for g in await redis.xinfo_groups(f"{prefix}queue:tasks") if g["name"] == b"ingest-workers"]
+        (group,) = [g for g in await redis.xinfo_groups(key("queue:tasks")) if g["name"] == b"ingest-workers"]
         assert group["pending"] == 4
         verdicts: list[Verdict] = [DeadLetter(FAILURE), RetryLater(60_000, FAILURE), Suspend(FAILURE)]
         for claim, verdict in zip(claims, verdicts, strict=False):
             await rig.settle(claim, verdict)
-        assert await redis.xlen(f"{prefix}queue:tasks") == 1
-        assert await redis.xlen(f"{prefix}out") == await redis.xlen(f"{prefix}dead") == 1
-        assert await redis.zcard(f"{prefix}later") == await redis.zcard(f"{prefix}parked") == 1
+        assert await redis.xlen(key("queue:tasks")) == 1
+        assert await redis.xlen(key("out")) == await redis.xlen(key("dead")) == 1
+        assert await redis.zcard(key("later")) == await redis.zcard(key("parked")) == 1
     finally:
         await engine.close()
 
