@@ -93,7 +93,13 @@ class Claims:
 
         # Each round starts at another queue, so that a busy one does not starve the others.
         first = self._round % len(queues) if queues else 0
-        await self._store.outages.for_each([*queues[first:], *queues[:first]], step)
+        ordered = [*queues[first:], *queues[:first]]
+        if self._store.outages.apart:
+            # Raises for one unreachable queue: without the leases in flight, a lost reply could not be recovered.
+            for queue in ordered:
+                await step(queue)
+        else:
+            await self._store.outages.for_each(ordered, step)
         self._store.counters.claimed += len(claims)
         return claims
 
