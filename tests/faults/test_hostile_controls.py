@@ -17,9 +17,11 @@ from holdfast import State
 from holdfast.core.verdict import MESSAGE_GONE, MESSAGE_MALFORMED
 from holdfast.engine.port.operators import QueueControl
 from holdfast.engine.redis.keys import KeyNames, QueueKeys
+from holdfast.engine.redis.wire import encode_record
 from tests.faults.conftest import MakeSite
 from tests.faults.support import Site, eventually
 from tests.faults.test_wire import Wire
+from tests.fuzz import corpus
 from tests.worker.support import working
 
 pytestmark = [pytest.mark.faults, pytest.mark.redis]
@@ -62,6 +64,8 @@ GARBAGE: Final[list[bytes]] = [
 FIELDS: Final = [
     "limits",
     "lanes",
+    "turns",
+    "marker",
     "feed_read",
     "max_running",
     "concurrency",
@@ -176,3 +180,21 @@ async def test_a_key_of_another_type_affects_its_queue_only(wire: Wire, name: st
         await wire.redis.delete(key)
         repaired = await site.tasks.work.options(queue="broken").submit(3)
         assert await repaired.result(30) == 3
+
+
+@pytest.mark.parametrize("value", [b"\xff\xfe", b"\xff\xfe\n" + b"0" * 16])
+async def test_an_unreadable_idempotency_key_does_not_fail_a_submission(wire: Wire, value: bytes) -> None:
+    await wire.site.tasks.work.submit(1)
+    await wire.redis.set(wire.keys.idempotency("default", "k"), value)
+    job = await wire.site.tasks.work.options(idempotency_key="k", on_key_reuse="return").submit(1)
+    assert job.id
+
+
+async def test_a_due_job_with_unreadable_meta_is_a_dead_letter(wire: Wire) -> None:
+    """Its message is native, and its record has the position of the message."""
+    await wire.read_marker()
+    body = msgspec.structs.replace(corpus.BODY, meta="{", run_at="1", tenant_id="default")
+    await wire.redis.set(wire.keys.job("bad"), b"- queued -\n" + encode_record(body))
+    await wire.redis.zadd(wire.keys.delayed, {"bad": 1})
+    async with working(wire.site.app):
+        await eventually(wire.dead_letters, "the dead letter")

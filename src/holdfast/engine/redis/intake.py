@@ -131,7 +131,7 @@ class Intake:
                 receipts[position - 1] = _job_refusal(queue, envelopes, *answer)
             elif answer != b"known":
                 counters.duplicates += 1
-                receipts[position - 1] = Receipt(answer.decode(), duplicate=True)
+                receipts[position - 1] = Receipt(wire.printable(answer), duplicate=True)
         return receipts
 
 
@@ -141,7 +141,7 @@ _JOB_REFUSALS: Final = (b"limited", b"reused")
 def _job_refusal(queue: str, envelopes: Sequence[Envelope], kind: bytes, *rest: Any) -> JobRefused:
     if kind == b"reused":
         first, position = rest
-        return IdempotencyKeyReused(queue, envelopes[position - 1].idempotency_key, first.decode())
+        return IdempotencyKeyReused(queue, envelopes[position - 1].idempotency_key, wire.printable(first))
     limit, backlog, tenant, *fits = rest
     if not fits:
         return IntakeLimited(queue, limit, backlog, tenant.decode())

@@ -28,7 +28,7 @@ local reply, moves, ended, dlq_fields, adopted, by_id, freed, claimed = {}, {}, 
 local function known_tenant(record)
   local position, _, _, body = parse_record(record)
   local index, id = split_position(position)
-  if body ~= '' then return cmsgpack.unpack(body)[TENANT] end
+  if body ~= '' then return (unpack_body(body) or {})[TENANT] end
   local entry = index and redis.call('XRANGE', streams[index + 1], id, id)[1]
   return entry and tenant_of(entry[2])
 end
@@ -108,8 +108,7 @@ for i = 1, n do
   elseif known[i] and position_of(known[i]) == position then
     local owner = ARGV[arg + 15]
     if owner ~= '' then
-      local _, _, _, kept = parse_record(known[i])
-      local retries = kept ~= '' and cmsgpack.unpack(kept)[RETRIES] or '0'
+      local retries = known_retries(known[i]) or '0'
       moves[#moves + 1] = { 'reclaimed', job_id, tenant, deliveries, owner, id, worker, retries }
     end
     reply[i] = 'adopted'

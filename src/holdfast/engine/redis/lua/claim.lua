@@ -54,8 +54,10 @@ local function claim_fairly()
   -- First: a full Redis allows it, and then the rest of the script.
   redis.call('XDEL', wake, '0-0')
   local limits, passes, spare, used = decode_limits(controls[4]), {}, {}, {}
-  local kept = controls[5] and cmsgpack.unpack(controls[5]) or {}
-  for i = 1, #kept, 2 do passes[kept[i]] = kept[i + 1] end
+  local kept = controls[5] and unpack_table(controls[5]) or {}
+  for i = 1, #kept, 2 do
+    if is_count(kept[i]) and is_count(kept[i + 1]) then passes[kept[i]] = kept[i + 1] end
+  end
   local lanes = { 0, unpack(active) }
   for _, lane in ipairs(lanes) do spare[lane] = free_slots_in(streams, limits, lane, group, retry_consumer) end
   slots = free_slots_in_queue(streams, limits, active, group, retry_consumer)
