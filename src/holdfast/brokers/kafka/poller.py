@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import UTC, datetime
+from operator import methodcaller
 from threading import Event, Thread
 from time import monotonic
 from typing import Any, Final
@@ -19,7 +20,7 @@ from confluent_kafka import TIMESTAMP_NOT_AVAILABLE, Consumer, KafkaError, Kafka
 
 from holdfast.brokers.kafka.connection import ClientLog, KafkaConfig, client_settings
 from holdfast.brokers.kafka.offsets import InFlightOffsets
-from holdfast.brokers.port import RawMessage, timestamp_from_ms
+from holdfast.brokers.port import UNREADABLE, RawMessage, timestamp_from_ms
 from holdfast.core.retry import Backoff
 from holdfast.observe.redact import redact
 
@@ -36,6 +37,9 @@ _FULL_FOR_S: Final = 0.25
 _AHEAD_MESSAGES: Final = 10_000
 _AHEAD_KILOBYTES: Final = 16_384
 _NO_HEADERS: Final[dict[str, str]] = {}
+#: Calls `Message.headers`. If a name is not UTF-8, the client sets an exception, and returns a broken list besides.
+#: Python checks for that in this kind of call; in a direct one, once optimised, it does not, and the list crashes it.
+_read_headers: Final = methodcaller("headers")
 
 
 class Poller:
@@ -272,18 +276,24 @@ class Poller:
 def _raw(message: Message, share: int) -> RawMessage:
     topic, partition, offset = message.topic(), message.partition(), message.offset()
     kind, milliseconds = message.timestamp()
-    key, headers = message.key(), message.headers()
+    key = message.key()
     return RawMessage(
         message_id=f"{topic}-{partition}-{offset}",
         body=_bytes(message.value()),
-        headers=_headers(headers) if headers else _NO_HEADERS,
+        headers=_headers(message),
         timestamp=datetime.now(UTC) if kind == TIMESTAMP_NOT_AVAILABLE else timestamp_from_ms(milliseconds),
         metadata={"topic": topic, "partition": partition, "offset": offset, "share": share},
         key="" if key is None else _decode(key),
     )
 
 
-def _headers(headers: Any) -> dict[str, str]:
+def _headers(message: Message) -> dict[str, str]:
+    try:
+        headers = _read_headers(message)
+    except (SystemError, UnicodeDecodeError) as exc:
+        return {UNREADABLE: f"a name is not UTF-8 ({exc!r:.200})"}
+    if not headers:
+        return _NO_HEADERS
     return {name.lower(): "" if value is None else _decode(value) for name, value in headers}
 
 
