@@ -243,7 +243,7 @@ def test_headers_do_not_fill_the_memory(tmp_path: Path) -> None:
         assert all(b" 431 " in each.recv(4_096) for each in clients)
         for each in clients:
             each.close()
-        assert client.get("/livez").status_code == 200
+        assert client.get("/healthz").status_code == 200
         assert process.end() == 0
 
 

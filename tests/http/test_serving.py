@@ -96,7 +96,7 @@ def test_a_request_that_outlasts_the_grace_time_is_a_503(
     monkeypatch.setattr("holdfast.http.server._GRACE_S", 0.2)
     called = threading.Event()
 
-    async def hang(*_: Any) -> None:
+    async def hang(*_: Any, **__: Any) -> None:
         called.set()
         await asyncio.sleep(60)
 

@@ -375,10 +375,8 @@ async def serve_metrics(
         open_connections += 1
         try:
             async with asyncio.timeout(timeout_s):
-                if open_connections > _MOST_CONNECTIONS:
-                    writer.write(_response("503 Service Unavailable", _TEXT, b"too many connections; retry later\n"))
-                else:
-                    writer.write(await _answer(reader, exposition, readiness))
+                is_refused = open_connections > _MOST_CONNECTIONS
+                writer.write(await _answer(reader, exposition, readiness, is_refused=is_refused))
                 writer.close()
                 await writer.wait_closed()
         except (TimeoutError, asyncio.IncompleteReadError, ConnectionError) as exc:
@@ -401,11 +399,16 @@ async def serve_metrics(
         yield bound
 
 
-async def _answer(reader: asyncio.StreamReader, exposition: Exposition, readiness: ReadinessCheck | None) -> bytes:
+async def _answer(
+    reader: asyncio.StreamReader, exposition: Exposition, readiness: ReadinessCheck | None, *, is_refused: bool
+) -> bytes:
     try:
         head = await reader.readuntil(b"\r\n\r\n")
     except asyncio.LimitOverrunError:
         return _response("431 Request Header Fields Too Large", _TEXT, b"the headers are too large; send fewer\n")
+    if is_refused:
+        # After the request: a connection that is closed with unread data is reset, and the client gets no response.
+        return _response("503 Service Unavailable", _TEXT, b"too many connections; retry later\n")
     return await _reply(head, exposition, readiness)
 
 
