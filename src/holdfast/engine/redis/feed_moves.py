@@ -80,6 +80,10 @@ def _require_text(kind: str, moves: list[Any]) -> None:
 
 
 def read_count(value: Any) -> int:
+    """Convert a count. Raises `ValueError` for one that no script writes."""
+    if value == "0":
+        # By far the most frequent.
+        return 0
     count = int(value)
     if not 0 <= count <= _MAX_COUNT:
         raise ValueError(f"{count} is not a count")
@@ -115,8 +119,10 @@ def read_data(text: str) -> dict[str, Any]:
 
 def text_in(data: Mapping[str, Any], *names: str) -> str:
     """The first of these values that is a text and not empty."""
-    values = (data.get(name) for name in names)
-    return next((value for value in values if value and type(value) is str), "")
+    for name in names:
+        if (value := data.get(name)) and type(value) is str:
+            return value
+    return ""
 
 
 def strides(values: list[Any], width: int) -> Iterator[tuple[Any, ...]]:
