@@ -36,8 +36,10 @@ class Feed:
         head = (b"XREAD", b"COUNT", 1, *block)
         try:
             reply = await self._store.client.read(None, head, after, max(0, wait_ms) / 1000)
-        except ScriptError:
-            # A key has another type: wait for the others.
+        except ScriptError as exc:
+            if not exc.is_wrong_type:
+                raise
+            # Wait for the others.
             readable = await self._store.outages.for_each(queues.values(), self._is_readable)
             after = {stream: position for stream, position in after.items() if queues[stream] in readable}
             reply = await self._store.client.read(None, head, after, max(0, wait_ms) / 1000)

@@ -197,8 +197,10 @@ class Reads:
         notices: list[Notice] = []
         try:
             reply = await client.read(Purpose.LISTEN, head, positions, wait_ms / 1000)
-        except ScriptError:
-            # A key has another type: without its queue, the next call succeeds.
+        except ScriptError as exc:
+            if not exc.is_wrong_type:
+                raise
+            # Without its queue, the next call succeeds.
             await self._store.outages.for_each(reachable, self._start_listening)
             return []
         for stream, entries in reply:

@@ -73,6 +73,11 @@ _DEMOTED: Final = ("READONLY", "MASTERDOWN")
 class ScriptError(EngineRefused):
     """A command or script failed for a reason other than the health of the server."""
 
+    @property
+    def is_wrong_type(self) -> bool:
+        """Whether a key has another type: another program has replaced it."""
+        return "WRONGTYPE" in str(self)
+
 
 class Redirected(ScriptError):
     """Another Cluster node has the slot (`MOVED`), or has the migrated key (`ASK`). Nothing was applied."""
