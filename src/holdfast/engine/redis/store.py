@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Collection, Iterable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final
 
 from holdfast.engine.port.jobs import EngineOptions, RetryVia
@@ -20,7 +20,7 @@ from holdfast.engine.redis.keys import (
     QueueKeys,
     parse_lanes,
 )
-from holdfast.engine.redis.net.client import Purpose, RedisClient, Script, ScriptError
+from holdfast.engine.redis.net.client import ConnectionLost, Purpose, RedisClient, Script, ScriptError
 from holdfast.engine.redis.net.outages import Outages
 from holdfast.errors import EngineUnavailable, QueueLimitReached
 from holdfast.observe.counters import Counters
@@ -149,11 +149,9 @@ class RedisStore:
         now = time.monotonic()
         if again or self._known.get(queue, 0.0) < now:
             try:
-                names = [self.names.queues.encode(), self.names.owners.encode()]
                 # A queue that this process has used is not new, although a wipe may have removed it from the list.
                 limit = b"" if queue in self._known else self.options.tenant_queue_limit
-                reply = await self.client.run(Purpose.OTHER, _script("register_queue"), names, [queue, limit, *owners])
-                if reply == b"limited":
+                if await self._add_to_list([queue, limit, *owners]) == b"limited":
                     raise QueueLimitReached(queue, owners[0], self.options.tenant_queue_limit)
             except EngineUnavailable:
                 # On a Cluster the list may be on another node than the queue. Without that node, queues that are in
@@ -164,6 +162,15 @@ class RedisStore:
                 if queue not in self._known:
                     return
             self._known[queue] = now + _KNOWN_S
+
+    async def _add_to_list(self, arguments: Sequence[Any]) -> Any:
+        names = [self.names.queues.encode(), self.names.owners.encode()]
+        call = partial(self.client.run, Purpose.OTHER, _script("register_queue"), names, arguments)
+        try:
+            return await call()
+        except ConnectionLost:
+            # After a restart of the server, for example. A repetition changes nothing.
+            return await call()
 
     async def create_groups(self, queue: str) -> None:
         """Create the marker, and the groups on all streams, from id 0: `$` would skip messages that are there."""

@@ -41,7 +41,7 @@ class Leftovers:
         self._group = group
         self._feed_tail = feed_tail
         self._keys = [QueueKeys(queue, names) for queue in QUEUES]
-        self._common = {names.queues.encode(), names.tasks.encode()}
+        self._common = {names.queues.encode(), names.owners.encode(), names.tasks.encode()}
 
     async def find(self) -> list[str]:
         """Find everything that should not be there; one sentence each."""
