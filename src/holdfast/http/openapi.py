@@ -19,9 +19,13 @@ from holdfast.http.problems import (
     CONTENT_TYPE,
     DOWN,
     TITLES,
+    AddressTooLong,
     BadRequest,
     BodyTooLarge,
+    HeadersTooLarge,
     Problem,
+    RequestTooSlow,
+    TooManyConnections,
     Unprocessable,
     UnsupportedMediaType,
     status_of,
@@ -307,7 +311,8 @@ def _usual_errors(operation: Operation) -> list[type[HoldfastError]]:
         errors += [Unauthorized, Forbidden, *DOWN]
     if operation.body is not None:
         errors += [BadRequest, BodyTooLarge, UnsupportedMediaType]
-    return errors
+    # Of `holdfast serve`; other servers have their limits.
+    return [*errors, RequestTooSlow, AddressTooLong, HeadersTooLarge, TooManyConnections]
 
 
 def _response(spec: ResponseSpec, schemas: _Schemas) -> dict[str, Any]:
