@@ -312,6 +312,29 @@ async def test_what_fits_is_submitted_and_the_rest_waits(app: Holdfast) -> None:
                 assert await job.result(timeout=60) == 2 * number
 
 
+async def test_a_tenant_with_all_its_queues_does_not_stop_the_relay(app: Holdfast) -> None:
+    """Its job for a new queue waits until another tenant has made the queue; it uses up no attempt."""
+    stores = {name: getattr(app.settings, name) for name in ("url", "ledger", "namespace")}
+    async with Holdfast(**stores, outbox_backoff_base_s=0.02, tenant_queue_limit=1) as limited:
+
+        @limited.task(queue="mail")
+        async def double(number: int) -> int:
+            return number * 2
+
+        await double.options(tenant_id="acme", queue="own").submit(0)
+        async with transaction(limited) as connection:
+            refused = await double.options(connection=connection, tenant_id="acme").submit(1)
+        async with run_relay(limited), run_jobs(limited, ["mail"]):
+            await until(lambda: limited.engine.counters.intake_refused > 0)
+            async with transaction(limited) as connection:
+                accepted = await double.options(connection=connection, tenant_id="zeta").submit(2)
+            assert (await accepted.result(timeout=60), await refused.result(timeout=60)) == (4, 2)
+        backend = backend_of(limited)
+        assert backend.outbox is not None
+        events = await (await backend.outbox.open()).find(None)
+        assert [(event.status, event.attempt_count) for event in events] == [(OutboxStatus.SENT, 0)] * 2
+
+
 async def test_a_reused_key_in_the_outbox_is_recorded(app: Holdfast) -> None:
     keyed = double(app).options(idempotency_key="k")
     first = await keyed.submit(1)

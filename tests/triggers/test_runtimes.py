@@ -169,6 +169,29 @@ async def test_a_tenant_at_its_limit_does_not_hold_the_trigger(app: Holdfast) ->
     assert (rig.dead_letters, rig.counts.retries) == ([], 0)
 
 
+async def test_a_tenant_with_all_its_queues_does_not_hold_the_trigger(engine_url: str, namespace: str) -> None:
+    """Its messages for a new queue wait until another tenant has made the queue."""
+    async with Holdfast(engine_url, namespace=namespace, tenant_queue_limit=1) as app:
+
+        @app.task(queue="own")
+        async def first() -> None: ...
+
+        @app.task(queue="new")
+        async def handle(message: int) -> None: ...
+
+        await first.options(tenant_id="acme").submit()
+        rig = Rig(TaskRuntime(app, "handle"), concurrency=4, max_retries=0)
+        for number in range(3):
+            rig.write(number, tenant_id="acme")
+        async with rig.trigger:
+            await until(lambda: app.engine.counters.intake_refused > 0, "the refusal")
+            assert (rig.trigger.state, rig.counts.acknowledged) == (TriggerState.RUNNING, 0)
+            rig.write(3, tenant_id="zeta")
+            await until(lambda: rig.counts.acknowledged == 4, "all messages")
+        assert (rig.dead_letters, rig.counts.retries) == ([], 0)
+        assert await app.engine.queue_owners() == {"own": "acme", "new": "zeta"}
+
+
 async def test_without_dedup_every_delivery_is_a_job(app: Holdfast) -> None:
     ran: list[int] = []
 
