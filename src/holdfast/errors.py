@@ -527,7 +527,8 @@ class QueueLimitReached(IntakeRefused):
     def __init__(self, queue: str, tenant_id: str, limit: int) -> None:
         super().__init__(
             queue,
-            f"it is new, and tenant {tenant_id!r} has {limit:,} queues already, the limit (tenant_queue_limit); "
+            # Not the tenant's name: a batch may have jobs of several tenants and callers.
+            f"it is new, and the job's tenant has {limit:,} queues already, the limit (tenant_queue_limit); "
             "use one of them, or raise the limit where jobs are submitted",
         )
         self.tenant_id = tenant_id

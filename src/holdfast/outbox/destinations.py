@@ -23,7 +23,15 @@ from holdfast.brokers.factory import build_publisher
 from holdfast.brokers.port import OutgoingMessage, Publisher
 from holdfast.core.job import Envelope, Receipt
 from holdfast.engine.port.jobs import JobRefused
-from holdfast.errors import HoldfastError, IntakeLimited, IntakeRefused, InvalidOption, Unavailable, UsageError
+from holdfast.errors import (
+    HoldfastError,
+    IntakeLimited,
+    IntakeRefused,
+    InvalidOption,
+    QueueLimitReached,
+    Unavailable,
+    UsageError,
+)
 from holdfast.ledger.port.messages import ENGINE_DESTINATION, OutboxEvent
 from holdfast.outbox.writer import DUPLICATE, ENCODING, envelope_from_event, payload_of
 from holdfast.settings import Settings
@@ -256,6 +264,8 @@ class EngineDestination(Destination):
                 receipts = await self._submit_jobs(envelopes)
         except TimeoutError:
             return [PublishFailed("the engine did not answer in time", outage=True) for _ in envelopes]
+        except QueueLimitReached as exc:
+            return [PublishFailed(str(exc), outage=True, limited=True) for _ in envelopes]
         except (Unavailable, IntakeRefused) as exc:
             return [PublishFailed(str(exc), outage=True) for _ in envelopes]
         except Exception as exc:  # noqa: BLE001 - submit each alone, so that an invalid job does not block the others
