@@ -44,9 +44,10 @@ class ConnectionLimits:
     #: Size of the request line, and of the whole head.
     address_bytes: int = 32 * 1024
     head_bytes: int = 64 * 1024
-    #: Time for a head to arrive; also for the rest of a body whose response is complete.
+    #: Time for a head to arrive.
     head_s: float = 10.0
-    #: In each period of this length, a body must grow by this many bytes.
+    #: In each period of this length, a body must grow by this many bytes. The rest of a body whose response is complete
+    #: has one period.
     body_s: float = 20.0
     body_bytes: int = 10_000
     #: Requests on one connection that wait for an earlier one.
@@ -61,20 +62,17 @@ class BoundedProtocol(HttpToolsProtocol):
     def __init__(self, *arguments: Any, limits: ConnectionLimits, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._limits = limits
-        #: Where in a request the connection is; neither: between requests.
         self._in_head = False
-        self._in_body = False
         #: When the current head or body is too late; one lazy timer compares it.
         self._late_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        #: Raised whenever a head, a part of a body or a request is complete.
-        self._progress = 0
-        #: Bytes received since then.
+        #: Bytes received since a head, a part of a body or a request was last complete.
         self._unfinished = 0
         self._body_size = 0
         self._error: HttpError | None = None
         self._refused = False
         self.url = b""
+        self.headers: list[tuple[bytes, bytes]] = []
 
     # Connection ------------------------------------------------------------------------------------
 
@@ -94,14 +92,13 @@ class BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
-        if not (self._in_head or self._in_body):
+        if not (self._in_head or self._in_body()):
             self._begin_head()
-        progress = self._progress
         self._unfinished += len(data)
         super().data_received(data)
-        if self._progress != progress:
-            self._unfinished = 0
-        elif self._unfinished > self._limits.head_bytes and not self._refused:
+        if self._in_head and len(self.headers) > self._limits.headers:
+            self._refuse(HeadersTooLarge())
+        elif self._unfinished > self._limits.head_bytes:
             self._refuse(AddressTooLong() if self._in_head and self.url and not self.headers else HeadersTooLarge())
 
     # Parser ----------------------------------------------------------------------------------------
@@ -114,43 +111,36 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self.scope["extensions"] = {ABORT: self._abort}  # type: ignore[dict-item]
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_body:
-            return
-        if len(self.headers) >= self._limits.headers:
-            raise self._stop(HeadersTooLarge())
-        super().on_header(name, value)
-
     def on_headers_complete(self) -> None:
+        # Every request passes here: as few steps as possible. Not for each header, whose number is bounded by the size.
         limits = self._limits
+        if len(self.headers) > limits.headers:
+            raise self._stop(HeadersTooLarge())
         if self._unfinished > limits.address_bytes:
             if len(self.url) > limits.address_bytes:
                 raise self._stop(AddressTooLong())
             if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > limits.head_bytes:
                 raise self._stop(HeadersTooLarge())
         super().on_headers_complete()
-        self._in_head, self._in_body = False, True
-        self._late_at = self.loop.time() + limits.body_s
-        self._body_size = 0
-        self._progress += 1
+        # For trailers, which arrive after the token was checked.
+        self.headers = []
+        self._in_head = False
+        # The time of the body begins when the head had to be complete.
+        self._late_at += limits.body_s
+        self._body_size = self._unfinished = 0
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
         self._body_size += len(body)
-        self._progress += 1
-
-    def on_message_complete(self) -> None:
-        super().on_message_complete()
-        self._in_body = False
-        self._progress += 1
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if self._in_body and self.cycle.response_complete:
-            self._late_at = self.loop.time() + self._limits.head_s
+        self._unfinished = 0
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(self._error or BadRequest(msg))
+
+    def _in_body(self) -> bool:
+        """Whether a body is incomplete; also after one whose response was complete before it."""
+        cycle: RequestResponseCycle | None = self.cycle
+        return cycle is not None and cycle.more_body and not self._in_head
 
     def _stop(self, error: HttpError) -> HttpError:
         """Note the error that a callback raises to end the parser, which reports it as invalid HTTP."""
@@ -167,7 +157,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _check_time(self) -> None:
         self._timer = None
-        if self._refused or not (self._in_head or self._in_body):
+        if self._refused or not (self._in_head or self._in_body()):
             # Between requests, or while the last one is answered. The next head starts the timer again.
             return
         now = self.loop.time()
@@ -184,7 +174,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(RequestTooSlow())
 
     def _body_keeps_pace(self) -> bool:
-        return self._in_body and not self.cycle.response_complete and self._body_size >= self._limits.body_bytes
+        return self._in_body() and not self.cycle.response_complete and self._body_size >= self._limits.body_bytes
 
     # Refusals --------------------------------------------------------------------------------------
 
@@ -194,7 +184,7 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         self._refused = True
         cycle: RequestResponseCycle | None = self.cycle
-        if cycle is not None and self._in_body and not cycle.response_complete:
+        if cycle is not None and self._in_body() and not cycle.response_complete:
             # The handler may be reading the body, or an earlier one may be running.
             may_answer = not self.pipeline and not cycle.response_started
             cycle.disconnected = True
@@ -204,7 +194,7 @@ class BoundedProtocol(HttpToolsProtocol):
             cycle.keep_alive = False
             return
         else:
-            may_answer = cycle is None or not self._in_body
+            may_answer = cycle is None or not self._in_body()
         self._unset_keepalive_if_required()
         if may_answer:
             self.transport.write(_serialize(problem_reply(error, {})))
