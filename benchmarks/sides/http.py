@@ -11,7 +11,7 @@ import msgspec
 
 from benchmarks.model import percentile
 from benchmarks.sides.channel import ARGUMENT, Answer, Spec, in_parallel, main, serve
-from benchmarks.usage import resident_bytes
+from benchmarks.usage import cpu_s, resident_bytes
 from holdfast import Holdfast
 from holdfast.core.principal import Principal, Role
 from holdfast.http import create_api
@@ -37,10 +37,10 @@ async def server(spec: Spec) -> None:
     async def where() -> Answer:
         return {"url": http.address, "flavour": token}
 
-    async def memory() -> Answer:
-        return {"bytes": resident_bytes()}
+    async def usage() -> Answer:
+        return {"bytes": resident_bytes(), "cpu_s": cpu_s()}
 
-    await serve({"where": where, "memory": memory})
+    await serve({"where": where, "usage": usage})
     http.stop()
     await running
 

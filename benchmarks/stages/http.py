@@ -41,6 +41,8 @@ class Http(Stage):
     measures = (
         Measure("http.rate", f"submissions, {CONNECTIONS} connections", "jobs/s", more_is_better=True),
         Measure("http.p99", "submission, p99", "ms", digits=1),
+        Measure("http.cpu", "submission, CPU of the server", "µs/job"),
+        Measure("http.redis", "submission, CPU of Redis", "µs/job", digits=1),
         Measure("http.page", "first page of a list", "ms", digits=1, compared=False),
         Measure("http.memory", f"memory of {STREAMS} open streams", "MB", compared=False),
     )
@@ -68,15 +70,21 @@ class Http(Stage):
     def _submit(self, side: str, streams: int, round_number: int) -> str:
         self._audit.reset()
         with self._server(self._audit) as server, self._caller(server) as caller:
-            before = server.call("memory")["bytes"]
+            before = server.call("usage")["bytes"]
             opened = caller.call("open_streams", count=streams)["open"] if streams else 0
             if opened != streams:
                 raise ProbeFailed(f"{opened} of {streams} streams are open")
-            grown = server.call("memory")["bytes"] - before
-            caller.call("submit", connections=CONNECTIONS, jobs=self._hall.options.jobs // 10)
-            sent = caller.call("submit", connections=CONNECTIONS, jobs=self._hall.options.jobs)
+            grown = server.call("usage")["bytes"] - before
+            jobs = self._hall.options.jobs
+            caller.call("submit", connections=CONNECTIONS, jobs=jobs // 10)
+            server_s, redis_s = server.call("usage")["cpu_s"], self._hall.redis.cpu_s()
+            sent = caller.call("submit", connections=CONNECTIONS, jobs=jobs)
+            redis_s = self._hall.redis.cpu_s() - redis_s
+            server_s = server.call("usage")["cpu_s"] - server_s
         self._hall.results.add("http.rate", side, round_number, sent["rate"])
         self._hall.results.add("http.p99", side, round_number, sent["p99_ms"])
+        self._hall.results.add("http.cpu", side, round_number, 1e6 * server_s / jobs)
+        self._hall.results.add("http.redis", side, round_number, 1e6 * redis_s / jobs)
         summary = f"{sent['rate']:,.0f} jobs/s, p99 {sent['p99_ms']:.1f} ms"
         if streams:
             self._hall.results.add("http.memory", OURS_LEDGER, round_number, grown / 1e6)
