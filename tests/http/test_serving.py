@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
@@ -18,10 +18,10 @@ from typing import Any
 import httpx
 import pytest
 import uvloop
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
 
 from holdfast.core.principal import Role
-from holdfast.http import mount
+from holdfast.http import create_api, mount
 from holdfast.http.server import HttpServer, bind
 from holdfast.operations.queues import QueueOperations
 from tests.cli.harness import SAMPLE_APP, Process, Shell, environment
@@ -172,6 +172,26 @@ def test_the_api_in_the_users_own_application(tmp_path: Path) -> None:
         assert client.get(later.headers["location"]).status_code == 200
         deployment.close()
     assert lifespan_events == ["began", "ended"]
+
+
+@pytest.mark.parametrize("prefix", ["", "/tasks"])
+def test_middleware_sees_which_route_answers(tmp_path: Path, prefix: str) -> None:
+    app, seen = sample(f"sqlite:///{tmp_path / 'jobs.db'}"), list[str]()
+    shop = FastAPI()
+    inner = mount(shop, app, prefix=prefix, worker=False) if prefix else create_api(app, worker=False)
+
+    @inner.middleware("http")
+    async def note_route(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+        response = await call_next(request)
+        seen.append(request.scope["route"].path if "route" in request.scope else "none")
+        return response
+
+    with serving(app, api=shop if prefix else inner) as outer:
+        client = outer.anonymous()
+        paths = ["/healthz", "/api/v1/jobs/bulk", "/api/v1/jobs/a%2Fb/events", "/api/v1%2Fjobs", "/api/v1/jobs/"]
+        codes = [client.get(prefix + path).status_code for path in paths]
+    assert seen == ["/healthz", "/api/v1/jobs/bulk", "/api/v1/jobs/{job_id}/events", "none", "none"]
+    assert codes == [200, 405, 401, 404, 404]
 
 
 def test_a_missing_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

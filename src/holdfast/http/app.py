@@ -21,6 +21,7 @@ from holdfast.http.openapi import document
 from holdfast.http.operation import (
     OPERATIONS,
     Call,
+    FixedRoutes,
     Operation,
     QueryReader,
     Receive,
@@ -133,7 +134,8 @@ def create_api(
     by_path: dict[str, dict[str, Operation]] = {}
     for operation in OPERATIONS:
         by_path.setdefault(operation.path, {})[operation.method] = operation
-    api.router.routes[:] = [SlashRoute(path, Endpoint(service, each)) for path, each in by_path.items()]
+    paths = [SlashRoute(path, Endpoint(service, each)) for path, each in by_path.items()]
+    api.router.routes[:] = [FixedRoutes(paths), *paths]
     api.router.redirect_slashes = False
     api.router.default = not_found
     return api

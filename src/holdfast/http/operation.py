@@ -4,6 +4,7 @@ The dispatcher serves the registered operations and the OpenAPI document lists t
 and validated input) and returns a `Reply`; it only translates between the wire format and `Operations`.
 
 `SlashRoute` allows slashes in path parameters, because names of queues, tenants and jobs are any printable ASCII.
+`FixedRoutes` finds the other routes in one step; one by one, submitting a job would cost a tenth more.
 
 A body is counted while it is received, so that one over the limit is refused early, and its depth is measured before it
 is parsed. Unknown fields and query parameters are refused: a misspelt filter must not return everything.
@@ -12,7 +13,7 @@ is parsed. Unknown fields and query parameters are refused: a misspelt filter mu
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -20,7 +21,7 @@ from urllib.parse import parse_qsl, quote, unquote_to_bytes
 
 import msgspec
 from msgspec import inspect
-from starlette.routing import Match, Route
+from starlette.routing import BaseRoute, Match, Route
 
 from holdfast.core.principal import Permission, Principal
 from holdfast.core.text import too_deep
@@ -107,13 +108,30 @@ class SlashRoute(Route):
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         raw: bytes = scope.get("raw_path") or b""
         if not _SLASH.search(raw):
-            return super().matches(scope)
-        path = unquote_to_bytes(_SLASH.sub(_SLASH_MARK.encode(), raw.partition(b"?")[0])).decode("utf-8", "replace")
-        found, child = super().matches(dict(scope) | {"path": path})
-        parameters: dict[str, Any] = child.get("path_params", {})
-        for name, value in parameters.items():
-            parameters[name] = value.replace(_SLASH_MARK, "/")
+            found, child = super().matches(scope)
+        else:
+            path = unquote_to_bytes(_SLASH.sub(_SLASH_MARK.encode(), raw.partition(b"?")[0])).decode("utf-8", "replace")
+            found, child = super().matches(dict(scope) | {"path": path})
+            parameters: dict[str, Any] = child.get("path_params", {})
+            for name, value in parameters.items():
+                parameters[name] = value.replace(_SLASH_MARK, "/")
+        # For middleware that reports the route.
+        child["route"] = self
         return found, child
+
+
+class FixedRoutes(BaseRoute):
+    """Finds the route of a path without parameters. Does not match if there is none."""
+
+    def __init__(self, routes: Iterable[SlashRoute]) -> None:
+        self._by_path = {route.path: route for route in routes if not route.param_convertors}
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        route = self._by_path.get(scope["path"].removeprefix(scope.get("root_path", "")))
+        return (Match.NONE, {}) if route is None else route.matches(scope)
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await scope["route"].handle(scope, receive, send)
 
 
 S = TypeVar("S", bound=msgspec.Struct)
