@@ -162,7 +162,7 @@ async def test_a_blocked_event_loop_keeps_its_lease(redis_site: Site) -> None:
 async def test_a_poison_pill_is_a_dead_letter_after_max_deliveries(engine_url: str, make_site: MakeSite) -> None:
     """Every worker that claims it is killed. A supervisor starts a new one each time."""
     site = make_site(
-        engine_url, max_deliveries=2, visibility_timeout_s=0.5, heartbeat_interval_s=0.1, reclaim_interval_s=0.05
+        engine_url, max_deliveries=1, visibility_timeout_s=0.5, heartbeat_interval_s=0.1, reclaim_interval_s=0.05
     )
     pill = await site.tasks.die.submit()
     for attempt in (1, 2):

@@ -261,6 +261,8 @@ class Claim(msgspec.Struct, frozen=True, gc=False):
     created_at_ms: int
     claimed_at_ms: int
     meta: Meta
+    #: The delivery count with which it was claimed from its queue. Each further delivery is a lease that was lost.
+    first_delivery: int = 1
 
     @property
     def job_id(self) -> str:
@@ -269,6 +271,16 @@ class Claim(msgspec.Struct, frozen=True, gc=False):
     @property
     def queue(self) -> str:
         return self.lease.queue
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether a worker lost it and it may be the cause: it must run alone."""
+        return self.lease.deliveries > self.first_delivery
+
+    @property
+    def lost_alone(self) -> int:
+        """Leases that it lost while it ran alone: all but the first, which it may have lost among other jobs."""
+        return max(0, self.lease.deliveries - self.first_delivery - 1)
 
 
 class JobInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -298,6 +298,11 @@ def advance(claim: Claim, verdict: Verdict, finished_at_ms: int) -> Meta:
     )
 
 
+def poison_pill(lost_alone: int) -> Failure:
+    """The failure of a job that has ended this many workers in which no other job ran (requirement Q7)."""
+    return Failure(POISON_PILL, f"{lost_alone} workers ended while they ran only this job; it may be what ends them")
+
+
 def waits_for(state: State, meta: Meta, approval_id: str) -> bool:
     """Whether a job in this state waits for that approval; always true if the id is empty."""
     if not approval_id:

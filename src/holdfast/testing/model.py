@@ -45,6 +45,8 @@ class ModelJob:
     attempt: int = 0
     retry_count: int = 0
     lost_leases: int = 0
+    #: Of those, since it was last claimed from its queue.
+    lost_since_claimed: int = 0
     #: The valid lease, while running.
     lease: Lease | None = None
     expires_at: int = 0
@@ -185,13 +187,14 @@ class Model:
         assert claim.attempt in expected, f"attempt {claim.attempt}, expected {expected}"
         if job.revoked:
             job.lost_leases = claim.meta.lost_leases
+        job.lost_since_claimed = 0
         self._lease(job, claim)
 
     def lost(self) -> set[str]:
         return {job.job_id for job in self.jobs.values() if job.lease and job.expires_at <= self.now}
 
     def poisoned(self) -> set[str]:
-        return {job_id for job_id in self.lost() if self.jobs[job_id].lost_leases + 1 >= MAX_DELIVERIES}
+        return {job_id for job_id in self.lost() if self.jobs[job_id].lost_since_claimed >= MAX_DELIVERIES}
 
     def requeue(self, job_ids: set[str]) -> None:
         """Due retries of the pending list without a free slot become ready."""
@@ -203,6 +206,7 @@ class Model:
         job = self.jobs[claim.job_id]
         assert claim.attempt == job.attempt + 1
         job.lost_leases += 1
+        job.lost_since_claimed += 1
         self._lease(job, claim)
 
     def poison(self, job_id: str) -> None:

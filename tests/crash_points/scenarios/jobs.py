@@ -111,7 +111,7 @@ class Poison(Scenario):
 
     name = "poison"
     loses_leases = True
-    settings: ClassVar[dict[str, Any]] = {"max_deliveries": 2}
+    settings: ClassVar[dict[str, Any]] = {"max_deliveries": 1}
 
     def supports(self, stores: Stores) -> bool:
         return True

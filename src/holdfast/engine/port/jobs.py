@@ -33,6 +33,12 @@ FEED_DETACHED: Final = (
 )
 
 
+#: Decides about an expired lease, whose `worker` is the previous owner.
+LeaseFilter = Callable[[Lease], bool]
+#: Leases of one queue that `expire_leases` lets expire in one step.
+EXPIRY_BATCH: Final = 500
+
+
 class RetryVia(StrEnum):
     """Where a job waits for its retry (requirement Y4)."""
 
@@ -49,7 +55,7 @@ class EngineOptions:
     visibility_timeout_ms: int = 30_000
     #: Largest payload of a foreign message that is adopted.
     payload_limit: int = 1024 * 1024
-    #: Lost leases after which a job is a poison pill (requirement Q7).
+    #: Leases lost while it ran alone after which a job is a poison pill (requirement Q7).
     max_deliveries: int = 5
     #: How long the engine keeps the record of a finished job.
     finished_ttl_ms: int = 3_600_000
@@ -212,10 +218,22 @@ class JobPort(EnginePart, Protocol):
         """
         ...
 
-    async def reclaim(self, worker: str, queues: Sequence[str], limit: int) -> list[Claim]:
+    async def reclaim(
+        self, worker: str, queues: Sequence[str], limit: int, only: LeaseFilter | None = None
+    ) -> list[Claim]:
         """Claim jobs with expired leases, as a new attempt, and due retries in the pending list.
 
-        Jobs that lost `max_deliveries` leases are dead-lettered as poison pills and not returned.
+        With `only`, only leases for which it returns True; the others stay as they are. Returned jobs that had
+        started must run alone, because they may be what ended their worker (`Claim.is_suspect`). Those that lost
+        `max_deliveries` leases while they ran alone are dead-lettered as poison pills and not returned.
+        """
+        ...
+
+    async def expire_leases(self, worker: str, queues: Sequence[str]) -> int:
+        """Let leases of a worker expire now, because it has certainly ended; return how many.
+
+        At most `EXPIRY_BATCH` per queue: call it again while it returns any. A worker that lives after all keeps those
+        that it renews before they are reclaimed.
         """
         ...
 

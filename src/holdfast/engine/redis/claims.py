@@ -337,8 +337,8 @@ async def remove_consumers(store: RedisStore, queue: str, worker: str, idle_ms: 
 def merge_record(claim: Claim, record: bytes | None) -> Claim:
     """Return the claim with the meta of its record.
 
-    A retry in the pending list cannot change its message, so its record has the current meta. A record that cannot be
-    read is ignored.
+    A retry in the pending list cannot change its message, so its record has the current meta, and the deliveries that
+    earlier attempts used up. A record that cannot be read is ignored.
     """
     _, _, packed = (record or b"").partition(b"\n")
     known = wire.read_record(packed) if packed else None
@@ -347,7 +347,7 @@ def merge_record(claim: Claim, record: bytes | None) -> Claim:
     body, meta = known
     # Deliveries that earlier attempts used up are not lost leases.
     meta = msgspec.structs.replace(meta, lost_leases=meta.lost_leases - body.deliveries)
-    return msgspec.structs.replace(claim, meta=meta)
+    return msgspec.structs.replace(claim, meta=meta, first_delivery=body.deliveries + 1)
 
 
 def _blocking(wait_ms: int) -> tuple[Any, ...]:

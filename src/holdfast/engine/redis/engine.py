@@ -28,7 +28,7 @@ from holdfast.core.states import State
 from holdfast.core.verdict import Settlement, SettleResult
 from holdfast.engine.port import Engine
 from holdfast.engine.port.feed import EngineSnapshot, FeedEntry, SubmissionKey
-from holdfast.engine.port.jobs import EngineOptions, JobRefused, Promotion
+from holdfast.engine.port.jobs import EngineOptions, JobRefused, LeaseFilter, Promotion
 from holdfast.engine.port.operators import QueueControl
 from holdfast.engine.port.reads import Finding, Notice, QueueStats, WorkerInfo, feed_finding
 from holdfast.engine.redis.announcements import Announcements
@@ -170,8 +170,13 @@ class RedisEngine(Engine):
     async def promote(self, queues: Sequence[str], limit: int) -> Promotion:
         return await self._upkeep.promote(queues, limit)
 
-    async def reclaim(self, worker: str, queues: Sequence[str], limit: int) -> list[Claim]:
-        return await self._upkeep.reclaim(worker, queues, limit)
+    async def reclaim(
+        self, worker: str, queues: Sequence[str], limit: int, only: LeaseFilter | None = None
+    ) -> list[Claim]:
+        return await self._upkeep.reclaim(worker, queues, limit, only)
+
+    async def expire_leases(self, worker: str, queues: Sequence[str]) -> int:
+        return await self._upkeep.expire_leases(worker, queues)
 
     async def deregister_worker(self, worker: str, queues: Sequence[str]) -> None:
         await self._claims.deregister_worker(worker, queues)

@@ -9,11 +9,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from holdfast.core.job import MAX_BATCH, Claim, Failure, JobInfo
+from holdfast.core.job import MAX_BATCH, Claim, JobInfo, Lease
 from holdfast.core.states import FINAL, State
-from holdfast.core.verdict import POISON_PILL, DeadLetter, Settlement
+from holdfast.core.verdict import DeadLetter, Settlement, poison_pill
 from holdfast.engine.port.feed import EngineSnapshot, SubmissionKey
-from holdfast.engine.port.jobs import Promotion
+from holdfast.engine.port.jobs import EXPIRY_BATCH, LeaseFilter, Promotion
 from holdfast.engine.redis import wire
 from holdfast.engine.redis.claims import Claims, merge_record, remove_consumers
 from holdfast.engine.redis.intake import PendingMessage
@@ -23,8 +23,11 @@ from holdfast.engine.redis.settlement import Settlements
 from holdfast.engine.redis.store import RedisStore
 from holdfast.errors import InvalidOption
 
-#: Pages of `MAX_BATCH` due retries that one call reads.
+#: Pages of `MAX_BATCH` due retries, and of lost leases, that one call reads.
 _RETRY_PAGES: Final = 20
+_LOST_PAGES: Final = 20
+#: Stream index, message id, owner, delivery count and fields of a lease that was not renewed in time.
+_LostRow = tuple[int, bytes, bytes, int, list[bytes]]
 #: A consumer that was idle for this many visibility timeouts is dead.
 _DEAD_AFTER_TIMEOUTS: Final = 2
 _TRIM_BATCH: Final = 1_000
@@ -95,7 +98,9 @@ class EngineUpkeep:
 
     # reclaim ---------------------------------------------------------------------------------------
 
-    async def reclaim(self, worker: str, queues: Sequence[str], limit: int) -> list[Claim]:
+    async def reclaim(
+        self, worker: str, queues: Sequence[str], limit: int, only: LeaseFilter | None = None
+    ) -> list[Claim]:
         claims: list[Claim] = []
 
         async def step(queue: str) -> bool | None:
@@ -107,7 +112,7 @@ class EngineUpkeep:
             claims.extend(await self._claim_due_retries(worker, queue, free))
             free = limit - len(claims)
             if free > 0:
-                claims.extend(await self.without_poison(await self._reclaim(worker, queue, free)))
+                claims.extend(await self.without_poison(await self._reclaim(worker, queue, free, only)))
             if queue in self._without_leases:
                 # A lease that is granted from now on cannot expire before that.
                 self._reclaim_at[queue] = began + self._store.options.visibility_timeout_ms / 1000
@@ -118,13 +123,13 @@ class EngineUpkeep:
         await self._store.outages.for_each(_select(queues, self._reclaim_at), step)
         return claims
 
-    async def _reclaim(self, worker: str, queue: str, limit: int) -> list[Claim]:
+    async def _reclaim(self, worker: str, queue: str, limit: int, only: LeaseFilter | None) -> list[Claim]:
         """Reclaim expired leases of one queue.
 
         One script finds them; a second one, which has their records declared as keys, claims them.
         """
         store, keys = self._store, self._store.keys(queue)
-        lost = await self._find_lost(queue, limit)
+        lost = await (self._find_lost(queue, limit) if only is None else self._find_only(queue, limit, only))
         if not lost:
             return []
         reply = await store.run_with_lanes(
@@ -155,8 +160,18 @@ class EngineUpkeep:
         claims = await self._claims.parse_claims(worker, queue, found, int(reply[1]))
         return [merge_record(claim, records[claim.lease.position]) for claim in claims]
 
-    async def _find_lost(self, queue: str, limit: int) -> list[tuple[int, bytes, bytes, int, list[bytes]]]:
-        """Stream index, message id, owner, delivery count and fields of leases that were not renewed in time."""
+    async def _find_only(self, queue: str, limit: int, only: LeaseFilter) -> list[_LostRow]:
+        """The first `limit` lost leases that `only` allows, from where the last search ended."""
+        chosen: list[_LostRow] = []
+        for _ in range(_LOST_PAGES):
+            found = await self._find_lost(queue, MAX_BATCH)
+            chosen += [row for row in found if only(_lease_of(queue, row))]
+            if len(chosen) >= limit or len(found) < MAX_BATCH:
+                break
+        return chosen[:limit]
+
+    async def _find_lost(self, queue: str, limit: int) -> list[_LostRow]:
+        """Up to `limit` leases that were not renewed in time, from where the last call ended."""
         store, keys = self._store, self._store.keys(queue)
         options = [store.names.group, store.options.visibility_timeout_ms, min(limit, MAX_BATCH)]
         arguments = [*options, int(store.has_autoclaim), RETRY_CONSUMER, wire.pack(self._cursors.get(queue, []))]
@@ -209,16 +224,28 @@ class EngineUpkeep:
         """Dead-letter poison pills (requirement Q7); return the other claims."""
         healthy, poison = [], []
         for claim in claims:
-            lost = claim.meta.lost_leases + claim.lease.deliveries - 1
-            if lost < self._store.options.max_deliveries:
+            if claim.lost_alone < self._store.options.max_deliveries:
                 healthy.append(claim)
                 continue
-            failure = Failure(POISON_PILL, f"{lost} workers lost their lease on this job; it may be what kills them")
+            failure = poison_pill(claim.lost_alone)
             poison.append(Settlement(claim, DeadLetter(failure), claim.claimed_at_ms))
         if poison:
             await self._settlements.settle(poison)
             self._store.counters.poisoned += len(poison)
         return healthy
+
+    async def expire_leases(self, worker: str, queues: Sequence[str]) -> int:
+        async def step(queue: str) -> int:
+            store, keys = self._store, self._store.keys(queue)
+            arguments = [store.names.group, worker, store.options.visibility_timeout_ms, EXPIRY_BATCH]
+            lanes = store.lanes(queue).all()
+            names = [*keys.streams, keys.control]
+            count: int = await store.run_with_lanes(Purpose.OTHER, "expire_leases", queue, names, arguments, lanes)
+            # Another process may have let them expire: this one does not skip the queue either.
+            self._reclaim_at.pop(queue, None)
+            return count
+
+        return sum((await self._store.outages.for_each(queues, step)).values())
 
     # prune -----------------------------------------------------------------------------------------
 
@@ -331,6 +358,11 @@ def _due(job: JobInfo) -> int:
     if job.state is State.QUEUED:
         return job.next_attempt_at_ms or job.meta.run_at_ms
     return job.next_attempt_at_ms if job.state is State.RETRYING else 0
+
+
+def _lease_of(queue: str, row: _LostRow) -> Lease:
+    index, message_id, owner, deliveries, fields = row
+    return Lease(queue, _job_id(fields), f"{index}:{message_id.decode()}", deliveries, wire.printable(owner))
 
 
 def _job_id(fields: Sequence[bytes]) -> str:

@@ -19,7 +19,7 @@ from holdfast.core.states import State
 from holdfast.core.verdict import Settlement, SettleResult
 from holdfast.engine.port import Engine
 from holdfast.engine.port.feed import EngineSnapshot, FeedEntry, SubmissionKey
-from holdfast.engine.port.jobs import EngineOptions, JobRefused, Promotion
+from holdfast.engine.port.jobs import EngineOptions, JobRefused, LeaseFilter, Promotion
 from holdfast.engine.port.operators import QueueControl, check_control
 from holdfast.engine.sqlite import claims, feed, intake, operators, upkeep
 from holdfast.engine.sqlite import settlement as settling
@@ -194,9 +194,11 @@ class SqliteEngine(SqliteReads, Engine):
         self.counters.promoted += promotion.count
         return promotion
 
-    async def reclaim(self, worker: str, queues: Sequence[str], limit: int) -> list[Claim]:
+    async def reclaim(
+        self, worker: str, queues: Sequence[str], limit: int, only: LeaseFilter | None = None
+    ) -> list[Claim]:
         batch = await self._store.write(
-            upkeep.reclaim, self._policy, worker, list(queues), min(limit, MAX_BATCH), lazy=True
+            upkeep.reclaim, self._policy, worker, list(queues), min(limit, MAX_BATCH), only, lazy=True
         )
         self.counters.reclaimed += batch.reclaimed
         self.counters.claimed += len(batch.claims) - batch.reclaimed
@@ -205,6 +207,9 @@ class SqliteEngine(SqliteReads, Engine):
         for tenant in batch.poisoned:
             self.counters.tenant_failures.add(tenant, "dead")
         return batch.claims
+
+    async def expire_leases(self, worker: str, queues: Sequence[str]) -> int:
+        return await self._store.write(upkeep.expire_leases, self._policy, worker, list(queues), lazy=True)
 
     async def deregister_worker(self, worker: str, queues: Sequence[str]) -> None:
         await self._store.write(claims.deregister_worker, worker, list(queues))

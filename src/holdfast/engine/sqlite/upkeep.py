@@ -12,11 +12,11 @@ from typing import Final
 
 import msgspec
 
-from holdfast.core.job import MAX_BATCH, Claim, Failure, JobInfo, new_job_ids
+from holdfast.core.job import MAX_BATCH, Claim, JobInfo, new_job_ids
 from holdfast.core.states import FINAL, RESTORED_EVENT, State, event_for
-from holdfast.core.verdict import POISON_PILL, DeadLetter, advance
+from holdfast.core.verdict import DeadLetter, advance, poison_pill
 from holdfast.engine.port.feed import EngineSnapshot, SubmissionKey
-from holdfast.engine.port.jobs import Promotion
+from holdfast.engine.port.jobs import EXPIRY_BATCH, LeaseFilter, Promotion
 from holdfast.engine.sqlite.claims import lease_jobs
 from holdfast.engine.sqlite.feed import FeedWriter, notify_due
 from holdfast.engine.sqlite.moves import ApprovalRequestRow, JobMove, MoveBatch, error_columns, insert_approval_requests
@@ -56,7 +56,12 @@ def promote(transaction: Transaction, policy: EngineContext, queues: Sequence[st
 
 
 def reclaim(
-    transaction: Transaction, policy: EngineContext, worker: str, queues: Sequence[str], limit: int
+    transaction: Transaction,
+    policy: EngineContext,
+    worker: str,
+    queues: Sequence[str],
+    limit: int,
+    only: LeaseFilter | None = None,
 ) -> ReclaimBatch:
     """Claim jobs with expired leases, and due retries in the pending list. Lazy.
 
@@ -69,17 +74,34 @@ def reclaim(
         free = limit - len(batch.claims)
         if free > 0:
             transaction.begin()
-            more = _reclaim_from(transaction, policy, worker, queue, free)
+            more = _reclaim_from(transaction, policy, worker, queue, free, only)
             batch = ReclaimBatch(
                 batch.claims + more.claims, batch.reclaimed + more.reclaimed, batch.poisoned + more.poisoned
             )
     return batch
 
 
-def _reclaim_from(transaction: Transaction, policy: EngineContext, worker: str, queue: str, limit: int) -> ReclaimBatch:
+def expire_leases(transaction: Transaction, policy: EngineContext, worker: str, queues: Sequence[str]) -> int:
+    """Let leases of a worker that has certainly ended expire now. Lazy."""
+    names, now_ms = json_list(queues), policy.clock.now_ms()
+    if not transaction.rows("leases_of", IDS, queues=names, worker=worker, now=now_ms, limit=1):
+        return 0
+    transaction.begin()
+    ids = transaction.rows("leases_of", IDS, queues=names, worker=worker, now=now_ms, limit=EXPIRY_BATCH)
+    return transaction.run("expire_leases", ids=json_list(ids), now=now_ms)
+
+
+def _reclaim_from(
+    transaction: Transaction,
+    policy: EngineContext,
+    worker: str,
+    queue: str,
+    limit: int,
+    only: LeaseFilter | None,
+) -> ReclaimBatch:
     now_ms = policy.clock.now_ms()
-    lost, due = _expired(transaction, queue, now_ms, limit)
-    poison = [row for row in lost if _lost_leases(row, queue) >= policy.options.max_deliveries]
+    lost, due = _expired(transaction, queue, now_ms, limit, only)
+    poison = [row for row in lost if _lost_alone(row, queue) >= policy.options.max_deliveries]
     lost = [row for row in lost if row not in poison]
 
     journal = FeedWriter(transaction, queue, policy.options)
@@ -94,28 +116,32 @@ def _reclaim_from(transaction: Transaction, policy: EngineContext, worker: str, 
     return ReclaimBatch(claims, len(lost), [row.tenant_id for row in poison])
 
 
-def _expired(transaction: Transaction, queue: str, now_ms: int, limit: int) -> tuple[list[WorkRow], list[WorkRow]]:
-    """Expired leases, and due retries that may run."""
-    rows = transaction.rows("expired_leases", WORK_ROWS, queue=queue, now=now_ms, limit=limit)
-    if all(row.state is State.RUNNING for row in rows):
+def _expired(
+    transaction: Transaction, queue: str, now_ms: int, limit: int, only: LeaseFilter | None
+) -> tuple[list[WorkRow], list[WorkRow]]:
+    """Expired leases that `only` allows, and due retries that may run."""
+    rows = transaction.rows("expired_leases", WORK_ROWS, queue=queue, now=now_ms, skip=0, limit=limit)
+    if only is None and all(row.state is State.RUNNING for row in rows):
         return rows, []
+    slots, chosen, blocked, skip = _Slots(transaction, queue), list[WorkRow](), list[int](), 0
     while True:
-        # Retries that may not run are skipped here, so more rows than needed are read.
-        rows = transaction.rows("expired_leases", WORK_ROWS, queue=queue, now=now_ms, limit=MAX_BATCH)
-        slots, chosen, blocked = _Slots(transaction, queue), list[WorkRow](), list[int]()
+        # Of those, some are not chosen here, so more rows than needed are read.
+        rows = transaction.rows("expired_leases", WORK_ROWS, queue=queue, now=now_ms, skip=skip, limit=MAX_BATCH)
+        skip += len(rows)
         for row in rows:
             if len(chosen) == limit:
                 break
-            if row.state is State.RUNNING or slots.reserve(row.tenant_id):
-                chosen.append(row)
-            else:
+            if row.state is not State.RUNNING and not slots.reserve(row.tenant_id):
                 blocked.append(row.id)
-        if blocked:
-            transaction.run("requeue_retries", ids=json_list(blocked), now=now_ms)
-            transaction.effects.ready.add(queue)
+            elif row.state is not State.RUNNING or only is None or only(row.to_claim(queue).lease):
+                chosen.append(row)
         if len(chosen) == limit or len(rows) < MAX_BATCH:
-            lost = [row for row in chosen if row.state is State.RUNNING]
-            return lost, [row for row in chosen if row.state is not State.RUNNING]
+            break
+    if blocked:
+        transaction.run("requeue_retries", ids=json_list(blocked), now=now_ms)
+        transaction.effects.ready.add(queue)
+    lost = [row for row in chosen if row.state is State.RUNNING]
+    return lost, [row for row in chosen if row.state is not State.RUNNING]
 
 
 class _Slots:
@@ -177,18 +203,15 @@ def _reclaim_event(row: WorkRow, claim: Claim) -> tuple[Value, ...]:
     )
 
 
-def _lost_leases(row: WorkRow, queue: str) -> int:
-    """How many leases this job has lost in all, including the current one."""
-    return row.to_claim(queue).meta.lost_leases + row.deliveries
+def _lost_alone(row: WorkRow, queue: str) -> int:
+    """How many leases this job has lost while it ran alone, including the current one."""
+    return row.to_reclaimed_claim(queue, "", 0).lost_alone
 
 
 def _dead_letter(row: WorkRow, queue: str, now_ms: int) -> JobMove:
     """The move of a poison pill (requirement Q7)."""
+    verdict = DeadLetter(poison_pill(_lost_alone(row, queue)))
     claim = row.to_claim(queue)
-    count = _lost_leases(row, queue)
-    verdict = DeadLetter(
-        Failure(POISON_PILL, f"{count} workers lost their lease on this job; the last was {row.worker}")
-    )
     # The current lease is lost as well, which `advance` does not count.
     claim = msgspec.structs.replace(claim, lease=msgspec.structs.replace(claim.lease, deliveries=row.deliveries + 1))
     return JobMove(

@@ -152,8 +152,7 @@ class ConcurrencyContract(Contract):
         await limit(rig, 1)
         one, two = await rig.submit(2)
         assert ids(await rig.claim("w1")) == [one]
-        await rig.lose_leases()
-        assert await rig.reclaim("w2") == []
+        await rig.poison()
         assert ids(await rig.claim("w2")) == [two]
 
     async def test_a_due_job_waits_for_a_slot_of_the_queue(self, rig: Rig) -> None:
@@ -266,8 +265,7 @@ class ConcurrencyContract(Contract):
             case "cancel":
                 await rig.move(one, State.CANCELLED)
             case "poison":
-                await rig.lose_leases()
-                await rig.reclaim("w3")
+                await rig.poison("w3")
             case "raise":
                 await limit(rig, 2)
             case _:

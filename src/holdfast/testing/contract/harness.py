@@ -103,6 +103,13 @@ class Rig:
         assert claim.job_id == job_id
         return claim
 
+    async def start(self, count: int, worker: str) -> list[Claim]:
+        """Submit and claim some jobs."""
+        await self.submit(count)
+        claims = await self.claim(worker, count)
+        assert len(claims) == count
+        return claims
+
     async def settlement(self, claim: Claim, verdict: Verdict) -> Settlement:
         return Settlement(claim, verdict, await self.engine.now_ms())
 
@@ -130,6 +137,13 @@ class Rig:
 
     async def move(self, job_id: str, to: State, **options: Any) -> State:
         return await self.engine.move(self.queue, job_id, to, **{"actor": "ann", "reason": "because", **options})
+
+    async def poison(self, worker: str = "w2") -> None:
+        """Make the running job a poison pill, with `max_deliveries=1`: lose it among other jobs, then alone."""
+        await self.lose_leases()
+        await self.reclaim_one(worker)
+        await self.lose_leases()
+        assert await self.reclaim(worker) == []
 
     async def lose_leases(self) -> None:
         await self.harness.advance(self.engine.options.visibility_timeout_ms + 1)

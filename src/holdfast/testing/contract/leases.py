@@ -24,6 +24,7 @@ from holdfast.testing.contract.harness import (
     both_modes,
     granted,
     ids,
+    lost_leases,
     soon,
 )
 
@@ -260,11 +261,14 @@ class LeaseContract(Contract):
     async def test_a_job_that_kills_its_workers_is_a_poison_pill(self, harness: EngineHarness) -> None:
         rig = await Rig.on(harness, max_deliveries=3)
         claim = await rig.start_one("w0")
-        for worker in ("w1", "w2"):
+        assert not claim.is_suspect
+        for number, worker in enumerate(("w1", "w2", "w3")):
             await rig.lose_leases()
-            assert (await rig.reclaim_one(worker)).meta.retry_count == 0
+            again = await rig.reclaim_one(worker)
+            # The first loss does not count: other jobs may have run at that time.
+            assert (again.is_suspect, again.lost_alone, again.meta.retry_count) == (True, number, 0)
         await rig.lose_leases()
-        assert await rig.reclaim("w3") == []
+        assert await rig.reclaim("w4") == []
         view = await rig.view(claim.job_id)
         assert view.state is State.FAILED
         assert view.failure is not None
@@ -276,8 +280,7 @@ class LeaseContract(Contract):
     async def test_a_poison_pill_waits_for_the_ledger(self, harness: EngineHarness) -> None:
         rig = await Rig.on(harness, max_deliveries=1, ledger=True)
         claim = await rig.start_one()
-        await rig.lose_leases()
-        assert await rig.reclaim() == []
+        await rig.poison()
         assert await rig.state(claim.job_id) is State.DLQ_PENDING
 
     @both_modes
@@ -292,19 +295,62 @@ class LeaseContract(Contract):
 
     @both_modes
     @pytest.mark.parametrize("between", [RetryLater(0, FAILURE), Release("draining")], ids=["retry", "release"])
-    async def test_lost_leases_add_up_over_the_life_of_a_job(
+    async def test_an_attempt_that_ends_clears_a_job(
         self, harness: EngineHarness, mode: RetryVia, between: Verdict
     ) -> None:
-        rig = await Rig.on(harness, max_deliveries=2, retry_via={QUEUE: mode})
+        rig = await Rig.on(harness, max_deliveries=1, retry_via={QUEUE: mode})
         job_id = (await rig.start_one("w0")).job_id
-        await rig.lose_leases()
-        again = await rig.reclaim_one("w1")
-        assert await rig.settle(again, between) is SettleResult.APPLIED
-        await harness.advance(1)
-        assert ids(await rig.claim_due("w2")) == [job_id]
-        await rig.lose_leases()
-        assert await rig.reclaim("w3") == []
+        for number in range(1, 4):
+            await rig.lose_leases()
+            again = await rig.reclaim_one("w1")
+            assert again.is_suspect
+            assert await rig.settle(again, between) is SettleResult.APPLIED
+            await harness.advance(1)
+            (claim,) = await rig.claim_due("w2")
+            assert (claim.job_id, claim.is_suspect, lost_leases(claim)) == (job_id, False, number)
+        await rig.poison()
         assert await rig.state(job_id) is State.FAILED
+
+    # A choice of leases ------------------------------------------------------------------------------
+
+    async def test_only_the_chosen_leases_are_reclaimed(self, rig: Rig) -> None:
+        claims = await rig.start(5, "w1")
+        await rig.lose_leases()
+        offered: list[Lease] = []
+
+        def only(lease: Lease) -> bool:
+            offered.append(lease)
+            return lease.job_id == claims[3].job_id
+
+        found = await rig.engine.reclaim("w2", [rig.queue], 1, only)
+        assert ids(found) == [claims[3].job_id]
+        assert {(lease.job_id, lease.worker, lease.deliveries) for lease in offered} <= {
+            (claim.job_id, "w1", 1) for claim in claims
+        }
+        assert await rig.engine.reclaim("w2", [rig.queue], 5, lambda lease: False) == []
+        others = {claim.job_id for claim in claims} - {claims[3].job_id}
+        assert set(ids(await rig.engine.reclaim("w3", [rig.queue], 5, lambda lease: True))) == others
+
+    # Certain death -----------------------------------------------------------------------------------
+
+    async def test_leases_of_a_worker_that_has_ended_expire_at_once(self, rig: Rig) -> None:
+        of_dead = await rig.start(3, "w1")
+        (of_living,) = await rig.start(1, "w2")
+        assert await rig.reclaim("w3") == []
+        assert await rig.engine.expire_leases("w1", [rig.queue, "never-used"]) == 3
+        assert await rig.engine.expire_leases("w1", [rig.queue]) == 0
+        found = await rig.reclaim("w3")
+        assert set(ids(found)) == {claim.job_id for claim in of_dead}
+        assert {claim.lease.deliveries for claim in found} == {2}
+        assert await rig.engine.expire_leases("w9", [rig.queue]) == 0
+        assert await rig.succeed(of_living) == [SettleResult.APPLIED]
+
+    async def test_a_worker_that_lives_after_all_keeps_the_leases_that_it_renews(self, rig: Rig) -> None:
+        kept, other = await rig.start(2, "w1")
+        assert await rig.engine.expire_leases("w1", [rig.queue]) == 2
+        assert await rig.engine.renew([kept.lease]) == []
+        assert ids(await rig.reclaim("w2")) == [other.job_id]
+        assert await rig.succeed(kept, other) == [SettleResult.APPLIED, SettleResult.STALE]
 
     # Deregistering ---------------------------------------------------------------------------------
 

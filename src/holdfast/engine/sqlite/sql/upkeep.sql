@@ -8,8 +8,8 @@ SELECT json_group_array(input.value)
    AND EXISTS (SELECT 1 FROM jobs WHERE queue = input.value AND lease_expires_at IS NOT NULL AND lease_expires_at <= :now)
 
 -- name: expired_leases
--- Expired leases, and due retries in the pending list.
--- Takes  :queue, :now, :limit
+-- Expired leases, and due retries in the pending list, without the first `skip`.
+-- Takes  :queue, :now, :skip, :limit
 -- Gives  work rows
 SELECT json_group_array(json_array(
            id, job_id, job_type, tenant_id, idempotency_key, trace_id, state, attempt, claim_seq, deliveries, worker,
@@ -18,7 +18,23 @@ SELECT json_group_array(json_array(
     SELECT * FROM jobs
      WHERE queue = :queue AND lease_expires_at IS NOT NULL AND lease_expires_at <= :now
        AND NOT EXISTS (SELECT 1 FROM queues WHERE queue = :queue AND paused)
-     ORDER BY lease_expires_at, id LIMIT :limit)
+     ORDER BY lease_expires_at, id LIMIT :limit OFFSET :skip)
+
+-- name: leases_of
+-- Leases of a worker that have not expired.
+-- Takes  :queues (a JSON list), :worker, :now, :limit
+-- Gives  a list of ids
+SELECT json_group_array(id) FROM (
+    SELECT jobs.id FROM json_each(:queues) AS input
+      JOIN jobs ON jobs.queue = input.value AND jobs.lease_expires_at > :now
+     WHERE jobs.state = 'running' AND jobs.worker = :worker
+     LIMIT :limit)
+
+-- name: expire_leases
+-- Let leases expire now.
+-- Takes  :ids (a JSON list), :now
+UPDATE jobs SET lease_expires_at = :now, updated_at = :now
+ WHERE id IN (SELECT value FROM json_each(:ids))
 
 -- name: running_by_tenant
 -- How many jobs of each tenant run.
