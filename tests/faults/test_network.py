@@ -261,6 +261,15 @@ async def test_a_worker_killed_with_its_settle_in_flight(link: Link) -> None:
     assert len(link.site.runs(job.id)) == 1
 
 
+@pytest.mark.parametrize("fault", ["cut", "lose"])
+async def test_waiting_for_a_result_survives_a_lost_read(link: Link, fault: str) -> None:
+    job = await link.tasks.work.submit(1)
+    link.proxy.arm("get", fault)
+    async with working(link.site.app):
+        assert await job.result(60) == 1
+    assert link.proxy.hit.is_set()
+
+
 async def test_waiting_for_a_result_survives_a_disconnect(link: Link) -> None:
     gate = link.site.gate()
     job = await link.tasks.hold.submit(str(gate))

@@ -26,7 +26,7 @@ from holdfast.engine.redis import wire
 from holdfast.engine.redis.claims import merge_record
 from holdfast.engine.redis.controls import control_from
 from holdfast.engine.redis.keys import OWNED_QUEUE, RETRY_CONSUMER, parse_lanes
-from holdfast.engine.redis.net.client import Purpose, ScriptError, translate
+from holdfast.engine.redis.net.client import ConnectionLost, Purpose, ScriptError, translate
 from holdfast.engine.redis.net.connection import PubSubConnection
 from holdfast.engine.redis.store import RedisStore
 from holdfast.errors import EngineUnavailable, InvalidOption
@@ -388,7 +388,11 @@ class CompletionWaiter:
             self._subscription.close()
 
     async def _get(self, queue: str, job_id: str) -> JobInfo | None:
-        return (await self._readers.get(queue, [job_id]))[0]
+        try:
+            return (await self._readers.get(queue, [job_id]))[0]
+        except ConnectionLost:
+            # One disconnect does not end a wait, and a read can be repeated.
+            return (await self._readers.get(queue, [job_id]))[0]
 
     async def _register(self, queue: str, job_id: str) -> JobInfo | None:
         """Read the job; if it is open, its end will be published from now on."""
