@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Final
 
 from tests.fuzz.outside import OUTSIDE
+from tests.fuzz.records import RECORDS
 from tests.fuzz.targets import ENGINE
 
-TARGETS: Final = [*ENGINE, *OUTSIDE]
+TARGETS: Final = [*ENGINE, *OUTSIDE, *RECORDS]
 
 #: Function → why it is not a target.
 NOT_PARSERS: Final[dict[str, str]] = {
@@ -16,6 +17,7 @@ NOT_PARSERS: Final[dict[str, str]] = {
     "engine.redis.net.connection.parse_url": "a setting",
     "ledger.postgres.outbox._decode_cursors": "JSON that the statement builds",
     "ledger.postgres.store.PostgresAddress.parse": "a setting",
+    "neighbours.watch._parse_named": "calls `parse_facts`",
     "triggers.config_file._parse": "a file of the operator",
     "triggers.message_handler.MessageHandler._parse": "calls `MessageEnvelope.from_raw`",
 }

@@ -23,7 +23,7 @@ from tests.fuzz.targets import Target
 
 CASES: Final = 10_000
 SOURCE: Final = Path(holdfast.__file__).parent
-PACKAGES: Final = ("core", "engine", "brokers", "triggers", "http", "outbox", "webhooks", "ledger")
+PACKAGES: Final = ("core", "engine", "brokers", "triggers", "http", "outbox", "webhooks", "ledger", "neighbours")
 _names_a_parser: Final = re.compile(r"_?(parse|decode|unpack)(_|$)").match
 
 
