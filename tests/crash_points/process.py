@@ -27,6 +27,7 @@ from holdfast.upkeep.dispatch import ReplaySubmission
 from holdfast.upkeep.engine_tasks import EnginePruner
 from holdfast.upkeep.feed_cursor import FeedCursor
 from holdfast.upkeep.loop import QueueSelection
+from holdfast.upkeep.lost_leases import LostLeases
 from holdfast.upkeep.projector import Projector
 from holdfast.upkeep.reconciler import Reconciler, ReconcileReport
 from holdfast.worker.fetcher import Fetcher
@@ -52,8 +53,16 @@ class StepFetcher(Fetcher):
             else:
                 return
 
-    def _wait_ms(self) -> int:
+    def _wait_ms(self, again_s: float) -> int:
         return 0
+
+
+class AtOnce:
+    """Runs suspects in every round."""
+
+    async def run_suspects(self, fetcher: Fetcher) -> float:
+        await fetcher.run_suspect(60)
+        return 0.0
 
 
 class StepProjector(Projector):
@@ -174,7 +183,9 @@ class Process:
 
     @cached_property
     def _fetcher(self) -> StepFetcher:
-        return StepFetcher(self.engine, self.name, ["default"], self._runner, self._in_flight, self.app.settings)
+        lost = LostLeases(self.engine, self.name)
+        common = (self.engine, self.name, ["default"], self._runner, self._in_flight, self.app.settings)
+        return StepFetcher(*common, lost, AtOnce())
 
     # Upkeep -----------------------------------------------------------------------------------------
 

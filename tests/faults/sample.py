@@ -38,6 +38,8 @@ class Tasks:
     hold_in_thread: Task[[str], str]
     block: Task[[str, float], str]
     die: Task[[], None]
+    end: Task[[str], None]
+    end_in_thread: Task[[str], None]
     flaky: Task[[], str]
     fail: Task[[], None]
     big: Task[[int], str]
@@ -87,6 +89,18 @@ def register(app: Holdfast) -> Tasks:
         os.kill(os.getpid(), signal.SIGKILL)
 
     @app.task(retry=QUICK)
+    async def end(ctx: Context, how: str) -> None:
+        record_run(ctx)
+        await asyncio.sleep(0.05)
+        end_process(how)
+
+    @app.task(retry=QUICK)
+    def end_in_thread(ctx: Context, how: str) -> None:
+        record_run(ctx)
+        time.sleep(0.05)
+        end_process(how)
+
+    @app.task(retry=QUICK)
     async def flaky(ctx: Context) -> str:
         record_run(ctx)
         if ctx.retry_count == 0:
@@ -118,7 +132,18 @@ def register(app: Holdfast) -> Tasks:
             await asyncio.sleep(seconds)
         return running
 
-    return Tasks(work, nap, hold, hold_in_thread, block, die, flaky, fail, big, unwritable, overlap)
+    return Tasks(work, nap, hold, hold_in_thread, block, die, end, end_in_thread, flaky, fail, big, unwritable, overlap)
+
+
+def end_process(how: str) -> None:
+    """End this process as native code, a library or the kernel would."""
+    match how:
+        case "abort":
+            os.abort()
+        case "exit":
+            os._exit(3)
+        case _:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 @contextmanager
@@ -168,3 +193,9 @@ if os.environ.get(SKEW_VARIABLE):
 
 app: Final = Holdfast()
 tasks: Final = register(app)
+
+
+@app.task(retry=QUICK, process=True)
+def end_in_process(how: str) -> None:
+    """Only on the app of worker processes: a child finds it at the module's top level."""
+    end_process(how)

@@ -15,6 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -155,6 +156,16 @@ def _is_unlocked(path: str) -> bool:
     return True
 
 
+def kill_processes_of(namespace: str) -> None:
+    """Kill processes that workers have started for lost jobs, and that would outlive them for some seconds."""
+    assert namespace
+    own = f"HOLDFAST_NAMESPACE={namespace}".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if own in (folder / "environ").read_bytes().split(b"\0"):
+                os.kill(int(folder.name), signal.SIGKILL)
+
+
 class Site:
     """A store in a separate namespace, an app on it, and the processes that a test starts."""
 
@@ -211,6 +222,7 @@ class Site:
     async def close(self) -> None:
         for process in self._processes:
             process.clean_up()
+        kill_processes_of(str(self.settings["namespace"]))
         for app in self._apps:
             await app.close()
 

@@ -17,7 +17,7 @@ from holdfast.execution.backend import backend_of
 from holdfast.ledger.port.effects import EffectKey, EffectState
 from holdfast.verification.chaos.servers import PostgresServer
 from tests.faults import effects_sample
-from tests.faults.support import SETTINGS, SOURCE, WorkerProcess, eventually, pause_outside_commit
+from tests.faults.support import SETTINGS, SOURCE, WorkerProcess, eventually, kill_processes_of, pause_outside_commit
 
 pytestmark = pytest.mark.faults
 
@@ -84,6 +84,7 @@ class Deployment:
     async def close(self) -> None:
         for worker in self.workers:
             worker.clean_up()
+        kill_processes_of(self.settings["namespace"])
         await self.app.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections import Counter
 from pathlib import Path
@@ -19,18 +20,19 @@ from tests.worker.support import working
 
 pytestmark = [pytest.mark.faults]
 
-#: Jobs of a dead worker are reclaimed at most this long after their lease expired.
-RECLAIM_WITHIN_MS = 2_000
+#: A job of a dead worker is reclaimed at most this long after its lease expired, on a busy machine: a process has to
+#: be started for it.
+RECLAIM_WITHIN_MS = 15_000
 
 
 def lease_ms(site: Site) -> float:
     return float(site.settings["visibility_timeout_s"]) * 1000
 
 
-async def test_jobs_of_a_killed_worker_are_reclaimed_within_the_lease_and_two_seconds(site: Site) -> None:
+async def test_a_job_of_a_killed_worker_is_reclaimed_after_its_lease(site: Site) -> None:
     gate = site.gate()
-    workers = await site.start_workers(2)
-    jobs = [await site.tasks.hold.submit(str(gate)) for _ in range(4)]
+    workers = await site.start_workers(2, "--concurrency", "1")
+    jobs = [await site.tasks.hold.submit(str(gate)) for _ in range(2)]
     victim, lost_jobs = await _find_busy_worker(site, workers, [job.id for job in jobs])
     killed_at_ms = victim.kill()
     await site.wait_runs(lost_jobs, 2)
@@ -59,10 +61,11 @@ async def test_the_limit_of_a_queue_holds_while_workers_are_killed(site: Site) -
     started = limit
     for _ in range(2):
         await _wait_overlaps(folder, started)
-        # Nothing ends before the gate is opened: every run of this worker is lost.
-        victim, lost = await _find_last_worker(site, workers)
-        victim.kill()
-        started += len(lost)
+        # A worker, or a process that a worker has started for a lost job. Nothing ends before the gate is opened:
+        # every run of this process is lost.
+        pid = site.runs()[-1].pid
+        started += sum(run.pid == pid for run in site.runs())
+        os.kill(pid, signal.SIGKILL)
         workers.append(await site.start_worker("--concurrency", "10"))
     await _wait_overlaps(folder, started)
     gate.touch()
@@ -84,13 +87,6 @@ def _overlaps(folder: Path) -> list[int]:
 async def _wait_overlaps(folder: Path, count: int) -> None:
     """Wait until this many runs have started."""
     await eventually(lambda: len(_overlaps(folder)) == count, f"{count} runs")
-
-
-async def _find_last_worker(site: Site, workers: list[WorkerProcess]) -> tuple[WorkerProcess, list[str]]:
-    """Return the worker that started the last run, and its jobs."""
-    pid = site.runs()[-1].pid
-    (worker,) = (worker for worker in workers if worker.pid == pid)
-    return worker, [run.job_id for run in site.runs() if run.pid == pid]
 
 
 async def _find_busy_worker(
@@ -160,22 +156,21 @@ async def test_a_blocked_event_loop_keeps_its_lease(redis_site: Site) -> None:
 
 
 async def test_a_poison_pill_is_a_dead_letter_after_max_deliveries(engine_url: str, make_site: MakeSite) -> None:
-    """Every worker that claims it is killed. A supervisor starts a new one each time."""
+    """It kills its worker, then the process in which the next worker runs it alone."""
     site = make_site(
         engine_url, max_deliveries=1, visibility_timeout_s=0.5, heartbeat_interval_s=0.1, reclaim_interval_s=0.05
     )
     pill = await site.tasks.die.submit()
-    for attempt in (1, 2):
-        worker = site.start()
-        assert await worker.wait_ended() == -signal.SIGKILL
-        assert [run.attempt for run in site.runs(pill.id)] == list(range(1, attempt + 1))
+    worker = site.start()
+    assert await worker.wait_ended() == -signal.SIGKILL
+    assert [run.attempt for run in site.runs(pill.id)] == [1]
     # In a separate process as well: otherwise the pill could kill the test.
     survivor = await site.start_worker()
     healthy = await site.tasks.work.submit(7)
     assert await healthy.result(60) == 7
     history = await site.assert_all_ended([pill.id], State.FAILED)
     assert survivor.alive
-    assert len(site.runs(pill.id)) == 2
+    assert [run.attempt for run in site.runs(pill.id)] == [1, 2]
     info = await pill.info()
     assert info.failure is not None
     assert info.failure.code == POISON_PILL

@@ -16,7 +16,7 @@ from tests.worker.support import TIMEOUT_S, Faults, eventually
 
 @asynccontextmanager
 async def run_upkeep(app: Holdfast, *queues: str) -> AsyncIterator[Upkeep]:
-    upkeep = Upkeep(app.engine, queues, app.settings)
+    upkeep = Upkeep(app.engine, queues, app.settings, has_started=lambda worker, job_id: worker != "dead")
     running = asyncio.create_task(upkeep.run())
     try:
         yield upkeep

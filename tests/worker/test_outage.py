@@ -12,6 +12,7 @@ import pytest
 from holdfast import Holdfast, State
 from holdfast.errors import EngineRefused, EngineUnavailable
 from holdfast.execution.backend import backend_of
+from holdfast.upkeep.lost_leases import LostLeases
 from holdfast.worker.fetcher import Fetcher
 from holdfast.worker.in_flight import InFlight
 from holdfast.worker.runner import Runner
@@ -271,7 +272,8 @@ async def test_a_claim_recovered_after_an_outage_does_not_set_the_clock_back(app
     await app.engine.claim("me", ["default"], 1, 0)
     in_flight: InFlight = set()
     runner = Runner(backend_of(app).specs, Settler(app.engine, in_flight), in_flight, 1)
-    fetcher = Fetcher(app.engine, "me", ["default"], runner, in_flight, app.settings)
+    lost = LostLeases(app.engine, "me")
+    fetcher = Fetcher(app.engine, "me", ["default"], runner, in_flight, app.settings, lost)
     later_ms = round(time.time() * 1000) + 3_600_000
     runner.set_engine_time(later_ms)
     await fetcher.recover_claims()

@@ -181,6 +181,12 @@ class WorkerCommand:
         words += ["--log-json"] if self.log_json else []
         return [sys.executable, "-m", "holdfast", "worker", self.app, *words, "--supervisor", str(os.getpid())]
 
+    def isolated_argv(self, lock: int) -> list[str]:
+        """Build the command line of a process for jobs that must run alone, started by this process."""
+        name = "isolated" if self.name is None else f"{self.name}-isolated"
+        alone = replace(self, concurrency=1, upkeep=False, metrics_port=None, name=name)
+        return [*alone.argv(), "--isolated", str(lock)]
+
     @property
     def variables(self) -> dict[str, str]:
         """What a process gets by environment, because it may contain a password."""

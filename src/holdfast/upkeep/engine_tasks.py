@@ -3,8 +3,8 @@
 - `Promoter` makes delayed jobs and retries ready when they are due. It sleeps until the next due time that the engine
   reported, and checks once a second in any case, since a notice may be lost. The engine's clock decides what is due;
   the local clock only measures the sleep.
-- `Reclaimer` reclaims expired leases where no worker runs, and releases the jobs so that a worker may claim them. A
-  worker reclaims by itself and runs what it reclaims. The lost attempt stays counted.
+- `Reclaimer` reclaims expired leases of jobs that had not started, where no worker runs, and releases the jobs so that
+  a worker may claim them. A worker does that by itself. Suspects wait for a worker (`lost_leases`).
 - `EnginePruner` deletes what has expired (old results, finished records, dead consumers), and ends jobs that wait for
   a ledger which the engine no longer has.
 """
@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from random import Random
 from typing import Final
@@ -25,6 +24,7 @@ from holdfast.errors import EngineUnavailable
 from holdfast.settings import Settings
 from holdfast.upkeep.dead_letters import OrphanedDeadLetters
 from holdfast.upkeep.loop import QueueSelection, next_part, run_forever
+from holdfast.upkeep.lost_leases import HasStarted, LostLeases, assume_started
 
 _CHECK_S: Final = 1.0
 #: Queues with a notice that are promoted at a time. Few enough that the engine reads each.
@@ -84,8 +84,6 @@ class Promoter:
         return min(check_s, max(0.001, (promotion.next_due_at_ms - promotion.now_ms) / 1000))
 
 
-_log: Final = logging.getLogger("holdfast.upkeep")
-
 _MIN_PAUSE_S: Final = 0.02
 
 
@@ -98,12 +96,14 @@ class Reclaimer:
         queues: QueueSelection,
         settings: Settings,
         incarnation: str,
+        has_started: HasStarted = assume_started,
         random: Random | None = None,
     ) -> None:
         self._engine = engine
         self._queues = queues
         self._settings = settings
         self._incarnation = incarnation
+        self._lost = LostLeases(engine, incarnation, has_started)
         self._random = random or Random()
         #: Whether the last pass may have reclaimed jobs that it could not release.
         self._in_doubt = True
@@ -121,7 +121,7 @@ class Reclaimer:
         batch = self._settings.reclaim_batch
         in_doubt, self._in_doubt = self._in_doubt, True
         try:
-            claims = await self._engine.reclaim(self._incarnation, queues, batch)
+            claims = await self._lost.reclaim(queues, batch)
         except EngineUnavailable:
             self._engine.counters.reclaim_errors += 1
             raise
@@ -129,11 +129,10 @@ class Reclaimer:
             # Claims that an earlier pass reclaimed but could not release, because the engine became unreachable.
             claims += await self._engine.recover_claims(self._incarnation, queues, {claim.lease for claim in claims})
         if claims:
-            verdict = Release("its worker was lost; released by upkeep")
+            verdict = Release("released by upkeep")
             await self._engine.settle([Settlement(claim, verdict, claim.claimed_at_ms) for claim in claims])
-            _log.info("released %d jobs of lost workers", len(claims))
         self._in_doubt = False
-        if len(claims) >= batch:
+        if self._lost.found >= batch:
             return 0.0
         return max(_MIN_PAUSE_S, self._settings.reclaim_interval_s) * self._random.uniform(0.6, 1.0)
 

@@ -22,6 +22,7 @@ from holdfast.upkeep.backlog_monitor import BacklogMonitor
 from holdfast.upkeep.engine_tasks import EnginePruner, Promoter, Reclaimer
 from holdfast.upkeep.ledger_tasks import LedgerTasks
 from holdfast.upkeep.loop import QueueSelection, run_forever
+from holdfast.upkeep.lost_leases import HasStarted, assume_started
 
 _log: Final = logging.getLogger("holdfast.upkeep")
 
@@ -34,12 +35,20 @@ class Upkeep:
     The caller owns engine and ledger.
     """
 
-    def __init__(self, engine: Engine, queues: Sequence[str], settings: Settings, ledger: Ledger | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        queues: Sequence[str],
+        settings: Settings,
+        ledger: Ledger | None = None,
+        has_started: HasStarted = assume_started,
+    ) -> None:
         self._engine = engine
         self._ledger = ledger
         self._names = tuple(queues)
         self._queues = QueueSelection(engine, queues)
         self._settings = settings
+        self._has_started = has_started
         #: Its name in the engine. Set by `run`, since upkeep may be built before a fork.
         self.incarnation = ""
         self._stopped = asyncio.Event()
@@ -60,7 +69,7 @@ class Upkeep:
         engine, queues = self._engine, self._queues
         promoter = self._promoter = Promoter(engine, queues)
         monitor = BacklogMonitor(engine, queues, self._settings, self._ledger)
-        reclaimer = Reclaimer(engine, queues, self._settings, self.incarnation)
+        reclaimer = Reclaimer(engine, queues, self._settings, self.incarnation, self._has_started)
         loops = [
             promoter.run(),
             EnginePruner(engine, queues).run(),

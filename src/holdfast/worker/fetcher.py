@@ -4,6 +4,9 @@ One loop claims while there is capacity, reclaims expired leases and recovers fr
 lease reaches the runner twice: `engine.recover_claims` returns the leases that the engine has for this worker after a
 lost reply, and no other claim is in flight meanwhile.
 
+Of expired leases, jobs that had not started are released for any worker to claim. The others are suspects, which run
+alone (`suspects`).
+
 The capacity is `concurrency` plus a prefetch: the jobs that will finish within 10 ms and during one claim, at the
 current rate. That is zero for slow tasks and a few hundred for no-ops, and needs no tuning.
 """
@@ -16,7 +19,7 @@ import math
 import time
 from collections.abc import Sequence
 from random import Random
-from typing import Final
+from typing import Final, Protocol
 
 from holdfast.aio import raise_if_cancelled
 from holdfast.core.job import MAX_BATCH, Claim, Lease
@@ -24,6 +27,7 @@ from holdfast.core.retry import Backoff
 from holdfast.engine.port.jobs import JobPort
 from holdfast.errors import EngineUnavailable
 from holdfast.settings import Settings
+from holdfast.upkeep.lost_leases import LostLeases
 from holdfast.worker.in_flight import InFlight
 from holdfast.worker.runner import Runner
 
@@ -40,8 +44,18 @@ _AHEAD_S: Final = 0.010
 _RATE_SPAN_S: Final = 0.020
 #: A claim that takes longer does not increase the prefetch further.
 _MAX_CLAIM_S: Final = 0.050
+#: Steps of one reclaim.
+_MAX_STEPS: Final = 50
 #: Shortest reclaim interval, even if the setting is 0.
 _MIN_RECLAIM_S: Final = 0.02
+
+
+class Isolation(Protocol):
+    """Who runs the suspects that a worker finds."""
+
+    async def run_suspects(self, fetcher: Fetcher) -> float:
+        """Called between two claims while there are suspects; returns after how many seconds to call it again."""
+        ...
 
 
 class Fetcher:
@@ -55,6 +69,8 @@ class Fetcher:
         runner: Runner,
         in_flight: InFlight,
         settings: Settings,
+        lost: LostLeases,
+        isolation: Isolation | None = None,
         *,
         quota: int | None = None,
         random: Random | None = None,
@@ -65,6 +81,9 @@ class Fetcher:
         self._runner = runner
         self._in_flight = in_flight
         self._settings = settings
+        self._lost = lost
+        #: None: suspects are left to others.
+        self._isolation = isolation
         #: Limit of jobs to run in total; None: no limit.
         self._quota = quota
         self._random = random or Random()
@@ -101,19 +120,51 @@ class Fetcher:
                 await self._recover()
         raise asyncio.CancelledError
 
-    async def reclaim(self) -> int:
-        """Reclaim expired leases now, up to the free capacity; returns how many."""
-        limit = min(self._space(), self._settings.reclaim_batch)
-        if limit <= 0:
-            return 0
-        try:
-            claims = await self._engine.reclaim(self._worker, self._queues, limit)
-        except EngineUnavailable:
-            self._engine.counters.reclaim_errors += 1
-            raise
+    @property
+    def is_idle(self) -> bool:
+        """Whether the worker has no job, not even one with a verdict to be settled."""
+        return self._runner.is_idle
+
+    async def reclaim(self) -> None:
+        """Release jobs with expired leases that had not started, and count the suspects.
+
+        Retries in the pending list are claimed up to the free capacity.
+        """
+        limit = self._settings.reclaim_batch
+        for _ in range(_MAX_STEPS):
+            try:
+                claims = await self._lost.reclaim(
+                    self._queues, limit, max(0, min(self._space(), limit)), release=self._settings.reclaim
+                )
+            except EngineUnavailable:
+                self._engine.counters.reclaim_errors += 1
+                raise
+            if claims:
+                self._accept(claims)
+            if self._lost.found < limit:
+                return
+
+    async def run_suspect(self, lease_s: float) -> bool:
+        """Run one suspect, if there is one, until it has ended or has run alone for one lease. The worker is idle."""
+        claims = await self._lost.claim_suspect(self._queues)
         if claims:
             self._accept(claims)
-        return len(claims)
+            await self.wait_idle(lease_s)
+        return bool(claims)
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until the worker is idle, without claiming; False if the timeout passes first."""
+        deadline = time.monotonic() + timeout_s
+        while not self.is_idle:
+            self._ticked_at = now = time.monotonic()
+            if now >= deadline:
+                return False
+            wait_s = min(_TICK_S, deadline - now)
+            if self._runner.load:
+                await self._wait_for_load(0, wait_s)
+            else:
+                await self._runner.settled(wait_s)
+        return True
 
     async def recover_claims(self) -> None:
         """Accept leases whose reply was lost: the engine has them for this worker, the worker does not."""
@@ -123,7 +174,7 @@ class Fetcher:
             # These may be from before an outage: they may set the clock forward, but not back.
             if (claimed_at_ms := max(claim.claimed_at_ms for claim in claims)) > self._runner.now_ms():
                 self._runner.set_engine_time(claimed_at_ms)
-            self._runner.accept(claims)
+            self._runner.accept(await self._without_lost(claims))
 
     def stop_prefetching(self) -> None:
         """Prefetch nothing until jobs finish again; for prefetched jobs that do not start."""
@@ -132,15 +183,21 @@ class Fetcher:
     async def _run_once(self) -> None:
         limit = await self._wait_for_capacity()
         now = time.monotonic()
-        if self._settings.reclaim and now >= self._reclaim_at:
+        if now >= self._reclaim_at:
             self._reclaim_at = now + self._reclaim_pause()
             await self.reclaim()
+            limit = self._space()
+        again_s = math.inf
+        if self._lost.suspects and self._isolation is not None:
+            again_s = await self._isolation.run_suspects(self)
             limit = self._space()
         self._ticked_at = time.monotonic()
         if limit > 0:
             began = time.monotonic()
-            claims = await self._engine.claim(self._worker, self._queues, limit, self._wait_ms(), self._leases)
+            claims = await self._engine.claim(self._worker, self._queues, limit, self._wait_ms(again_s), self._leases)
             if claims:
+                if any(claim.lease.deliveries > 1 for claim in claims):
+                    claims = await self._without_lost(claims)
                 if len(claims) == limit:
                     # A full batch did not wait for jobs: this is the round trip to the store.
                     self._rate.record_claim(time.monotonic() - began)
@@ -150,7 +207,10 @@ class Fetcher:
                     await asyncio.sleep(0)
 
     async def _wait_for_capacity(self) -> int:
-        """Wait for capacity; returns how many to claim. At a high rate, waits for a worthwhile batch."""
+        """Wait for capacity, or for the next reclaim; returns how many to claim.
+
+        At a high rate, waits for a worthwhile batch.
+        """
         runner = self._runner
         while True:
             ahead = self._rate.prefetch(runner.finished)
@@ -158,15 +218,26 @@ class Fetcher:
             worthwhile = max(1, min(ahead, capacity // 4, self._count_left()))
             if (space := min(capacity - runner.load, self._count_left())) >= worthwhile:
                 return min(space, MAX_BATCH)
-            self._capacity_freed.clear()
-            runner.wake_at = capacity - worthwhile
-            try:
-                async with asyncio.timeout(_TICK_S):
-                    await self._capacity_freed.wait()
-            except TimeoutError:
-                self._ticked_at = time.monotonic()
-            finally:
-                runner.wake_at = -1
+            left_s = self._reclaim_at - time.monotonic()
+            if left_s <= 0:
+                return min(space, MAX_BATCH)
+            await self._wait_for_load(capacity - worthwhile, min(_TICK_S, left_s))
+
+    async def _wait_for_load(self, load: int, timeout_s: float) -> None:
+        """Wait until the runner has no more jobs than that, or the timeout passes."""
+        self._capacity_freed.clear()
+        self._runner.wake_at = load
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._capacity_freed.wait()
+        except TimeoutError:
+            self._ticked_at = time.monotonic()
+        finally:
+            self._runner.wake_at = -1
+
+    async def _without_lost(self, claims: list[Claim]) -> list[Claim]:
+        """Release what was reclaimed in a lost reply: it must not run among other jobs."""
+        return await self._lost.release_lost(claims)
 
     def _leases(self) -> set[Lease]:
         """Leases that this worker has."""
@@ -184,10 +255,8 @@ class Fetcher:
         self._runner.set_engine_time(claims[-1].claimed_at_ms)
         self._runner.accept(claims)
 
-    def _wait_ms(self) -> int:
-        if not self._settings.reclaim:
-            return round(_WAIT_S * 1000)
-        left_s = max(_MIN_RECLAIM_S, self._reclaim_at - time.monotonic())
+    def _wait_ms(self, again_s: float) -> int:
+        left_s = max(_MIN_RECLAIM_S, min(again_s, self._reclaim_at - time.monotonic()))
         return round(min(_WAIT_S, left_s) * 1000)
 
     def _reclaim_pause(self) -> float:

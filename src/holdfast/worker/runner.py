@@ -114,6 +114,11 @@ class Runner:
         return self.running + len(self._waiting)
 
     @property
+    def is_idle(self) -> bool:
+        """Whether no job has a slot or waits for one, and every verdict is settled."""
+        return self.load == 0 and self._settler.is_settled
+
+    @property
     def queued(self) -> int:
         """Jobs that wait for a slot."""
         return len(self._waiting)
@@ -353,6 +358,10 @@ class Runner:
         """End all runs that have no verdict yet."""
         for run in [run for run in self._in_flight if not run.judged]:
             self.stop(run, reason)
+
+    async def settled(self, timeout_s: float) -> bool:
+        """Wait until every verdict is settled; False if the timeout passes first."""
+        return await self._settler.flush(timeout_s)
 
     async def close(self) -> None:
         """End idle threads and child processes."""

@@ -70,6 +70,11 @@ class Settler:
         """Verdicts that wait for a call, without those being sent."""
         return len(self._waiting)
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether every verdict is answered."""
+        return not (self._waiting or self._calls or self._late_call)
+
     def put(self, run: Run, settlement: Settlement) -> None:
         """Queue the verdict on a run. Returns immediately."""
         run.settlement = settlement
@@ -81,7 +86,7 @@ class Settler:
     async def flush(self, timeout_s: float) -> bool:
         """Wait until everything is answered; False if the timeout passes first."""
         deadline = self._loop.time() + timeout_s
-        while self._waiting or self._calls or self._late_call:
+        while not self.is_settled:
             left_s = deadline - self._loop.time()
             if left_s <= 0:
                 return False

@@ -14,7 +14,7 @@ import logging
 import os
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from enum import StrEnum
 from pathlib import Path
@@ -34,6 +34,7 @@ from holdfast.guard.runner import GuardRunner
 from holdfast.identity import new_identity
 from holdfast.ledger.port.ledger import Ledger
 from holdfast.ledger.port.messages import OutboxOpener
+from holdfast.neighbours.watch import identify_store
 from holdfast.observe.counters import Counters
 from holdfast.observe.logs import log_fields
 from holdfast.observe.redact import redact
@@ -44,13 +45,16 @@ from holdfast.upkeep.backlog_monitor import BacklogMonitor
 from holdfast.upkeep.engine_tasks import EnginePruner, Promoter
 from holdfast.upkeep.ledger_tasks import LedgerTasks
 from holdfast.upkeep.loop import QueueSelection
+from holdfast.upkeep.lost_leases import HasStarted, LostLeases, assume_started
 from holdfast.upkeep.relay_service import run_relay
 from holdfast.worker.announcer import run_announcer
 from holdfast.worker.fetcher import Fetcher
 from holdfast.worker.in_flight import Drain, InFlight, Run, StopReason
+from holdfast.worker.isolated_processes import IsolatedCommand, IsolatedProcesses, IsolationLocks
 from holdfast.worker.renewer import LeaseListener, Renewer
 from holdfast.worker.runner import CANCEL_GRACE_S, Runner
 from holdfast.worker.settler import Settler
+from holdfast.worker.suspects import IdleIsolation, SuspectFetcher
 from holdfast.worker.unknown_jobs import UnknownJobs
 
 if TYPE_CHECKING:
@@ -117,8 +121,15 @@ class Worker(LeaseListener):
         max_jobs: int | None = None,
         max_rss: int | None = None,
         cancel_grace_s: float = CANCEL_GRACE_S,
+        isolated_command: IsolatedCommand | None = None,
+        on_cleared: Callable[[], None] | None = None,
+        has_started: HasStarted = assume_started,
     ) -> None:
         """`max_jobs` and `max_rss` (bytes) recycle the process: the worker drains itself at either limit.
+
+        Jobs that may have ended their worker run in processes that `isolated_command` starts; without it, in this
+        worker while it is idle. With `on_cleared` this is such a process: it runs only those, one at a time, ends when
+        there are none, and calls `on_cleared` before that if its job has run for a lease.
 
         Raises `MissingExtra` if its upkeep is to send webhooks and no HTTP client is installed.
         """
@@ -138,6 +149,9 @@ class Worker(LeaseListener):
         self._max_jobs = max_jobs
         self._max_rss = max_rss
         self._cancel_grace_s = cancel_grace_s
+        self._isolated_command = isolated_command
+        self._on_cleared = on_cleared
+        self._has_started = has_started
         self._name = name or ""
         #: Its name in the engine, logs and histories. Set by `run`, since a worker may be built before a fork.
         self.incarnation = ""
@@ -267,15 +281,8 @@ class Worker(LeaseListener):
             in_memory=self._backend.settings.in_memory,
             unknown=UnknownJobs(engine, self._backend.settings.unknown_task_grace_s),
         )
-        fetcher = self._fetcher = Fetcher(
-            engine,
-            self.incarnation,
-            self._queues,
-            runner,
-            self._in_flight,
-            self._backend.settings,
-            quota=self._max_jobs,
-        )
+        processes = self._start_isolated_processes()
+        fetcher = self._fetcher = self._build_fetcher(engine, runner, processes)
         renewer = Renewer(
             engine.clone(), self._queues, self._in_flight, self._backend.settings.heartbeat_interval_s, self
         )
@@ -295,6 +302,9 @@ class Worker(LeaseListener):
             # these jobs for as long as the process runs.
             async with AsyncExitStack() as last:
                 last.push_async_callback(ending.deregister, engine, self.incarnation, self._queues)
+                if processes is not None:
+                    last.push_async_callback(self._end_isolated_processes, processes)
+                    processes.drain()
                 last.push_async_callback(runner.close)
                 last.push_async_callback(renewer.stop)
                 if ledger_tasks is not None:
@@ -316,6 +326,35 @@ class Worker(LeaseListener):
             self._draining.set()
             await self._wait_drained(asyncio.create_task(end()))
         return self._ended
+
+    def _start_isolated_processes(self) -> IsolatedProcesses | None:
+        if self._isolated_command is None:
+            return None
+        settings = self._backend.settings
+        locks = IsolationLocks(identify_store(settings.url, settings.namespace))
+        return IsolatedProcesses(self._isolated_command, locks, settings.drain_grace_s, self._on_lost_process)
+
+    async def _end_isolated_processes(self, processes: IsolatedProcesses) -> None:
+        """Wait for the processes; a second signal also stops their jobs."""
+        ending = asyncio.create_task(processes.stop())
+        stopping_now = asyncio.create_task(self._stop_now.wait())
+        await asyncio.wait({ending, stopping_now}, return_when=asyncio.FIRST_COMPLETED)
+        if not ending.done():
+            processes.drain()
+        stopping_now.cancel()
+        await ending
+
+    def _build_fetcher(self, engine: Engine, runner: Runner, processes: IsolatedProcesses | None) -> Fetcher:
+        settings = self._backend.settings
+        lost = LostLeases(engine, self.incarnation, self._has_started)
+        common = (engine, self.incarnation, self._queues, runner, self._in_flight, settings, lost)
+        if self._on_cleared is not None:
+            return SuspectFetcher(*common, on_cleared=self._on_cleared, on_end=self.drain)
+        isolation = processes or IdleIsolation(settings.visibility_timeout_s)
+        return Fetcher(*common, isolation, quota=self._max_jobs)
+
+    def _on_lost_process(self) -> None:
+        """A suspect has ended its process."""
 
     def _announce(self) -> None:
         facts = {

@@ -52,6 +52,8 @@ HOT += [
     "promote",
     "expired_leases",
     "queues_with_expired_leases",
+    "lost_jobs",
+    "due_retries",
     "reclaim",
     "get",
     "job_for_move",

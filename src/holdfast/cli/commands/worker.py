@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from enum import StrEnum
@@ -148,8 +149,9 @@ async def worker(
     metrics_host: MetricsHost = LOOPBACK,
     log_json: LogJson = False,
     log_level: LogLevel = Level.INFO,
-    supervisor: Annotated[
-        int | None, typer.Option(hidden=True, help="The process that started this one for --processes.")
+    supervisor: Annotated[int | None, typer.Option(hidden=True, help="The process that started this one.")] = None,
+    isolated: Annotated[
+        int | None, typer.Option(hidden=True, help="Run jobs that must run alone, with the lock of this descriptor.")
     ] = None,
 ) -> None:
     """Claim and run jobs until a signal.
@@ -162,26 +164,34 @@ async def worker(
     if supervisor is not None:
         at = supervised_target(at)
     holdfast = at.app(app)
+    call = WorkerCommand(
+        at=at,
+        app=app,
+        queues=queue,
+        concurrency=concurrency,
+        upkeep=not no_upkeep,
+        name=name,
+        log_json=log_json,
+        log_level=log_level,
+        metrics_port=metrics_port,
+        metrics_host=metrics_host,
+    )
     if processes > 1:
-        call = WorkerCommand(
-            at=at,
-            app=app,
-            queues=queue,
-            concurrency=concurrency,
-            upkeep=not no_upkeep,
-            name=name,
-            log_json=log_json,
-            log_level=log_level,
-            metrics_port=metrics_port,
-            metrics_host=metrics_host,
-        )
         await supervise(holdfast, call, processes)
         return
     async with holdfast:
         backend = backend_of(holdfast)
         backend.require_ledger()
         queues = _queues(holdfast, queue)
-        work = Worker(holdfast, queues=queues, concurrency=concurrency, upkeep=not no_upkeep, name=name)
+        work = Worker(
+            holdfast,
+            queues=queues,
+            concurrency=concurrency,
+            upkeep=not no_upkeep,
+            name=name,
+            isolated_command=call if isolated is None else None,
+            on_cleared=None if isolated is None else partial(os.close, isolated),
+        )
         with run_until_signal(work.drain):
             await _warn(holdfast, queues)
             readiness = partial(worker_readiness, holdfast, work, upkeep=not no_upkeep)

@@ -219,11 +219,17 @@ class JobPort(EnginePart, Protocol):
         ...
 
     async def reclaim(
-        self, worker: str, queues: Sequence[str], limit: int, only: LeaseFilter | None = None
+        self,
+        worker: str,
+        queues: Sequence[str],
+        limit: int,
+        only: LeaseFilter | None = None,
+        retries: int | None = None,
     ) -> list[Claim]:
         """Claim jobs with expired leases, as a new attempt, and due retries in the pending list.
 
-        With `only`, only leases for which it returns True; the others stay as they are. Returned jobs that had
+        At most `retries` of those retries, if it is given. With `only`, only leases for which it returns True; the
+        others stay as they are. Returned jobs that had
         started must run alone, because they may be what ended their worker (`Claim.is_suspect`). Those that lost
         `max_deliveries` leases while they ran alone are dead-lettered as poison pills and not returned.
         """

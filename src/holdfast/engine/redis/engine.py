@@ -171,9 +171,14 @@ class RedisEngine(Engine):
         return await self._upkeep.promote(queues, limit)
 
     async def reclaim(
-        self, worker: str, queues: Sequence[str], limit: int, only: LeaseFilter | None = None
+        self,
+        worker: str,
+        queues: Sequence[str],
+        limit: int,
+        only: LeaseFilter | None = None,
+        retries: int | None = None,
     ) -> list[Claim]:
-        return await self._upkeep.reclaim(worker, queues, limit, only)
+        return await self._upkeep.reclaim(worker, queues, limit, only, limit if retries is None else retries)
 
     async def expire_leases(self, worker: str, queues: Sequence[str]) -> int:
         return await self._upkeep.expire_leases(worker, queues)

@@ -26,8 +26,8 @@ from holdfast.errors import InvalidOption
 #: Pages of `MAX_BATCH` due retries, and of lost leases, that one call reads.
 _RETRY_PAGES: Final = 20
 _LOST_PAGES: Final = 20
-#: Stream index, message id, owner, delivery count and fields of a lease that was not renewed in time.
-_LostRow = tuple[int, bytes, bytes, int, list[bytes]]
+#: Stream index, message id, owner, delivery count and job id of a lease that was not renewed in time.
+_LostRow = tuple[int, bytes, bytes, int, bytes]
 #: A consumer that was idle for this many visibility timeouts is dead.
 _DEAD_AFTER_TIMEOUTS: Final = 2
 _TRIM_BATCH: Final = 1_000
@@ -99,17 +99,22 @@ class EngineUpkeep:
     # reclaim ---------------------------------------------------------------------------------------
 
     async def reclaim(
-        self, worker: str, queues: Sequence[str], limit: int, only: LeaseFilter | None = None
+        self, worker: str, queues: Sequence[str], limit: int, only: LeaseFilter | None, retries: int
     ) -> list[Claim]:
         claims: list[Claim] = []
+        free_retries = retries
 
         async def step(queue: str) -> bool | None:
+            nonlocal free_retries
             free = limit - len(claims)
             if free <= 0:
                 return None
             began = time.monotonic()
             # Regardless of the settings: another process, or this one before a change, may have left retries there.
-            claims.extend(await self._claim_due_retries(worker, queue, free))
+            if free_retries > 0:
+                due = await self._claim_due_retries(worker, queue, min(free, free_retries))
+                free_retries -= len(due)
+                claims.extend(due)
             free = limit - len(claims)
             if free > 0:
                 claims.extend(await self.without_poison(await self._reclaim(worker, queue, free, only)))
@@ -136,7 +141,13 @@ class EngineUpkeep:
             Purpose.OTHER,
             "reclaim",
             queue,
-            [*keys.streams, keys.feed, keys.control, keys.wake, *(keys.job(_job_id(fields)) for *_, fields in lost)],
+            [
+                *keys.streams,
+                keys.feed,
+                keys.control,
+                keys.wake,
+                *(keys.job(_usable_id(row)) for row in lost),
+            ],
             [
                 store.names.group,
                 worker,
@@ -361,10 +372,10 @@ def _due(job: JobInfo) -> int:
 
 
 def _lease_of(queue: str, row: _LostRow) -> Lease:
-    index, message_id, owner, deliveries, fields = row
-    return Lease(queue, _job_id(fields), f"{index}:{message_id.decode()}", deliveries, wire.printable(owner))
+    index, message_id, owner, deliveries, _ = row
+    return Lease(queue, _usable_id(row), f"{index}:{message_id.decode()}", deliveries, wire.printable(owner))
 
 
-def _job_id(fields: Sequence[bytes]) -> str:
-    """The job id in a message; empty if it has no usable one."""
-    return wire.usable_id(wire.as_dict(fields).get(b"task_id")) or ""
+def _usable_id(row: _LostRow) -> str:
+    """The job id in the message; empty if it has no usable one."""
+    return wire.usable_id(row[4]) or ""

@@ -195,10 +195,15 @@ class SqliteEngine(SqliteReads, Engine):
         return promotion
 
     async def reclaim(
-        self, worker: str, queues: Sequence[str], limit: int, only: LeaseFilter | None = None
+        self,
+        worker: str,
+        queues: Sequence[str],
+        limit: int,
+        only: LeaseFilter | None = None,
+        retries: int | None = None,
     ) -> list[Claim]:
         batch = await self._store.write(
-            upkeep.reclaim, self._policy, worker, list(queues), min(limit, MAX_BATCH), only, lazy=True
+            upkeep.reclaim, self._policy, worker, list(queues), min(limit, MAX_BATCH), only, retries, lazy=True
         )
         self.counters.reclaimed += batch.reclaimed
         self.counters.claimed += len(batch.claims) - batch.reclaimed

@@ -262,6 +262,8 @@ LEASE_ROWS: Final = msgspec.json.Decoder(list[LeaseRow])
 VIEW_ROWS: Final = msgspec.json.Decoder(list[JobInfoRow])
 EVENT_ROWS: Final = msgspec.json.Decoder(list[FeedEventRow])
 CONTROL: Final = msgspec.json.Decoder(ControlRow)
+#: Row, job id, claim, delivery count and worker of leases.
+LEASES: Final = msgspec.json.Decoder(list[tuple[int, str, int, int, str]])
 NAMES: Final = msgspec.json.Decoder(list[str])
 #: Queue to tenant.
 OWNERS: Final = msgspec.json.Decoder(dict[str, str])

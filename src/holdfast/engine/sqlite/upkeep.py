@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from holdfast.core.job import MAX_BATCH, Claim, JobInfo, new_job_ids
+from holdfast.core.job import MAX_BATCH, Claim, JobInfo, Lease, new_job_ids
 from holdfast.core.states import FINAL, RESTORED_EVENT, State, event_for
 from holdfast.core.verdict import DeadLetter, advance, poison_pill
 from holdfast.engine.port.feed import EngineSnapshot, SubmissionKey
@@ -20,7 +20,7 @@ from holdfast.engine.port.jobs import EXPIRY_BATCH, LeaseFilter, Promotion
 from holdfast.engine.sqlite.claims import lease_jobs
 from holdfast.engine.sqlite.feed import FeedWriter, notify_due
 from holdfast.engine.sqlite.moves import ApprovalRequestRow, JobMove, MoveBatch, error_columns, insert_approval_requests
-from holdfast.engine.sqlite.rows import CONTROL, IDS, INSTANT, NAMES, WORK_ROWS, WorkRow, encode_meta
+from holdfast.engine.sqlite.rows import CONTROL, IDS, INSTANT, LEASES, NAMES, WORK_ROWS, WorkRow, encode_meta
 from holdfast.engine.sqlite.store import EngineContext
 from holdfast.errors import InvalidOption
 from holdfast.sqlite.connection import ReaderThread
@@ -36,6 +36,14 @@ class ReclaimBatch(msgspec.Struct, frozen=True):
     claims: list[Claim]
     reclaimed: int
     poisoned: list[str]
+
+    @property
+    def retries(self) -> int:
+        """How many of the claims are retries."""
+        return len(self.claims) - self.reclaimed
+
+    def __add__(self, more: ReclaimBatch) -> ReclaimBatch:
+        return ReclaimBatch(self.claims + more.claims, self.reclaimed + more.reclaimed, self.poisoned + more.poisoned)
 
 
 def promote(transaction: Transaction, policy: EngineContext, queues: Sequence[str], limit: int) -> Promotion:
@@ -62,6 +70,7 @@ def reclaim(
     queues: Sequence[str],
     limit: int,
     only: LeaseFilter | None = None,
+    retries: int | None = None,
 ) -> ReclaimBatch:
     """Claim jobs with expired leases, and due retries in the pending list. Lazy.
 
@@ -72,12 +81,13 @@ def reclaim(
     batch = ReclaimBatch([], 0, [])
     for queue in transaction.rows("queues_with_expired_leases", NAMES, queues=json_list(queues), now=now_ms):
         free = limit - len(batch.claims)
-        if free > 0:
+        if free <= 0:
+            break
+        chosen = _choose_leases(transaction, queue, now_ms, free, only)
+        free_retries = min(free, limit if retries is None else retries) - batch.retries
+        if chosen or (free_retries > 0 and _due_retries(transaction, queue, now_ms, 0, 1)):
             transaction.begin()
-            more = _reclaim_from(transaction, policy, worker, queue, free, only)
-            batch = ReclaimBatch(
-                batch.claims + more.claims, batch.reclaimed + more.reclaimed, batch.poisoned + more.poisoned
-            )
+            batch += _reclaim_from(transaction, policy, worker, queue, chosen, free, free_retries)
     return batch
 
 
@@ -91,18 +101,37 @@ def expire_leases(transaction: Transaction, policy: EngineContext, worker: str, 
     return transaction.run("expire_leases", ids=json_list(ids), now=now_ms)
 
 
+def _choose_leases(
+    transaction: Transaction, queue: str, now_ms: int, limit: int, only: LeaseFilter | None
+) -> list[int]:
+    """Rows of the first expired leases that `only` allows. What is chosen outside of a transaction may be outdated."""
+    chosen: list[int] = []
+    skip = 0
+    while len(chosen) < limit:
+        rows = transaction.rows("expired_leases", LEASES, queue=queue, now=now_ms, skip=skip, limit=MAX_BATCH)
+        for row, job_id, claim, deliveries, worker in rows:
+            if only is None or only(Lease(queue, job_id, f"{row}.{claim}", deliveries, worker)):
+                chosen.append(row)
+        skip += len(rows)
+        if len(rows) < MAX_BATCH:
+            break
+    return chosen[:limit]
+
+
 def _reclaim_from(
     transaction: Transaction,
     policy: EngineContext,
     worker: str,
     queue: str,
+    chosen: Sequence[int],
     limit: int,
-    only: LeaseFilter | None,
+    retries: int,
 ) -> ReclaimBatch:
     now_ms = policy.clock.now_ms()
-    lost, due = _expired(transaction, queue, now_ms, limit, only)
+    lost = transaction.rows("lost_jobs", WORK_ROWS, queue=queue, now=now_ms, ids=json_list(chosen))
     poison = [row for row in lost if _lost_alone(row, queue) >= policy.options.max_deliveries]
     lost = [row for row in lost if row not in poison]
+    due = _choose_due_retries(transaction, queue, now_ms, min(retries, limit - len(lost)))
 
     journal = FeedWriter(transaction, queue, policy.options)
     claims = _reclaim_leases(transaction, policy, journal, worker, queue, lost) if lost else []
@@ -116,32 +145,29 @@ def _reclaim_from(
     return ReclaimBatch(claims, len(lost), [row.tenant_id for row in poison])
 
 
-def _expired(
-    transaction: Transaction, queue: str, now_ms: int, limit: int, only: LeaseFilter | None
-) -> tuple[list[WorkRow], list[WorkRow]]:
-    """Expired leases that `only` allows, and due retries that may run."""
-    rows = transaction.rows("expired_leases", WORK_ROWS, queue=queue, now=now_ms, skip=0, limit=limit)
-    if only is None and all(row.state is State.RUNNING for row in rows):
-        return rows, []
+def _choose_due_retries(transaction: Transaction, queue: str, now_ms: int, limit: int) -> list[WorkRow]:
+    """Due retries that may run, up to the limit. Those without a free slot become ready."""
     slots, chosen, blocked, skip = _Slots(transaction, queue), list[WorkRow](), list[int](), 0
-    while True:
-        # Of those, some are not chosen here, so more rows than needed are read.
-        rows = transaction.rows("expired_leases", WORK_ROWS, queue=queue, now=now_ms, skip=skip, limit=MAX_BATCH)
+    while len(chosen) < limit:
+        rows = _due_retries(transaction, queue, now_ms, skip, MAX_BATCH)
         skip += len(rows)
         for row in rows:
             if len(chosen) == limit:
                 break
-            if row.state is not State.RUNNING and not slots.reserve(row.tenant_id):
-                blocked.append(row.id)
-            elif row.state is not State.RUNNING or only is None or only(row.to_claim(queue).lease):
+            if slots.reserve(row.tenant_id):
                 chosen.append(row)
-        if len(chosen) == limit or len(rows) < MAX_BATCH:
+            else:
+                blocked.append(row.id)
+        if len(rows) < MAX_BATCH:
             break
     if blocked:
         transaction.run("requeue_retries", ids=json_list(blocked), now=now_ms)
         transaction.effects.ready.add(queue)
-    lost = [row for row in chosen if row.state is State.RUNNING]
-    return lost, [row for row in chosen if row.state is not State.RUNNING]
+    return chosen
+
+
+def _due_retries(transaction: Transaction, queue: str, now_ms: int, skip: int, limit: int) -> list[WorkRow]:
+    return transaction.rows("due_retries", WORK_ROWS, queue=queue, now=now_ms, skip=skip, limit=limit)
 
 
 class _Slots:

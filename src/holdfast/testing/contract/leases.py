@@ -331,6 +331,19 @@ class LeaseContract(Contract):
         others = {claim.job_id for claim in claims} - {claims[3].job_id}
         assert set(ids(await rig.engine.reclaim("w3", [rig.queue], 5, lambda lease: True))) == others
 
+    @both_modes
+    async def test_retries_are_reclaimed_up_to_their_limit(self, harness: EngineHarness, mode: RetryVia) -> None:
+        rig = await Rig.on(harness, retry_via={QUEUE: mode})
+        for claim in await rig.start(3, "w1"):
+            await rig.settle(claim, RetryLater(0, FAILURE))
+        (lost,) = await rig.start(1, "w1")
+        await rig.lose_leases()
+        pending = 3 if mode is RetryVia.PENDING else 0
+        assert ids(await rig.engine.reclaim("w2", [rig.queue], 10, lambda lease: False, 0)) == []
+        assert len(await rig.engine.reclaim("w2", [rig.queue], 10, lambda lease: False, 2)) == min(pending, 2)
+        found = await rig.engine.reclaim("w2", [rig.queue], 10, lambda lease: True, 0)
+        assert lost.job_id in ids(found)
+
     # Certain death -----------------------------------------------------------------------------------
 
     async def test_leases_of_a_worker_that_has_ended_expire_at_once(self, rig: Rig) -> None:

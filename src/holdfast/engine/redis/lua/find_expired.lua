@@ -4,11 +4,20 @@
 --        5 consumer that holds retries in the pending list  6 packed: stream index, start, … ('-' for other streams)
 --        7 declared lanes
 -- Reply  {'lanes', …} | {where to continue ({stream index, start, …}), number of pending messages, then stream index,
---        message id, owner, delivery count, fields for each}. No fields: deleted.
+--        message id, owner, delivery count, job id for each}. No job id: deleted, or a foreign message without one.
 local streams = declared_streams()
 local group, timeout, limit, filter, retry_consumer = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4] == '1', ARGV[5]
 local missing = undeclared_lanes(streams, numbers_in(redis.call('HGET', KEYS[5], 'lanes')))
 if missing then return missing end
+
+-- Only the job id: payloads may be large, and most leases may be read for a filter in vain.
+local function job_id_of(fields)
+  local job_id = ''
+  for i = 1, #fields, 2 do
+    if fields[i] == 'task_id' then job_id = fields[i + 1] end
+  end
+  return job_id
+end
 
 local starts, indexes, values = {}, {}, cmsgpack.unpack(ARGV[6])
 for i = 1, #values, 2 do starts[values[i]] = values[i + 1] end
@@ -47,7 +56,7 @@ for _, index in ipairs(indexes) do
       found = found + 1
       local entry, r = redis.call('XRANGE', stream, id, id)[1], #reply
       reply[r + 1], reply[r + 2], reply[r + 3], reply[r + 4] = index, id, owner, deliveries
-      reply[r + 5] = entry and entry[2] or {}
+      reply[r + 5] = entry and job_id_of(entry[2]) or ''
     end
   end
   if after and after ~= '-' then continue_at(index, after) end

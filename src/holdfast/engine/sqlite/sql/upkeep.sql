@@ -8,7 +8,28 @@ SELECT json_group_array(input.value)
    AND EXISTS (SELECT 1 FROM jobs WHERE queue = input.value AND lease_expires_at IS NOT NULL AND lease_expires_at <= :now)
 
 -- name: expired_leases
--- Expired leases, and due retries in the pending list, without the first `skip`.
+-- Expired leases without the first `skip`, to choose from. Without payloads, which may be large.
+-- Takes  :queue, :now, :skip, :limit
+-- Gives  [[id, job id, claim, delivery count, worker]…]
+SELECT json_group_array(json_array(id, job_id, claim_seq, deliveries, worker))
+  FROM (
+    SELECT * FROM jobs
+     WHERE queue = :queue AND lease_expires_at IS NOT NULL AND lease_expires_at <= :now AND state = 'running'
+     ORDER BY lease_expires_at, id LIMIT :limit OFFSET :skip)
+
+-- name: lost_jobs
+-- Of some jobs, those whose leases have expired.
+-- Takes  :queue, :now, :ids (a JSON list)
+-- Gives  work rows
+SELECT json_group_array(json_array(
+           id, job_id, job_type, tenant_id, idempotency_key, trace_id, state, attempt, claim_seq, deliveries, worker,
+           claimed_at, created_at, run_at, last_seq, payload, meta))
+  FROM jobs
+ WHERE id IN (SELECT value FROM json_each(:ids)) AND lease_expires_at <= :now AND state = 'running'
+   AND NOT EXISTS (SELECT 1 FROM queues WHERE queue = :queue AND paused)
+
+-- name: due_retries
+-- Due retries in the pending list, without the first `skip`.
 -- Takes  :queue, :now, :skip, :limit
 -- Gives  work rows
 SELECT json_group_array(json_array(
@@ -16,7 +37,7 @@ SELECT json_group_array(json_array(
            claimed_at, created_at, run_at, last_seq, payload, meta))
   FROM (
     SELECT * FROM jobs
-     WHERE queue = :queue AND lease_expires_at IS NOT NULL AND lease_expires_at <= :now
+     WHERE queue = :queue AND lease_expires_at IS NOT NULL AND lease_expires_at <= :now AND state = 'retrying'
        AND NOT EXISTS (SELECT 1 FROM queues WHERE queue = :queue AND paused)
      ORDER BY lease_expires_at, id LIMIT :limit OFFSET :skip)
 
