@@ -105,6 +105,8 @@ class Settings(BaseSettings):
     visibility_timeout_s: float = Field(30, gt=0)
     heartbeat_interval_s: float = Field(10, gt=0)
     max_deliveries: int = Field(5, ge=1)
+    #: Whether this process lets leases of workers that were killed on the same host expire at once.
+    dead_worker_detection: bool = True
     reclaim: bool = True
     reclaim_interval_s: float = Field(1, ge=0)
     reclaim_batch: int = Field(100, ge=1, le=500)

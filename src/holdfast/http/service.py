@@ -32,8 +32,10 @@ from holdfast.http.operation import OPERATIONS, Scope
 from holdfast.http.sse import LedgerWatch
 from holdfast.http.token_watch import TokenWatch
 from holdfast.ledger.queries.jobs import Queries
+from holdfast.neighbours.watch import Neighbours
 from holdfast.operations.access import token_id_of
 from holdfast.operations.operations import Operations
+from holdfast.upkeep.loop import run_forever
 from holdfast.upkeep.relay_service import run_relay
 from holdfast.upkeep.upkeep import Upkeep
 from holdfast.worker.webhook_worker import run_webhook_worker
@@ -197,7 +199,14 @@ class Service:
             return [asyncio.create_task(self.worker.run(), name="holdfast-http-worker")]
         if self._with_upkeep:
             return [asyncio.create_task(self._run_upkeep(), name="holdfast-http-upkeep")]
-        return []
+        return [asyncio.create_task(self._run_neighbours(), name="holdfast-http-neighbours")]
+
+    async def _run_neighbours(self) -> None:
+        """Let leases of killed workers expire; other processes reclaim them."""
+        await self._opened.wait()
+        neighbours = Neighbours.from_settings(self.backend.engine, self.backend.settings, lambda: None)
+        if neighbours is not None:
+            await run_forever("neighbours", neighbours.run_once)
 
     async def _run_upkeep(self) -> None:
         await self._opened.wait()

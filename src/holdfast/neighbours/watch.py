@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, Protocol, Self
 from urllib.parse import unquote, urlsplit
 
 from holdfast.errors import EngineUnavailable
@@ -24,6 +24,7 @@ from holdfast.neighbours.host import read_host
 from holdfast.neighbours.liveness import Liveness, check_liveness
 from holdfast.neighbours.record import ProcessFacts, ProcessRecord, WaitingJobs, parse_facts, parse_waiting, read_record
 from holdfast.observe.redact import redact
+from holdfast.settings import Settings
 
 _log: Final = logging.getLogger("holdfast.neighbours")
 
@@ -123,6 +124,15 @@ class Neighbours:
         self._touch_at = 0.0
         self._clean_at = 0.0
         self._is_refused = False
+
+    @classmethod
+    def from_settings(
+        cls, engine: LeaseExpiry, settings: Settings, on_dead: Callable[[], None], record: ProcessRecord | None = None
+    ) -> Self | None:
+        """A watch of the store of these settings. None if that is disabled, or other processes cannot use the store."""
+        if not settings.dead_worker_detection or settings.in_memory:
+            return None
+        return cls(engine, identify_store(settings.url, settings.namespace), on_dead, record=record)
 
     @property
     def dead(self) -> Sequence[DeadNeighbour]:

@@ -107,16 +107,22 @@ class Reclaimer:
         self._random = random or Random()
         #: Whether the last pass may have reclaimed jobs that it could not release.
         self._in_doubt = True
+        self._wake = asyncio.Event()
+
+    def reclaim_soon(self) -> None:
+        """Reclaim now, because leases have expired."""
+        self._wake.set()
 
     async def run(self) -> None:
         """Reclaim and release repeatedly until cancelled."""
-        await run_forever("reclaimer", self._run_once)
+        await run_forever("reclaimer", self._run_once, self._wake)
 
     async def close(self) -> None:
         """Deregister from the engine."""
         await self._engine.deregister_worker(self._incarnation, await self._queues.names())
 
     async def _run_once(self) -> float:
+        self._wake.clear()
         queues = await self._queues.names()
         batch = self._settings.reclaim_batch
         in_doubt, self._in_doubt = self._in_doubt, True

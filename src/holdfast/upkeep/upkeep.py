@@ -16,6 +16,7 @@ from holdfast.engine.port.reads import DueNotice
 from holdfast.errors import EngineUnavailable
 from holdfast.identity import new_identity
 from holdfast.ledger.port.ledger import Ledger
+from holdfast.neighbours.watch import Neighbours
 from holdfast.operations.readiness import DRAINING, OK, STARTING
 from holdfast.settings import Settings
 from holdfast.upkeep.backlog_monitor import BacklogMonitor
@@ -41,8 +42,9 @@ class Upkeep:
         queues: Sequence[str],
         settings: Settings,
         ledger: Ledger | None = None,
-        has_started: HasStarted = assume_started,
+        has_started: HasStarted | None = None,
     ) -> None:
+        """`has_started` says which jobs of a lost worker may have begun; by default, what is known on this host."""
         self._engine = engine
         self._ledger = ledger
         self._names = tuple(queues)
@@ -53,6 +55,7 @@ class Upkeep:
         self.incarnation = ""
         self._stopped = asyncio.Event()
         self._promoter: Promoter | None = None
+        self._neighbours: Neighbours | None = None
 
     @property
     def status(self) -> str:
@@ -69,7 +72,7 @@ class Upkeep:
         engine, queues = self._engine, self._queues
         promoter = self._promoter = Promoter(engine, queues)
         monitor = BacklogMonitor(engine, queues, self._settings, self._ledger)
-        reclaimer = Reclaimer(engine, queues, self._settings, self.incarnation, self._has_started)
+        reclaimer = Reclaimer(engine, queues, self._settings, self.incarnation, self._may_have_started)
         loops = [
             promoter.run(),
             EnginePruner(engine, queues).run(),
@@ -78,6 +81,9 @@ class Upkeep:
         ]
         if self._settings.reclaim:
             loops.append(reclaimer.run())
+        neighbours = self._neighbours = Neighbours.from_settings(engine, self._settings, reclaimer.reclaim_soon)
+        if neighbours is not None:
+            loops.append(run_forever("neighbours", neighbours.run_once))
         tasks = [asyncio.create_task(loop) for loop in loops]
         ledger_tasks = self._start_ledger_tasks()
         try:
@@ -89,6 +95,11 @@ class Upkeep:
             if ledger_tasks is not None:
                 await ledger_tasks.stop()
             await _deregister(reclaimer)
+
+    def _may_have_started(self, worker: str, job_id: str) -> bool:
+        if self._has_started is not None:
+            return self._has_started(worker, job_id)
+        return self._neighbours is None or self._neighbours.has_started(worker, job_id)
 
     def _start_ledger_tasks(self) -> LedgerTasks | None:
         if self._ledger is None:

@@ -176,6 +176,10 @@ class Fetcher:
                 self._runner.set_engine_time(claimed_at_ms)
             self._runner.accept(await self._without_lost(claims))
 
+    def reclaim_soon(self) -> None:
+        """Reclaim before the next claim, because leases have expired."""
+        self._reclaim_at = 0.0
+
     def stop_prefetching(self) -> None:
         """Prefetch nothing until jobs finish again; for prefetched jobs that do not start."""
         self._rate.reset()

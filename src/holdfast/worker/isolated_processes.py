@@ -17,7 +17,7 @@ import signal
 import tempfile
 import time
 from asyncio.subprocess import Process
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -95,13 +95,9 @@ class IsolationLocks:
 class IsolatedProcesses:
     """Starts a process when a pass has left suspects and a lock is free. Runs on one event loop."""
 
-    def __init__(
-        self, command: IsolatedCommand, locks: IsolationLocks, drain_grace_s: float, on_loss: Callable[[], None]
-    ) -> None:
-        """`on_loss` is called when a process has ended before the verdict on its job."""
+    def __init__(self, command: IsolatedCommand, locks: IsolationLocks, drain_grace_s: float) -> None:
         self._command = command
         self._stop_timeout_s = drain_grace_s + _EXTRA_S
-        self._on_loss = on_loss
         self._locks = locks
         self._backoff = Backoff(base_s=0.1, cap_s=3.0)
         self._next_at = -math.inf
@@ -165,7 +161,6 @@ class IsolatedProcesses:
         self._next_at = time.monotonic() + self._backoff.next_s()
         if exit_code:
             _log.error("process %d ended with %d while it ran a job alone", process.pid, exit_code)
-            self._on_loss()
 
 
 def _signal(process: Process, number: signal.Signals) -> None:

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import copy_context
 from random import Random
 from time import perf_counter
@@ -41,6 +41,7 @@ from holdfast.execution.invoke import (
 )
 from holdfast.execution.spec import ExecutionMode, TaskPolicy, TaskSpec
 from holdfast.guard.runner import GuardRunner
+from holdfast.neighbours.record import ProcessRecord
 from holdfast.observe.logs import current_claim, log_fields
 from holdfast.observe.tracing import Tracer
 from holdfast.worker.failure_log import log_ending
@@ -77,8 +78,12 @@ class Runner:
         random: Random | None = None,
         in_memory: bool = False,
         unknown: UnknownJobs | None = None,
+        record: ProcessRecord | None = None,
     ) -> None:
-        """`unknown` decides about jobs that another worker may be able to run; None: they are dead-lettered."""
+        """`unknown` decides about jobs that another worker may be able to run; None: they are dead-lettered.
+
+        `record` has the jobs that have not started, for other processes after the death of this one.
+        """
         self.concurrency = concurrency
         self.running = 0
         self.started = 0
@@ -96,6 +101,7 @@ class Runner:
         self._guards = guards
         self._tracer = tracer
         self._unknown = unknown
+        self._record = record
         self._cancel_grace_s = cancel_grace_s
         self._random = random or Random()
         self._loop = asyncio.get_running_loop()
@@ -135,6 +141,7 @@ class Runner:
 
     def accept(self, claims: Iterable[Claim]) -> None:
         """Start these jobs, or queue them until a slot is free."""
+        added: list[str] = []
         for claim in claims:
             spec = self._specs.get(claim.task)
             run = Run(claim, spec or self._unknown_spec)
@@ -147,6 +154,23 @@ class Runner:
                 self._start(run)
             else:
                 self._waiting.append(run)
+                added.append(claim.job_id)
+        if added:
+            self._record_waiting(added)
+
+    def _record_waiting(self, added: Sequence[str] = ()) -> None:
+        """Record jobs that wait in addition, or all that wait now."""
+        if self._record is None or (added and not self._detached and self._record.add_waiting(added)):
+            return
+        # A former run of the same job may still execute, without a lease.
+        detached = {run.claim.job_id for run in self._detached}
+        self._record.set_waiting([run.claim.job_id for run in self._waiting if run.claim.job_id not in detached])
+
+    def _start_next(self) -> None:
+        """Start the job that has waited longest. It is recorded before its code is called."""
+        if self._record is not None:
+            self._record.mark_started()
+        self._start(self._waiting.popleft())
 
     def _judge_unknown(self, run: Run) -> None:
         claim, known = run.claim, tuple(self._specs)
@@ -161,7 +185,7 @@ class Runner:
         """Change the number of concurrent jobs; running jobs continue."""
         self.concurrency = concurrency
         while self._waiting and self.running < self.concurrency:
-            self._start(self._waiting.popleft())
+            self._start_next()
         self.wake()
 
     def _start(self, run: Run) -> None:
@@ -314,7 +338,7 @@ class Runner:
         if self._detached:
             self._detached.discard(run)
         if self._waiting and self.running < self.concurrency:
-            self._start(self._waiting.popleft())
+            self._start_next()
         if self.running + len(self._waiting) <= self.wake_at:
             self.wake()
 
@@ -347,6 +371,7 @@ class Runner:
         released = len(self._waiting)
         while self._waiting:
             self._judge(self._waiting.popleft(), Deferred(message))
+        self._record_waiting()
         return released
 
     def stop_starting(self) -> None:
@@ -384,6 +409,7 @@ class Runner:
             self._waiting.remove(run)
         else:
             self._detached.add(run)
+        self._record_waiting()
 
     def _abandon(self, run: Run) -> None:
         """Judge a run that ignored its cancellation, and close its coroutine."""

@@ -54,7 +54,10 @@ class WebhookWorker:
 
         backend = _WebhookBackend(engine, settings, WebhookSender(settings, resolve or resolve_host))
         # The process runs the ledger's tasks; this worker has its own promoter for the retries of its queue.
-        self._worker = Worker(_WebhookApp(backend), [QUEUE], CONCURRENCY, name=name)
+        # Nor can a delivery end its process: one that is lost with the process's other jobs is released.
+        self._worker = Worker(
+            _WebhookApp(backend), [QUEUE], CONCURRENCY, name=name, has_started=lambda worker, job_id: False
+        )
         self._running: asyncio.Task[Any] | None = None
 
     def start(self) -> None:

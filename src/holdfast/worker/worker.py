@@ -34,7 +34,8 @@ from holdfast.guard.runner import GuardRunner
 from holdfast.identity import new_identity
 from holdfast.ledger.port.ledger import Ledger
 from holdfast.ledger.port.messages import OutboxOpener
-from holdfast.neighbours.watch import identify_store
+from holdfast.neighbours.record import ProcessRecord
+from holdfast.neighbours.watch import Neighbours, identify_store
 from holdfast.observe.counters import Counters
 from holdfast.observe.logs import log_fields
 from holdfast.observe.redact import redact
@@ -44,7 +45,7 @@ from holdfast.settings import Settings
 from holdfast.upkeep.backlog_monitor import BacklogMonitor
 from holdfast.upkeep.engine_tasks import EnginePruner, Promoter
 from holdfast.upkeep.ledger_tasks import LedgerTasks
-from holdfast.upkeep.loop import QueueSelection
+from holdfast.upkeep.loop import QueueSelection, run_forever
 from holdfast.upkeep.lost_leases import HasStarted, LostLeases, assume_started
 from holdfast.upkeep.relay_service import run_relay
 from holdfast.worker.announcer import run_announcer
@@ -123,13 +124,14 @@ class Worker(LeaseListener):
         cancel_grace_s: float = CANCEL_GRACE_S,
         isolated_command: IsolatedCommand | None = None,
         on_cleared: Callable[[], None] | None = None,
-        has_started: HasStarted = assume_started,
+        has_started: HasStarted | None = None,
     ) -> None:
         """`max_jobs` and `max_rss` (bytes) recycle the process: the worker drains itself at either limit.
 
         Jobs that may have ended their worker run in processes that `isolated_command` starts; without it, in this
         worker while it is idle. With `on_cleared` this is such a process: it runs only those, one at a time, ends when
-        there are none, and calls `on_cleared` before that if its job has run for a lease.
+        there are none, and calls `on_cleared` before that if its job has run for a lease. `has_started` says which jobs of
+        a lost worker may have begun; by default, what is known about processes of this host.
 
         Raises `MissingExtra` if its upkeep is to send webhooks and no HTTP client is installed.
         """
@@ -165,6 +167,7 @@ class Worker(LeaseListener):
         self._runner: Runner | None = None
         self._fetcher: Fetcher | None = None
         self._promoter: Promoter | None = None
+        self._record: ProcessRecord | None = None
 
     # Public interface ------------------------------------------------------------------------------
 
@@ -235,6 +238,8 @@ class Worker(LeaseListener):
             return await self._work()
         finally:
             self._fetcher = None
+            if self._record is not None:
+                self._record.close()
 
     # From start to drained ---------------------------------------------------------------------------
 
@@ -264,6 +269,11 @@ class Worker(LeaseListener):
         ledger_tasks = self._ledger_tasks(engine)
         if ledger_tasks is not None:
             await ledger_tasks.prepare()
+        self._record = self._create_record()
+        neighbours = Neighbours.from_settings(engine, self._backend.settings, self._reclaim_soon, self._record)
+        if neighbours is not None:
+            # Before the first claim, so that a restarted worker reclaims the jobs of its predecessor at once.
+            await neighbours.run_once()
         relay = AsyncExitStack()
         await relay.enter_async_context(
             run_relay(self._app, enabled=self._upkeep and self._backend.settings.outbox_relay)
@@ -280,9 +290,13 @@ class Worker(LeaseListener):
             cancel_grace_s=self._cancel_grace_s,
             in_memory=self._backend.settings.in_memory,
             unknown=UnknownJobs(engine, self._backend.settings.unknown_task_grace_s),
+            record=self._record,
         )
         processes = self._start_isolated_processes()
-        fetcher = self._fetcher = self._build_fetcher(engine, runner, processes)
+        has_started = self._has_started or (assume_started if neighbours is None else neighbours.has_started)
+        fetcher = self._fetcher = self._build_fetcher(
+            LostLeases(engine, self.incarnation, has_started), runner, processes
+        )
         renewer = Renewer(
             engine.clone(), self._queues, self._in_flight, self._backend.settings.heartbeat_interval_s, self
         )
@@ -292,6 +306,8 @@ class Worker(LeaseListener):
         announcing = run_announcer(engine, self._backend.announcements(), on_announced)
         helpers = [asyncio.create_task(each) for each in (self._housekeep(), announcing)]
         helpers += self._start_upkeep(engine)
+        if neighbours is not None:
+            helpers.append(asyncio.create_task(run_forever("neighbours", neighbours.run_once)))
         if ledger_tasks is not None:
             ledger_tasks.start()
         webhooks = self._start_webhook_worker(engine)
@@ -332,7 +348,7 @@ class Worker(LeaseListener):
             return None
         settings = self._backend.settings
         locks = IsolationLocks(identify_store(settings.url, settings.namespace))
-        return IsolatedProcesses(self._isolated_command, locks, settings.drain_grace_s, self._on_lost_process)
+        return IsolatedProcesses(self._isolated_command, locks, settings.drain_grace_s)
 
     async def _end_isolated_processes(self, processes: IsolatedProcesses) -> None:
         """Wait for the processes; a second signal also stops their jobs."""
@@ -344,17 +360,25 @@ class Worker(LeaseListener):
         stopping_now.cancel()
         await ending
 
-    def _build_fetcher(self, engine: Engine, runner: Runner, processes: IsolatedProcesses | None) -> Fetcher:
+    def _build_fetcher(self, lost: LostLeases, runner: Runner, processes: IsolatedProcesses | None) -> Fetcher:
+        assert self._engine is not None
         settings = self._backend.settings
-        lost = LostLeases(engine, self.incarnation, self._has_started)
-        common = (engine, self.incarnation, self._queues, runner, self._in_flight, settings, lost)
+        common = (self._engine, self.incarnation, self._queues, runner, self._in_flight, settings, lost)
         if self._on_cleared is not None:
             return SuspectFetcher(*common, on_cleared=self._on_cleared, on_end=self.drain)
         isolation = processes or IdleIsolation(settings.visibility_timeout_s)
         return Fetcher(*common, isolation, quota=self._max_jobs)
 
-    def _on_lost_process(self) -> None:
-        """A suspect has ended its process."""
+    def _create_record(self) -> ProcessRecord | None:
+        settings = self._backend.settings
+        if settings.in_memory:
+            return None
+        store = identify_store(settings.url, settings.namespace)
+        return ProcessRecord.create(self.incarnation, store, self._queues, isolated=self._on_cleared is not None)
+
+    def _reclaim_soon(self) -> None:
+        if self._fetcher is not None:
+            self._fetcher.reclaim_soon()
 
     def _announce(self) -> None:
         facts = {
