@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
@@ -16,9 +17,11 @@ import pytest
 from holdfast.core.job import new_job_ids
 from holdfast.errors import EngineUnavailable
 from holdfast.identity import new_identity, parse_identity
+from holdfast.neighbours import watch as watch_module
 from holdfast.neighbours.record import ProcessFacts, ProcessRecord, describe_process
 from holdfast.neighbours.watch import Neighbours, identify_store
 from tests.neighbours.conftest import RECORD, WAIT, StartProgram, write
+from tests.worker.support import eventually
 
 
 class Leases:
@@ -96,6 +99,25 @@ async def test_leases_of_a_killed_process_expire_at_the_next_check(folder: Path,
     # A claim on its way may arrive later: it is asked for again, but not for ever.
     assert [await watch.check() for _ in range(3)] == [[identity], [identity], []]
     assert watch.reclaims == 3
+
+
+async def test_the_end_of_a_process_starts_a_check(
+    folder: Path, start: StartProgram, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch_module, "_INTERVAL_S", 600.0)
+    victims, watch = [start(), start()], Watch(folder)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    running = asyncio.create_task(watch.neighbours.run())
+    await eventually(lambda: len(os.listdir("/proc/self/fd")) == descriptors + 2, "both to be watched")
+    for victim in victims:
+        victim.kill()
+    await eventually(lambda: len(watch.neighbours.dead) == 2, "a check")
+    await eventually(lambda: watch.reclaims == 6, "a reclaim")
+    victims.append(start())
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert len(os.listdir("/proc/self/fd")) == descriptors + 1
 
 
 async def test_a_check_is_repeated_after_an_outage_of_the_engine(folder: Path) -> None:

@@ -35,7 +35,6 @@ from holdfast.ledger.queries.jobs import Queries
 from holdfast.neighbours.watch import Neighbours
 from holdfast.operations.access import token_id_of
 from holdfast.operations.operations import Operations
-from holdfast.upkeep.loop import run_forever
 from holdfast.upkeep.relay_service import run_relay
 from holdfast.upkeep.upkeep import Upkeep
 from holdfast.worker.webhook_worker import run_webhook_worker
@@ -206,7 +205,7 @@ class Service:
         await self._opened.wait()
         neighbours = Neighbours.from_settings(self.backend.engine, self.backend.settings, lambda: None)
         if neighbours is not None:
-            await run_forever("neighbours", neighbours.run_once)
+            await neighbours.run()
 
     async def _run_upkeep(self) -> None:
         await self._opened.wait()

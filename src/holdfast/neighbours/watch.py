@@ -1,12 +1,14 @@
 """Find worker processes of this host that have ended, and let their leases expire at once.
 
-`Neighbours` reads the records of this user's processes once a second. It acts on those of its own store whose process
-has certainly ended (`liveness`): the engine lets their leases expire, and `reclaim` claims them as usual. Any number of
-processes may do this at once. A process that still runs keeps its leases, whatever it does not answer.
+`Neighbours` reads the records of this user's processes once a second, and when one of them ends. It acts on those of
+its own store whose process has certainly ended (`liveness`): the engine lets their leases expire, and `reclaim` claims
+them as usual. Any number of processes may do this at once. A process that still runs keeps its leases, whatever it does
+not answer.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import os
@@ -18,8 +20,10 @@ from pathlib import Path
 from typing import Final, Protocol, Self
 from urllib.parse import unquote, urlsplit
 
+from holdfast.aio import raise_if_cancelled
 from holdfast.errors import EngineUnavailable
 from holdfast.neighbours.directory import DirectoryRefused, default_directory, open_directory
+from holdfast.neighbours.exits import ExitWatch
 from holdfast.neighbours.host import read_host
 from holdfast.neighbours.liveness import Liveness, check_liveness
 from holdfast.neighbours.record import ProcessFacts, ProcessRecord, WaitingJobs, parse_facts, parse_waiting, read_record
@@ -29,7 +33,7 @@ from holdfast.settings import Settings
 _log: Final = logging.getLogger("holdfast.neighbours")
 
 #: Seconds between two checks.
-INTERVAL_S: Final = 1.0
+_INTERVAL_S: Final = 1.0
 #: A claim on its way when the process ended may arrive later, so that one answer of 0 leases is not the last.
 _QUIET_CHECKS: Final = 2
 #: Seconds between two calls for a process that has no leases left. A queue may have been unreachable before.
@@ -124,6 +128,8 @@ class Neighbours:
         self._touch_at = 0.0
         self._clean_at = 0.0
         self._is_refused = False
+        self._wake = asyncio.Event()
+        self._exits = ExitWatch(self._wake.set)
 
     @classmethod
     def from_settings(
@@ -144,8 +150,24 @@ class Neighbours:
         neighbour = self._dead.get(worker)
         return neighbour is None or neighbour.has_started(job_id)
 
-    async def run_once(self) -> float:
-        """Check all, and let the leases of ended workers expire. Returns the seconds to the next check."""
+    async def run(self) -> None:
+        """Check repeatedly until cancelled."""
+        try:
+            while True:
+                try:
+                    await self.run_once()
+                except Exception:  # noqa: BLE001 - top of a loop
+                    _log.exception("checking the workers of this host failed unexpectedly, retrying")
+                raise_if_cancelled()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_INTERVAL_S):
+                        await self._wake.wait()
+        finally:
+            self._exits.keep(())
+
+    async def run_once(self) -> None:
+        """Check all, and let the leases of ended workers expire."""
+        self._wake.clear()
         now = time.monotonic()
         if self._record is not None and now >= self._touch_at:
             self._touch_at = now + _TOUCH_S
@@ -157,7 +179,6 @@ class Neighbours:
                 await self._expire(neighbour)
             except EngineUnavailable as exc:
                 _log.info("leases of worker %s, which has ended, not expired, retrying: %s", neighbour.identity, exc)
-        return INTERVAL_S
 
     async def _expire(self, neighbour: DeadNeighbour) -> None:
         total = 0
@@ -201,9 +222,13 @@ class Neighbours:
             facts = entry.facts
             if facts is None or facts.store != self._store or entry.dead is not None:
                 continue
-            if self._check(facts) is Liveness.DEAD:
-                # Read now that it does not change any more.
-                entry.dead = DeadNeighbour(facts, parse_waiting(read_record(name, directory)))
+            match self._check(facts):
+                case Liveness.DEAD:
+                    # Read now that it does not change any more.
+                    entry.dead = DeadNeighbour(facts, parse_waiting(read_record(name, directory)))
+                case Liveness.ALIVE if facts.pid != os.getpid():
+                    self._exits.add(name, facts.pid)
+        self._exits.keep(entries)
         self._dead = {entry.dead.identity: entry.dead for entry in entries.values() if entry.dead is not None}
 
     def _check(self, facts: ProcessFacts) -> Liveness:

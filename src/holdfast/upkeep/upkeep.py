@@ -23,7 +23,7 @@ from holdfast.upkeep.backlog_monitor import BacklogMonitor
 from holdfast.upkeep.engine_tasks import EnginePruner, Promoter, Reclaimer
 from holdfast.upkeep.ledger_tasks import LedgerTasks
 from holdfast.upkeep.loop import QueueSelection, run_forever
-from holdfast.upkeep.lost_leases import HasStarted, assume_started
+from holdfast.upkeep.lost_leases import HasStarted
 
 _log: Final = logging.getLogger("holdfast.upkeep")
 
@@ -83,7 +83,7 @@ class Upkeep:
             loops.append(reclaimer.run())
         neighbours = self._neighbours = Neighbours.from_settings(engine, self._settings, reclaimer.reclaim_soon)
         if neighbours is not None:
-            loops.append(run_forever("neighbours", neighbours.run_once))
+            loops.append(neighbours.run())
         tasks = [asyncio.create_task(loop) for loop in loops]
         ledger_tasks = self._start_ledger_tasks()
         try:

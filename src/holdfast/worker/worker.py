@@ -45,7 +45,7 @@ from holdfast.settings import Settings
 from holdfast.upkeep.backlog_monitor import BacklogMonitor
 from holdfast.upkeep.engine_tasks import EnginePruner, Promoter
 from holdfast.upkeep.ledger_tasks import LedgerTasks
-from holdfast.upkeep.loop import QueueSelection, run_forever
+from holdfast.upkeep.loop import QueueSelection
 from holdfast.upkeep.lost_leases import HasStarted, LostLeases, assume_started
 from holdfast.upkeep.relay_service import run_relay
 from holdfast.worker.announcer import run_announcer
@@ -130,8 +130,8 @@ class Worker(LeaseListener):
 
         Jobs that may have ended their worker run in processes that `isolated_command` starts; without it, in this
         worker while it is idle. With `on_cleared` this is such a process: it runs only those, one at a time, ends when
-        there are none, and calls `on_cleared` before that if its job has run for a lease. `has_started` says which jobs of
-        a lost worker may have begun; by default, what is known about processes of this host.
+        there are none, and calls `on_cleared` before that if its job has run for a lease.
+        `has_started` says which jobs of a lost worker may have begun; by default, what is known about this host.
 
         Raises `MissingExtra` if its upkeep is to send webhooks and no HTTP client is installed.
         """
@@ -307,7 +307,7 @@ class Worker(LeaseListener):
         helpers = [asyncio.create_task(each) for each in (self._housekeep(), announcing)]
         helpers += self._start_upkeep(engine)
         if neighbours is not None:
-            helpers.append(asyncio.create_task(run_forever("neighbours", neighbours.run_once)))
+            helpers.append(asyncio.create_task(neighbours.run()))
         if ledger_tasks is not None:
             ledger_tasks.start()
         webhooks = self._start_webhook_worker(engine)
