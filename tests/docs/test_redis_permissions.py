@@ -37,7 +37,7 @@ SUBMISSION: Final = {
 }  # fmt: skip
 RUNS: Final = {
     "claim", "adopt", "read_messages", "renew", "settle", "claim_due_retries", "find_due", "find_expired", "reclaim",
-    "expire_leases", "remove_consumers", "stats",
+    "remove_consumers", "stats", "expire_leases", "keep_worker_id",
 }  # fmt: skip
 ALL: Final = {
     file.name.removesuffix(".lua")

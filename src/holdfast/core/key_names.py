@@ -28,7 +28,8 @@ _RECORDS: Final = "job"
 _FIXED: Final = frozenset(
     {
         *(f"stream:{name}" for name in ("feed", "wake", "notices")),
-        *(f"queue:{name}" for name in ["delayed", "waiting", "held", "dead", "control", "lanes", "workers", "waiters"]),
+        *(f"queue:{name}" for name in ("delayed", "waiting", "held", "dead", "control", "lanes", "workers", "waiters")),
+        *("queue:ids", "queue:replaced"),
         *("queues", "announced:tasks", "owners"),
     }
 )

@@ -10,6 +10,7 @@ decode its reply.
     reads       get, find, get_control, stats, workers, queues, listen, wait_final
     feed        epoch, attach_reader, read_feed, wait_feed, trim_feed
     upkeep      promote, reclaim, prune, snapshot, restore, restore_keys
+    worker_ids  next_generation, keep_worker_id
     diagnosis   diagnose
     store       scripts, lanes and versions, for all of them
     keys, wire  key names and the lanes in use; encoding of messages and records
@@ -31,6 +32,7 @@ from holdfast.engine.port.feed import EngineSnapshot, FeedEntry, SubmissionKey
 from holdfast.engine.port.jobs import EngineOptions, JobRefused, LeaseFilter, Promotion
 from holdfast.engine.port.operators import QueueControl
 from holdfast.engine.port.reads import Finding, Notice, QueueStats, WorkerInfo, feed_finding
+from holdfast.engine.port.worker_ids import WorkerIdStatus, WorkerStart, replaced_findings
 from holdfast.engine.redis.announcements import Announcements
 from holdfast.engine.redis.claims import Claims
 from holdfast.engine.redis.controls import read_control
@@ -46,6 +48,7 @@ from holdfast.engine.redis.reads import CompletionWaiter, Reads
 from holdfast.engine.redis.settlement import Settlements
 from holdfast.engine.redis.store import RedisStore
 from holdfast.engine.redis.upkeep import EngineRecovery, EngineUpkeep
+from holdfast.engine.redis.worker_ids import WorkerIds
 from holdfast.errors import EngineRefused, EngineUnavailable
 from holdfast.observe.counters import Counters
 
@@ -90,6 +93,7 @@ class RedisEngine(Engine):
         self._feed = Feed(self._store)
         self._upkeep = EngineUpkeep(self._store, self._claims, self._settlements)
         self._recovery = EngineRecovery(self._store)
+        self._worker_ids = WorkerIds(self._store)
         self._completion = CompletionWaiter(self._store, self._reads)
 
     @classmethod
@@ -189,6 +193,14 @@ class RedisEngine(Engine):
     async def announce_tasks(self, tasks: Sequence[AnnouncedTask]) -> None:
         await self._announcements.announce(tasks)
 
+    # Identities of workers -------------------------------------------------------------------------
+
+    async def next_generation(self, worker_id: str, queues: Sequence[str]) -> int:
+        return await self._worker_ids.next_generation(worker_id, queues)
+
+    async def keep_worker_id(self, start: WorkerStart, queues: Sequence[str]) -> WorkerIdStatus:
+        return await self._worker_ids.keep(start, queues)
+
     # Operators -------------------------------------------------------------------------------------
 
     async def move(
@@ -283,15 +295,16 @@ class RedisEngine(Engine):
         return await self._store.now_ms()
 
     async def diagnose(self, queues: Sequence[str]) -> list[Finding]:
-        diagnosis = Diagnosis(self._store)
+        diagnosis, replaced = Diagnosis(self._store), list[tuple[str, int]]()
 
         async def check(queue: str) -> list[Finding]:
             findings = [await diagnosis.consumers(queue), feed_finding(await self.stats(queue))]
+            replaced.extend(await self._worker_ids.replaced(queue))
             return findings + await diagnosis.former_keys(queue)
 
         findings = await diagnosis.servers()
         found, errors = await self.for_each_queue(queues, check)
-        findings += [finding for of_queue in found.values() for finding in of_queue]
+        findings += [finding for of_queue in found.values() for finding in of_queue] + replaced_findings(replaced)
         return findings + [unreachable_finding(queue, error) for queue, error in errors.items()]
 
     # Feed and recovery -----------------------------------------------------------------------------

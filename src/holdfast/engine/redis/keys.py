@@ -195,6 +195,16 @@ class QueueKeys:
         return self._key("queue:workers")
 
     @cached_property
+    def worker_ids(self) -> bytes:
+        """Worker id → the start of a worker that has it."""
+        return self._key("queue:ids")
+
+    @cached_property
+    def replaced_workers(self) -> bytes:
+        """Starts of workers that were replaced while they ran, by time."""
+        return self._key("queue:replaced")
+
+    @cached_property
     def waiters(self) -> bytes:
         """Job id → channel on which its end is published."""
         return self._key("queue:waiters")

@@ -21,7 +21,8 @@ from holdfast.engine.port import Engine
 from holdfast.engine.port.feed import EngineSnapshot, FeedEntry, SubmissionKey
 from holdfast.engine.port.jobs import EngineOptions, JobRefused, LeaseFilter, Promotion
 from holdfast.engine.port.operators import QueueControl, check_control
-from holdfast.engine.sqlite import claims, feed, intake, operators, upkeep
+from holdfast.engine.port.worker_ids import WorkerIdStatus, WorkerStart
+from holdfast.engine.sqlite import claims, feed, intake, operators, upkeep, worker_ids
 from holdfast.engine.sqlite import settlement as settling
 from holdfast.engine.sqlite.reads import SqliteReads
 from holdfast.engine.sqlite.rows import INSTANT
@@ -224,6 +225,14 @@ class SqliteEngine(SqliteReads, Engine):
     async def announce_tasks(self, tasks: Sequence[AnnouncedTask]) -> None:
         if tasks:
             await self._store.write(claims.announce_tasks, self._policy, list(tasks))
+
+    # Identities of workers -------------------------------------------------------------------------
+
+    async def next_generation(self, worker_id: str, queues: Sequence[str]) -> int:
+        return await self._store.write(worker_ids.next_generation, self._policy, worker_id, queues, lazy=True)
+
+    async def keep_worker_id(self, start: WorkerStart, queues: Sequence[str]) -> WorkerIdStatus:
+        return await self._store.write(worker_ids.keep, self._policy, start, queues)
 
     # Operators -------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from holdfast.engine.port.reads import (
     WorkerInfo,
     feed_finding,
 )
+from holdfast.engine.port.worker_ids import KEEP_REPLACED_MS, replaced_findings
 from holdfast.engine.sqlite.diagnosis import diagnose
 from holdfast.engine.sqlite.rows import CONTROL, NAMES, OWNERS, VIEW_ROWS
 from holdfast.engine.sqlite.store import EngineContext, SqliteEngineStore
@@ -33,6 +34,7 @@ _STATS: Final = msgspec.json.Decoder(
 )
 _NOTICES: Final = msgspec.json.Decoder(list[tuple[int, str, str, str, int]])
 _WORKERS: Final = msgspec.json.Decoder(list[tuple[str, str, int, int]])
+_REPLACED: Final = msgspec.json.Decoder(list[tuple[str, int]])
 _ANNOUNCED: Final = msgspec.json.Decoder(list[tuple[str, str, str, int, str, int]])
 
 
@@ -152,7 +154,10 @@ class SqliteReads:
         findings = await self._store.reader.run(
             lambda connection: diagnose(connection, file.path, durable=not file.temporary)
         )
-        return findings + [feed_finding(await self.stats(queue)) for queue in queues]
+        findings += [feed_finding(await self.stats(queue)) for queue in queues]
+        since, names = self._policy.clock.now_ms() - KEEP_REPLACED_MS, json_list(list(queues))
+        replaced = await self._store.reader.rows("replaced_workers", _REPLACED, queues=names, since=since)
+        return findings + replaced_findings(replaced)
 
 
 def _notice(queue: str, kind: str, job_id: str, at_ms: int) -> Notice:

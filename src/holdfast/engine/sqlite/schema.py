@@ -18,7 +18,7 @@ from holdfast.sqlite.connection import APPLICATION_ID
 from holdfast.sqlite.transaction import statement
 
 #: Version of the whole file, `sql/schema.sql` and the ledger's tables; `ledger_schema.upgrade` upgrades older files.
-SCHEMA_VERSION: Final = 8
+SCHEMA_VERSION: Final = 9
 
 
 def prepare_schema(connection: sqlite3.Connection, path: Path) -> None:

@@ -25,6 +25,7 @@ from holdfast.testing.contract.recovery import RecoveryContract
 from holdfast.testing.contract.scheduling import ExpediteContract, RetryContract
 from holdfast.testing.contract.settlements import SettlementContract
 from holdfast.testing.contract.tenancy import FairnessContract, IntakeLimitContract
+from holdfast.testing.contract.worker_ids import WorkerIdContract
 
 
 class EngineContract(
@@ -46,6 +47,7 @@ class EngineContract(
     ApprovalContract,
     ExpediteContract,
     OperatorReadContract,
+    WorkerIdContract,
 ):
     """The complete engine contract. Subclasses define a `harness` fixture."""
 

@@ -125,7 +125,7 @@ class Leftovers:
             others = {
                 keys.result, keys.dlq, keys.retry, keys.suspended, keys.feed, keys.wake, keys.notices, keys.delayed,
                 keys.pending_retries, keys.waiting_approval, keys.dlq_pending, keys.control, keys.lanes, keys.workers,
-                keys.waiters,
+                keys.waiters, keys.worker_ids, keys.replaced_workers,
             }  # fmt: skip
             if name in streams | others:
                 return True

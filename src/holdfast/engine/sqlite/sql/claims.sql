@@ -207,3 +207,39 @@ ON CONFLICT (task, fingerprint) DO UPDATE
 -- Schemas of these tasks that were last announced long ago.
 -- Takes  :tasks (a JSON list of names), :before
 DELETE FROM announced_tasks WHERE task IN (SELECT value FROM json_each(:tasks)) AND seen_at < :before
+
+-- name: last_generation
+-- Generation of the latest start of a worker's id.
+-- Takes  :queues (a JSON list), :worker_id
+-- Gives  [the generation, or 0]
+SELECT json_array(coalesce(max(generation), 0)) FROM json_each(:queues) AS input
+  JOIN worker_starts ON worker_starts.queue = input.value AND worker_id = :worker_id
+
+-- name: latest_worker_start
+-- The start that has a worker's id.
+-- Takes  :queue, :worker_id
+-- Gives  [generation, worker], or [0, '']
+SELECT coalesce((
+    SELECT json_array(generation, worker) FROM worker_starts
+     WHERE queue = :queue AND worker_id = :worker_id ORDER BY generation DESC, worker DESC LIMIT 1), '[0, ""]')
+
+-- name: keep_worker_start
+-- Record that a start was running, and when it was replaced.
+-- Takes  :queue, :worker_id, :generation, :worker, :now, :replaced_at
+INSERT INTO worker_starts (queue, worker_id, generation, worker, seen_at, replaced_at)
+VALUES (:queue, :worker_id, :generation, :worker, :now, :replaced_at)
+ON CONFLICT (queue, worker_id, generation, worker) DO UPDATE
+   SET seen_at = excluded.seen_at, replaced_at = coalesce(replaced_at, excluded.replaced_at)
+
+-- name: delete_old_worker_starts
+-- Delete the starts of a queue that have ended long ago.
+-- Takes  :queue, :before
+DELETE FROM worker_starts WHERE queue = :queue AND seen_at < :before
+
+-- name: replaced_workers
+-- The starts that were replaced while they ran.
+-- Takes  :queues (a JSON list), :since
+-- Gives  [[id, generation]…]
+SELECT json_group_array(json_array(worker_id, generation)) FROM json_each(:queues) AS input
+  JOIN worker_starts ON worker_starts.queue = input.value
+ WHERE replaced_at > :since

@@ -176,6 +176,16 @@ CREATE TABLE workers (
     seen_at INTEGER NOT NULL,
     PRIMARY KEY (queue, worker)
 ) WITHOUT ROWID;
+-- Starts of workers with an id; the latest has it. `replaced_at`: when one that ran learned that a later one has its id.
+CREATE TABLE worker_starts (
+    queue       TEXT    NOT NULL,
+    worker_id   TEXT    NOT NULL,
+    generation  INTEGER NOT NULL,
+    worker      TEXT    NOT NULL,
+    seen_at     INTEGER NOT NULL,
+    replaced_at INTEGER,
+    PRIMARY KEY (queue, worker_id, generation, worker)
+) WITHOUT ROWID;
 
 -- Notices for other processes: 'cancelled' (job_id), 'due' (at_ms), 'controlled'.
 CREATE TABLE notices (
