@@ -13,9 +13,22 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
+from holdfast.errors import InvalidOption
+
 _RANDOM_BYTES: Final = 4
+_WORKER_ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _TOKEN: Final = re.compile(r"(?P<started_s>[0-9a-f]{8})[0-9a-f]{8}")
 _PID: Final = re.compile(r"[0-9]{1,10}")
+
+
+def check_worker_id(worker_id: object) -> str:
+    """Check the stable identity of a worker. Raises `InvalidOption`."""
+    if not isinstance(worker_id, str) or not _WORKER_ID.fullmatch(worker_id):
+        raise InvalidOption(
+            f"worker id {worker_id!r} is not usable; give each worker a different one of 1 to 128 characters from "
+            "A-Z, a-z, 0-9, _ . : -"
+        )
+    return worker_id
 
 
 @dataclass(frozen=True, slots=True)

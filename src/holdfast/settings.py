@@ -30,6 +30,7 @@ from holdfast.core.webhook_url import ANY_SUBSCRIBER, AllowList, check_target, p
 from holdfast.engine.port.jobs import EngineOptions, RetryVia
 from holdfast.environment import SECRETS, read_secret_files, warn_about_unknown
 from holdfast.errors import InvalidOption
+from holdfast.identity import check_worker_id
 from holdfast.observe.redact import compile_rule
 
 if TYPE_CHECKING:
@@ -150,6 +151,8 @@ class Settings(BaseSettings):
     retry_cap_s: float | None = Field(None, ge=0, le=_LONGEST_S)
     retry_jitter_s: float = Field(0.3, ge=0, le=_LONGEST_S)
 
+    #: Stable identity of `holdfast worker`: one that starts again with it takes over its leases at once. Unset: none.
+    worker_id: str | None = None
     concurrency: int = Field(100, ge=1)
     drain_grace_s: float = Field(30, ge=0)
 
@@ -270,6 +273,15 @@ class Settings(BaseSettings):
         if not separator or scheme not in _LEDGER_SCHEMES:
             raise ValueError("must begin with postgresql:// or sqlite:///")
         return ledger
+
+    @field_validator("worker_id")
+    @classmethod
+    def _usable_worker_id(cls, worker_id: str | None) -> str | None:
+        # A shell passes an unset variable as an empty string.
+        try:
+            return check_worker_id(worker_id) if worker_id else None
+        except InvalidOption as exc:
+            raise ValueError(str(exc)) from exc
 
     @field_validator("outbox_targets")
     @classmethod

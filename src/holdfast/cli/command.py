@@ -56,7 +56,7 @@ class ExitCode(IntEnum):
     FAILED = 1, "the command failed: the job did not succeed, or `doctor` found a problem"
     USAGE = (
         2,
-        "invalid call: unknown option, app, task, job or id, invalid arguments or settings, ledger of another release",
+        "unknown option, app, task, job or id, invalid arguments or settings, ledger of another release, id in use",
     )
     UNAVAILABLE = 3, "the engine or a broker is unreachable, or the queue accepts no new jobs; safe to retry"
     ILLEGAL = 4, "illegal move (`WF_STATE_TRANSITION_INVALID`), or already decided (`CONFLICT`); nothing was changed"

@@ -19,13 +19,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Final
 
+import typer
+
 from holdfast.app import Holdfast
+from holdfast.cli.command import ExitCode
 from holdfast.cli.lifecycle import LOOPBACK, on_signals
 from holdfast.cli.session import EngineTarget
 from holdfast.core.retry import Backoff
 from holdfast.errors import InvalidOption
 from holdfast.execution.backend import backend_of
 from holdfast.extras import require
+from holdfast.identity import check_worker_id
 from holdfast.observe.redact import redact
 
 _log: Final = logging.getLogger("holdfast.cli")
@@ -39,6 +43,8 @@ _SHORT_S: Final = 5.0
 _EXTRA_S: Final = 15.0
 
 
+#: Exit code of a supervised process whose worker id another process has: it is not restarted.
+REPLACED_CODE: Final = 10
 #: `--url` of the supervisor. Unlike HOLDFAST_URL it takes precedence over a URL in the app's code.
 URL_VARIABLE: Final = "HOLDFAST_SUPERVISOR_URL"
 #: How often a process checks whether its supervisor is alive.
@@ -46,7 +52,7 @@ _POLL_INTERVAL_S: Final = 1.0
 
 
 class Supervisor:
-    """Keeps `processes` copies of a command running. `run` returns after `stop`, when all have ended."""
+    """Keeps `processes` copies of a command running. `run` returns after `stop`, or when all have been replaced."""
 
     def __init__(
         self,
@@ -68,6 +74,8 @@ class Supervisor:
         self._alive: set[Process] = set()
         self._stopping = asyncio.Event()
         self.restarts = 0
+        #: Processes that are not restarted, because another process has their id.
+        self.replaced = 0
 
     @property
     def pids(self) -> list[int]:
@@ -99,6 +107,12 @@ class Supervisor:
         while not self._stopping.is_set():
             began = time.monotonic()
             exit_code = await self._run_one(number)
+            if exit_code == REPLACED_CODE:
+                _worker_log.error("worker process %d is not restarted: another process has its id", number)
+                self.replaced += 1
+                if self.replaced == self._processes:
+                    self._stopping.set()
+                return
             if self._stopping.is_set():
                 return
             self.restarts += 1
@@ -161,6 +175,7 @@ class WorkerCommand:
     name: str | None
     log_json: bool
     log_level: str
+    worker_id: str | None = None
     metrics_port: int | None = None
     metrics_host: str = LOOPBACK
 
@@ -173,6 +188,7 @@ class WorkerCommand:
             "--namespace": self.at.namespace,
             "--concurrency": self.concurrency,
             "--name": self.name,
+            "--id": None if self.worker_id is None else f"{self.worker_id}-{number}",
             "--log-level": self.log_level,
         }
         words = [word for option, value in given.items() if value is not None for word in (option, str(value))]
@@ -184,7 +200,7 @@ class WorkerCommand:
     def isolated_argv(self, lock: int) -> list[str]:
         """Build the command line of a process for jobs that must run alone, started by this process."""
         name = "isolated" if self.name is None else f"{self.name}-isolated"
-        alone = replace(self, concurrency=1, upkeep=False, metrics_port=None, name=name)
+        alone = replace(self, concurrency=1, upkeep=False, metrics_port=None, name=name, worker_id=None)
         return [*alone.argv(), "--isolated", str(lock)]
 
     @property
@@ -194,9 +210,16 @@ class WorkerCommand:
 
 
 async def supervise(app: Holdfast, call: WorkerCommand, processes: int) -> None:
-    """Run the worker processes until a signal. A missing app, engine or extra is reported once, here."""
+    """Run the worker processes until a signal. A missing app, engine or extra is reported once, here.
+
+    Raises `typer.Exit` if other processes have the ids of all of them.
+    """
     if call.upkeep and app.settings.delivers:
         require("sending webhooks", "httpcore")
+    if call.worker_id is not None:
+        check_worker_id(call.worker_id)
+        # The longest of those that the processes get.
+        check_worker_id(f"{call.worker_id}-{processes - 1}")
     async with app:
         backend_of(app).require_ledger()
     supervisor = Supervisor(call.argv, processes, app.settings.drain_grace_s, call.variables)
@@ -204,6 +227,8 @@ async def supervise(app: Holdfast, call: WorkerCommand, processes: int) -> None:
         _log.info("supervisor started: %d worker processes on %s", processes, redact(app.settings.url))
         await supervisor.run()
     _log.info("supervisor ended: all worker processes have ended")
+    if supervisor.replaced == processes:
+        raise typer.Exit(ExitCode.USAGE)
 
 
 def supervised_target(at: EngineTarget) -> EngineTarget:

@@ -174,3 +174,6 @@ class _RunListener(LeaseListener):
 
     def on_due(self, queue: str, at_ms: int) -> None:
         """Ignored: this process does not promote jobs."""
+
+    def on_replaced(self, successor: str) -> None:
+        """Ignored: a single run has no worker id."""

@@ -9,7 +9,7 @@ had only prefetched it, is released: that uses up no attempt, and it counts as n
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 from holdfast.core.job import Claim, Lease
@@ -39,16 +39,24 @@ class LostLeases:
         self.found = 0
 
     async def reclaim(
-        self, queues: Sequence[str], limit: int, retries: int | None = None, *, release: bool = True
+        self,
+        queues: Sequence[str],
+        limit: int,
+        retries: int | None = None,
+        *,
+        in_flight: Collection[Lease] = (),
+        release: bool = True,
     ) -> list[Claim]:
         """Release jobs that had not started; return up to `retries` due retries of the pending list, which may run.
 
-        Without `release`, another process releases them, and this one only counts the suspects.
+        Leases in flight are left to the renewer of this worker: their jobs would run twice in one process. Without `release`, another process releases them, and this one only counts the suspects.
         """
         suspects = 0
 
         def is_released(lease: Lease) -> bool:
             nonlocal suspects
+            if lease in in_flight:
+                return False
             if self._has_started(lease.worker, lease.job_id):
                 suspects += 1
                 return False

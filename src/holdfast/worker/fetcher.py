@@ -134,7 +134,11 @@ class Fetcher:
         for _ in range(_MAX_STEPS):
             try:
                 claims = await self._lost.reclaim(
-                    self._queues, limit, max(0, min(self._space(), limit)), release=self._settings.reclaim
+                    self._queues,
+                    limit,
+                    max(0, min(self._space(), limit)),
+                    in_flight=self._leases(),
+                    release=self._settings.reclaim,
                 )
             except EngineUnavailable:
                 self._engine.counters.reclaim_errors += 1

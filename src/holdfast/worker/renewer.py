@@ -20,6 +20,7 @@ from holdfast.engine.port import Engine, PartialFailure
 from holdfast.engine.port.operators import QueueControl
 from holdfast.engine.port.reads import CancelledNotice, ControlNotice, DueNotice, Notice
 from holdfast.errors import EngineUnavailable
+from holdfast.worker.id_keeper import IdKeeper
 from holdfast.worker.in_flight import InFlight
 from holdfast.worker.loop_watch import LoopWatch
 
@@ -50,18 +51,29 @@ class LeaseListener(Protocol):
         """Called with the due time of a delayed job."""
         ...
 
+    def on_replaced(self, successor: str) -> None:
+        """Called at every heartbeat while a later start of a worker has this worker's id."""
+        ...
+
 
 class Renewer:
     """The renewing thread. `start`, then `stop`, both from the worker's loop."""
 
     def __init__(
-        self, engine: Engine, queues: Sequence[str], in_flight: InFlight, interval_s: float, listener: LeaseListener
+        self,
+        engine: Engine,
+        queues: Sequence[str],
+        in_flight: InFlight,
+        interval_s: float,
+        listener: LeaseListener,
+        id_keeper: IdKeeper | None = None,
     ) -> None:
         self._engine = engine
         self._queues = tuple(queues)
         self._in_flight = in_flight
         self._interval_s = interval_s
         self._listener = listener
+        self._id_keeper = id_keeper
         self._home = asyncio.get_running_loop()
         self._thread = LoopThread("holdfast-renewer", self._live)
         self._watch = LoopWatch(in_flight)
@@ -129,6 +141,18 @@ class Renewer:
         self._engine.counters.heartbeats += len(heartbeats.difference(lost))
         if lost:
             self._notify(self._listener.on_leases_lost, lost)
+        if self._id_keeper is not None:
+            await self._keep_id(self._id_keeper)
+
+    async def _keep_id(self, id_keeper: IdKeeper) -> None:
+        try:
+            successor = await id_keeper.keep(self._engine)
+        except EngineUnavailable as exc:
+            _log.info("cannot keep the worker's id, retrying: %s", exc)
+            self._beat_at = min(self._beat_at, time.monotonic() + _RETRY_S)
+        else:
+            if successor:
+                self._notify(self._listener.on_replaced, successor)
 
     async def _renew(self, leases: Iterable[Lease], heartbeats: Collection[Lease] = ()) -> list[Lease]:
         left, lost = list(leases), list[Lease]()

@@ -31,7 +31,7 @@ from holdfast.execution.backend import BackendOwner, backend_of
 from holdfast.execution.spec import ExecutionMode, TaskSpec, locate
 from holdfast.extras import require
 from holdfast.guard.runner import GuardRunner
-from holdfast.identity import new_identity
+from holdfast.identity import check_worker_id, new_identity
 from holdfast.ledger.port.ledger import Ledger
 from holdfast.ledger.port.messages import OutboxOpener
 from holdfast.neighbours.record import ProcessRecord
@@ -50,6 +50,7 @@ from holdfast.upkeep.lost_leases import HasStarted, LostLeases, assume_started
 from holdfast.upkeep.relay_service import run_relay
 from holdfast.worker.announcer import run_announcer
 from holdfast.worker.fetcher import Fetcher
+from holdfast.worker.id_keeper import IdKeeper
 from holdfast.worker.in_flight import Drain, InFlight, Run, StopReason
 from holdfast.worker.isolated_processes import IsolatedCommand, IsolatedProcesses, IsolationLocks
 from holdfast.worker.renewer import LeaseListener, Renewer
@@ -88,6 +89,8 @@ class WorkerExit(StrEnum):
     MAX_JOBS = "max_jobs"
     #: Its process uses more memory than `max_rss`.
     MAX_RSS = "max_rss"
+    #: Another process has its id.
+    REPLACED = "replaced"
 
 
 class WorkerBackend(Protocol):
@@ -119,6 +122,7 @@ class Worker(LeaseListener):
         upkeep: bool = True,
         name: str | None = None,
         *,
+        worker_id: str | None = None,
         max_jobs: int | None = None,
         max_rss: int | None = None,
         cancel_grace_s: float = CANCEL_GRACE_S,
@@ -132,6 +136,9 @@ class Worker(LeaseListener):
         worker while it is idle. With `on_cleared` this is such a process: it runs only those, one at a time, ends when
         there are none, and calls `on_cleared` before that if its job has run for a lease.
         `has_started` says which jobs of a lost worker may have begun; by default, what is known about this host.
+
+        `worker_id` is a stable identity: a worker that starts again with it takes over the leases of its last start at
+        once. An earlier start that still runs stops, and its `run` returns `WorkerExit.REPLACED`.
 
         Raises `MissingExtra` if its upkeep is to send webhooks and no HTTP client is installed.
         """
@@ -154,7 +161,8 @@ class Worker(LeaseListener):
         self._isolated_command = isolated_command
         self._on_cleared = on_cleared
         self._has_started = has_started
-        self._name = name or ""
+        self._worker_id = None if worker_id is None else check_worker_id(worker_id)
+        self._name = name or worker_id or ""
         #: Its name in the engine, logs and histories. Set by `run`, since a worker may be built before a fork.
         self.incarnation = ""
         self._controls: dict[str, QueueControl] = {}
@@ -298,7 +306,12 @@ class Worker(LeaseListener):
             LostLeases(engine, self.incarnation, has_started), runner, processes
         )
         renewer = Renewer(
-            engine.clone(), self._queues, self._in_flight, self._backend.settings.heartbeat_interval_s, self
+            engine.clone(),
+            self._queues,
+            self._in_flight,
+            self._backend.settings.heartbeat_interval_s,
+            self,
+            None if self._worker_id is None else IdKeeper(self._worker_id, self.incarnation, self._queues),
         )
         renewer.start()
         fetching = asyncio.create_task(fetcher.run())
@@ -520,6 +533,21 @@ class Worker(LeaseListener):
         """Wake the promoter for a delayed job."""
         if self._promoter is not None:
             self._promoter.due(queue, at_ms)
+
+    def on_replaced(self, successor: str) -> None:
+        """Stop now: code must not run twice. Jobs whose leases are not reclaimed yet are released, under the fence."""
+        if self._ended is WorkerExit.REPLACED:
+            return
+        _log.error(
+            "another process has worker id %s: %s has replaced %s, which stops now; give each worker its own id",
+            self._worker_id,
+            successor,
+            self.incarnation,
+            extra={"worker_id": self._worker_id, "incarnation": self.incarnation, "successor": successor},
+        )
+        self._ended = WorkerExit.REPLACED
+        self._stop_now.set()
+        self.drain()
 
     def _runs(self, leases: Sequence[Lease]) -> list[Run]:
         gone = set(leases)

@@ -13,12 +13,12 @@ from typing import Annotated, Final
 import typer
 
 from holdfast.app import Holdfast
-from holdfast.cli.command import command
+from holdfast.cli.command import ExitCode, command
 from holdfast.cli.lifecycle import LOOPBACK, run_until_signal
 from holdfast.cli.live_view import LiveEventView
 from holdfast.cli.output import note
 from holdfast.cli.session import EngineTarget
-from holdfast.cli.supervisor import WorkerCommand, supervise, supervised_target, watch_parent
+from holdfast.cli.supervisor import REPLACED_CODE, WorkerCommand, supervise, supervised_target, watch_parent
 from holdfast.core.job import DEFAULT_QUEUE
 from holdfast.errors import EngineUnavailable
 from holdfast.execution.backend import backend_of
@@ -30,7 +30,7 @@ from holdfast.operations.readiness import upkeep_readiness, worker_readiness
 from holdfast.upkeep.relay_service import run_relay
 from holdfast.upkeep.upkeep import Upkeep
 from holdfast.worker.webhook_worker import run_webhook_worker
-from holdfast.worker.worker import Worker
+from holdfast.worker.worker import Worker, WorkerExit
 
 _log: Final = logging.getLogger("holdfast.cli")
 
@@ -145,6 +145,16 @@ async def worker(
     name: Annotated[
         str | None, typer.Option(help="Prefix of the worker's name in logs and histories.", show_default=False)
     ] = None,
+    worker_id: Annotated[
+        str | None,
+        typer.Option(
+            "--id",
+            metavar="ID",
+            help="Stable identity: a worker that starts again with it takes over the leases of its last start at once. "
+            "Default: HOLDFAST_WORKER_ID.",
+            show_default=False,
+        ),
+    ] = None,
     metrics_port: MetricsPort = None,
     metrics_host: MetricsHost = LOOPBACK,
     log_json: LogJson = False,
@@ -159,11 +169,15 @@ async def worker(
     SIGTERM or Ctrl-C drains: the worker claims nothing, finishes running jobs within the grace time
     (HOLDFAST_DRAIN_GRACE_S), releases the rest and exits with code 0. A second signal stops it now.
     With --processes the first process serves its metrics on --metrics-port, the next on the port after it, and so on.
+    Of several workers with the same --id the one that started last works; the others stop and exit with code 2. With
+    --processes the ids of the processes are ID-0, ID-1 and so on.
     """
     log_to_stderr(log_level, as_json=log_json)
     if supervisor is not None:
         at = supervised_target(at)
     holdfast = at.app(app)
+    if worker_id is None:
+        worker_id = holdfast.settings.worker_id
     call = WorkerCommand(
         at=at,
         app=app,
@@ -173,6 +187,7 @@ async def worker(
         name=name,
         log_json=log_json,
         log_level=log_level,
+        worker_id=worker_id,
         metrics_port=metrics_port,
         metrics_host=metrics_host,
     )
@@ -189,6 +204,7 @@ async def worker(
             concurrency=concurrency,
             upkeep=not no_upkeep,
             name=name,
+            worker_id=worker_id if isolated is None else None,
             isolated_command=call if isolated is None else None,
             on_cleared=None if isolated is None else partial(os.close, isolated),
         )
@@ -198,6 +214,8 @@ async def worker(
             async with watch_parent(supervisor, work.drain), metrics(holdfast, metrics_host, metrics_port, readiness):
                 ended = await work.run()
     _log.info("worker %s ended: %s", work.incarnation, ended, extra={"incarnation": work.incarnation})
+    if ended is WorkerExit.REPLACED:
+        raise typer.Exit(ExitCode.USAGE if supervisor is None else REPLACED_CODE)
 
 
 async def upkeep(
