@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import pytest
 
-from holdfast import State
 from tests.faults.conftest import MakeSite
 from tests.faults.support import Site, WorkerProcess, eventually, pause_outside_commit
 from tests.worker.support import working
 
 pytestmark = [pytest.mark.faults]
 
-#: Far below the lease; what is measured on a free machine is 1 to 2 s.
-WITHIN_S = 15.0
+#: Below the lease, on a busy machine; a free one needs 1 to 3 s.
+WITHIN_S = 25.0
 
 
 @pytest.fixture
@@ -33,18 +31,17 @@ def _jobs_of(site: Site, worker: WorkerProcess) -> list[str]:
 
 
 async def test_jobs_of_a_killed_worker_run_again_at_once(slow_site: Site) -> None:
-    """Three workers: one is killed, one is stopped by a signal. The third one runs the jobs of the first."""
+    """Three workers: one is killed, one is stopped by a signal. The jobs of the first run again, each alone."""
     site = slow_site
-    workers = await site.start_workers(3, "--concurrency", "4")
-    jobs = await _ids(site, 12)
+    workers = await site.start_workers(3, "--concurrency", "2")
+    jobs = await _ids(site, 6)
     await site.wait_runs(jobs, 1)
     killed, paused, _ = workers
     lost, kept = _jobs_of(site, killed), _jobs_of(site, paused)
-    assert len(lost) == len(kept) == 4
+    assert len(lost) == len(kept) == 2
     pause_outside_commit(paused, site.url)
     killed.kill()
-    site.start("worker", "--concurrency", "8")
-    await eventually(lambda: len([run for run in site.runs() if run.job_id in lost]) == 8, "new runs", WITHIN_S)
+    await eventually(lambda: len([run for run in site.runs() if run.job_id in lost]) == 4, "new runs", WITHIN_S)
     # Killed and paused in the same second, and checked in the same check.
     paused.resume()
     site.gate().touch()
@@ -64,30 +61,23 @@ async def test_a_worker_that_starts_again_runs_the_jobs_of_its_predecessor(slow_
     assert len(site.runs()) <= 200 + 10
 
 
-@pytest.mark.parametrize("command", ["upkeep", "serve"])
-async def test_processes_without_a_worker_detect_killed_workers(slow_site: Site, command: str, tmp_path: Path) -> None:
-    site = slow_site
-    worker = await site.start_worker("--no-upkeep", HOLDFAST_DEAD_WORKER_DETECTION="false")
-    (job,) = await _ids(site, 1)
-    await site.wait_running(job)
-    site.start(command, *(("--dev", "--port", "0", "--no-worker") if command == "serve" else ()))
-    worker.kill()
-
-    async def is_released() -> bool:
-        (info,) = await site.get_infos([job])
-        return info is not None and info.state is State.QUEUED
-
-    await eventually(is_released, "the job to be released", WITHIN_S)
-
-
-async def test_a_process_that_only_serves_lets_leases_expire(slow_site: Site) -> None:
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("upkeep",),
+        ("serve", "--dev", "--port", "0", "--no-worker"),
+        ("serve", "--dev", "--port", "0", "--no-worker", "--no-upkeep"),
+    ],
+    ids=["upkeep", "serve with upkeep", "serve"],
+)
+async def test_processes_without_a_worker_let_leases_expire(slow_site: Site, command: tuple[str, ...]) -> None:
     site = slow_site
     worker = await site.start_worker("--no-upkeep")
     (job,) = await _ids(site, 1)
     await site.wait_running(job)
-    server = site.start("serve", "--dev", "--port", "0", "--no-worker", "--no-upkeep")
+    process = site.start(*command)
     worker.kill()
-    await server.wait_for_log("its 1 leases expire now")
+    await process.wait_for_log("its 1 leases expire now")
     site.gate().touch()
     site.app, site.tasks = site.make_app(dead_worker_detection=False)
     async with asyncio.timeout(WITHIN_S), working(site.app):

@@ -49,7 +49,8 @@ class LostLeases:
     ) -> list[Claim]:
         """Release jobs that had not started; return up to `retries` due retries of the pending list, which may run.
 
-        Leases in flight are left to the renewer of this worker: their jobs would run twice in one process. Without `release`, another process releases them, and this one only counts the suspects.
+        Leases in flight are left to the renewer of this worker: their jobs would run twice in one process. Without
+        `release`, another process releases jobs, and this one only counts the suspects.
         """
         suspects = 0
 

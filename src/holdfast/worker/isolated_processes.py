@@ -125,8 +125,7 @@ class IsolatedProcesses:
             _signal(process, signal.SIGTERM)
 
     async def stop(self) -> None:
-        """Wait until all processes have ended; kill those that do not end in time."""
-        self.drain()
+        """Wait until all processes have ended, after `drain`; kill those that do not end in time."""
         if self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=self._stop_timeout_s)
             for process in self._alive if late else ():
