@@ -427,6 +427,7 @@ class Settings(BaseSettings):
         """The options of an engine."""
         return EngineOptions(
             visibility_timeout_ms=max(1, round(self.visibility_timeout_s * 1000)),
+            settle_ms=round(self.heartbeat_interval_s * 1000),
             payload_limit=self.payload_limit,
             max_deliveries=self.max_deliveries,
             finished_ttl_ms=max(1, round(self._finished_ttl_s * 1000)),

@@ -30,6 +30,8 @@ _log: Final = logging.getLogger("holdfast.worker")
 _LISTEN_S: Final = 5.0
 #: While a part of the store is unreachable, its leases are retried after this.
 _RETRY_S: Final = 0.5
+#: Longest backoff after an outage.
+_MAX_BACKOFF_S: Final = 2.0
 
 
 class LeaseListener(Protocol):
@@ -95,7 +97,8 @@ class Renewer:
     # In the renewer's own thread -------------------------------------------------------------------
 
     async def _live(self) -> None:
-        backoff = Backoff()
+        # Shorter than the wait of reclaimers after an outage, which is one interval.
+        backoff = Backoff(cap_s=min(_MAX_BACKOFF_S, self._interval_s / 4))
         watching = asyncio.create_task(self._watch.run())
         try:
             while not self._thread.stopping:

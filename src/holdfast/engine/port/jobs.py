@@ -53,6 +53,8 @@ class EngineOptions:
     """Options of an engine, besides the address of its store."""
 
     visibility_timeout_ms: int = 30_000
+    #: How long `reclaim` waits after an outage, for surviving workers to renew their leases; 0: it does not wait.
+    settle_ms: int = 0
     #: Largest payload of a foreign message that is adopted.
     payload_limit: int = 1024 * 1024
     #: Leases lost while it ran alone after which a job is a poison pill (requirement Q7).

@@ -8,6 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from holdfast.core.job import MAX_BATCH, Claim, Lease, priority_order
+from holdfast.engine.outage_watch import OUTAGE_LEASES
 from holdfast.engine.port import PartialFailure
 from holdfast.engine.redis import wire
 from holdfast.engine.redis.intake import Adopter, PendingMessage
@@ -304,7 +305,8 @@ class Claims:
     ) -> list[Lease]:
         store, keys = self._store, self._store.keys(queue)
         names = [*keys.streams, keys.feed, keys.control]
-        arguments: list[Any] = [store.names.group, worker, len(leases), store.nonce(), store.feed_limit]
+        outage_idle_ms = OUTAGE_LEASES * store.options.visibility_timeout_ms
+        arguments: list[Any] = [store.names.group, worker, len(leases), store.nonce(), store.feed_limit, outage_idle_ms]
         for lease in leases:
             index, _, message_id = lease.position.partition(":")
             record = 0

@@ -82,6 +82,8 @@ class RedisEngine(Engine):
         self._names = replace(names, cluster=True) if is_cluster(url) else names
         self._timeouts = (connect_timeout_s, reply_timeout_s)
         client = _client(url, connect_timeout_s, reply_timeout_s)
+        if self.options.settle_ms:
+            client.late_s = self.options.settle_ms / 1000 / 2
         self._store = RedisStore(client, self._names, self.options, self.counters)
         self._intake = Intake(self._store)
         self._claims = Claims(self._store)
@@ -141,6 +143,7 @@ class RedisEngine(Engine):
             counters=self.counters,
         )
         clone._store.outages.logged = self._store.outages.logged
+        clone._upkeep.watch.ended = self._upkeep.watch.ended
         return clone
 
     # Jobs ------------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ from typing import Any, Final
 
 from holdfast.core.job import MAX_BATCH, Claim, JobInfo, Lease
 from holdfast.core.states import FINAL, State
-from holdfast.core.verdict import DeadLetter, Settlement, poison_pill
+from holdfast.core.verdict import DeadLetter, Release, Settlement, poison_pill
+from holdfast.engine.outage_watch import LOST_IN_OUTAGE, OutageWatch
 from holdfast.engine.port.feed import EngineSnapshot, SubmissionKey
 from holdfast.engine.port.jobs import EXPIRY_BATCH, LeaseFilter, Promotion
 from holdfast.engine.redis import wire
@@ -62,6 +63,7 @@ class EngineUpkeep:
         self._reclaim_at: dict[str, float] = {}
         #: Queues that had nothing pending at the last look.
         self._without_leases: set[str] = set()
+        self.watch = OutageWatch(store.options.settle_ms / 1000)
 
     # promote ---------------------------------------------------------------------------------------
 
@@ -117,7 +119,7 @@ class EngineUpkeep:
                 claims.extend(due)
             free = limit - len(claims)
             if free > 0:
-                claims.extend(await self.without_poison(await self._reclaim(worker, queue, free, only)))
+                claims.extend(await self._reclaim(worker, queue, free, only))
             if queue in self._without_leases:
                 # A lease that is granted from now on cannot expire before that.
                 self._reclaim_at[queue] = began + self._store.options.visibility_timeout_ms / 1000
@@ -134,7 +136,7 @@ class EngineUpkeep:
         One script finds them; a second one, which has their records declared as keys, claims them.
         """
         store, keys = self._store, self._store.keys(queue)
-        lost = await (self._find_lost(queue, limit) if only is None else self._find_only(queue, limit, only))
+        lost = await self._find(queue, limit, only)
         if not lost:
             return []
         reply = await store.run_with_lanes(
@@ -169,7 +171,36 @@ class EngineUpkeep:
             records[f"{index}:{message_id.decode()}"] = record
         store.counters.reclaimed += len(found)
         claims = await self._claims.parse_claims(worker, queue, found, int(reply[1]))
-        return [merge_record(claim, records[claim.lease.position]) for claim in claims]
+        claims = [merge_record(claim, records[claim.lease.position]) for claim in claims]
+        if reply[0] == b"outage":
+            claims = await self._without_survived(claims, {f"{row[0]}:{row[1].decode()}": row for row in lost})
+        return await self.without_poison(claims)
+
+    async def _without_survived(self, claims: list[Claim], lost: Mapping[str, _LostRow]) -> list[Claim]:
+        """Release jobs whose leases expired in an outage, so that the loss does not count; return the other claims."""
+        counted, survived = list[Claim](), list[Settlement]()
+        for claim in claims:
+            if self.watch.has_ended(_lease_of(claim.queue, lost[claim.lease.position])):
+                counted.append(claim)
+            else:
+                survived.append(Settlement(claim, Release(LOST_IN_OUTAGE), claim.claimed_at_ms))
+        if survived:
+            await self._settlements.settle(survived)
+        return counted
+
+    async def _find(self, queue: str, limit: int, only: LeaseFilter | None) -> list[_LostRow]:
+        """Lost leases; after an outage only those of workers that have certainly ended."""
+        if self._must_wait(queue):
+            return await self._find_only(queue, limit, self._of_ended(only)) if self.watch.ended else []
+        found = await (self._find_lost(queue, limit) if only is None else self._find_only(queue, limit, only))
+        # This call may have waited for a server that had stopped.
+        return [] if found and self._must_wait(queue) else found
+
+    def _must_wait(self, queue: str) -> bool:
+        return self.watch.must_wait(queue, self._store.client.contact(self._store.keys(queue).control))
+
+    def _of_ended(self, only: LeaseFilter | None) -> LeaseFilter:
+        return lambda lease: self.watch.has_ended(lease) and (only is None or only(lease))
 
     async def _find_only(self, queue: str, limit: int, only: LeaseFilter) -> list[_LostRow]:
         """The first `limit` lost leases that `only` allows, from where the last search ended."""
@@ -246,6 +277,8 @@ class EngineUpkeep:
         return healthy
 
     async def expire_leases(self, worker: str, queues: Sequence[str]) -> int:
+        self.watch.ended.append(worker)
+
         async def step(queue: str) -> int:
             store, keys = self._store, self._store.keys(queue)
             arguments = [store.names.group, worker, store.options.visibility_timeout_ms, EXPIRY_BATCH]

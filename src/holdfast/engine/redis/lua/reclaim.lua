@@ -3,13 +3,14 @@
 -- ARGV   1 group  2 worker  3 nonce  4 feed limit  5 visibility timeout  6 autoclaim (1: Redis 6.2 and later)  7 n
 --        then 4 per lease: stream index, message id, owner, delivery count, then declared lanes
 -- Reply  {'paused'} | {'ok', now, then index (from 1), delivery count, entry, record ('' if none) for each claimed lease}
+--        | {'outage', …the same}: an outage ended within the visibility timeout, so that these leases may have expired in it
 local streams = declared_streams()
 local feed_key, control, wake = KEYS[5], KEYS[6], KEYS[7]
 local group, worker, nonce, feed_limit = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local timeout, autoclaim, n = tonumber(ARGV[5]), ARGV[6] == '1', tonumber(ARGV[7])
 local FIRST_KEY, FIRST_ARG, STRIDE = 7, 7, 4
 
-local controls = redis.call('HMGET', control, 'paused', 'reader', 'limits', 'marker')
+local controls = redis.call('HMGET', control, 'paused', 'reader', 'limits', 'marker', 'outage')
 if controls[1] == '1' then return { 'paused' } end
 
 local records = redis.call('MGET', unpack(KEYS, FIRST_KEY + 1, FIRST_KEY + n))
@@ -31,7 +32,8 @@ end
 
 -- The message was deleted, but its row would stay in the pending list for ever.
 for _, entry in ipairs(deleted) do redis.call('XACK', entry[1], group, entry[2]) end
-local reply, moves = { 'ok', now }, {}
+local in_outage = tonumber(now) - (tonumber(controls[5] or '') or 0) < timeout
+local reply, moves = { in_outage and 'outage' or 'ok', now }, {}
 for _, row in ipairs(lost) do
   local i, index, id, owner, retries = unpack(row)
   local stream, entry = streams[index + 1], nil

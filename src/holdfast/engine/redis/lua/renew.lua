@@ -1,11 +1,12 @@
--- renew: extend leases that are still this worker's.
+-- renew: extend leases that are still this worker's. A lease that had expired long before, and that no other process reclaimed,
+-- proves an outage: its worker lives, and reclaimers could not reach this server. The time of the last one is kept.
 -- KEYS   1-4 streams  5 feed  6 control  then the records of jobs with a heartbeat, then streams of further lanes
--- ARGV   1 group  2 worker  3 n  4 nonce  5 feed limit  then 4 per lease: stream index, message id,
---        delivery count, index of its record (0: no heartbeat), then declared lanes
+-- ARGV   1 group  2 worker  3 n  4 nonce  5 feed limit  6 idle time that proves an outage  then 4 per lease: stream index,
+--        message id, delivery count, index of its record (0: no heartbeat), then declared lanes
 -- Reply  indexes (from 1) of lost leases
 local streams = declared_streams()
-local group, worker, n = ARGV[1], ARGV[2], tonumber(ARGV[3])
-local FIRST_ARG, STRIDE = 5, 4
+local group, worker, n, outage_idle = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[6])
+local FIRST_ARG, STRIDE = 6, 4
 
 local ids, positions = {}, {}
 for i = 1, n do
@@ -15,10 +16,13 @@ for i = 1, n do
   ids[index][#ids[index] + 1] = ARGV[arg + 2]
   positions[i] = { index, ARGV[arg + 2], tonumber(ARGV[arg + 3]), tonumber(ARGV[arg + 4]) }
 end
-local leased, mine = {}, {}
+local leased, mine, outage = {}, {}, false
 for index, of_index in pairs(ids) do
   leased[index] = deliveries_held(streams[index], group, worker, #of_index, '-', '+', function() return of_index end)
   mine[index] = {}
+  -- One lease is enough: all leases of a worker are renewed together.
+  local oldest = pending(streams[index], group, '-', '+', 1, worker)[1]
+  outage = outage or oldest and oldest[3] >= outage_idle
 end
 local lost, beats = {}, {}
 for i, position in ipairs(positions) do
@@ -47,7 +51,7 @@ for _, position in ipairs(beats) do
     moves[m + 5] = tenant_of(fields)
   end
 end
-if #moves > 0 then check_types({ KEYS[5] }, {}, { KEYS[6] }) end
+if #moves > 0 or outage then check_types({ KEYS[5] }, {}, { KEYS[6] }) end
 
 for index, of_index in pairs(mine) do
   for first = 1, #of_index, CHUNK do
@@ -58,6 +62,7 @@ for index, of_index in pairs(mine) do
     redis.call(unpack(command))
   end
 end
+if outage then redis.call('HSET', KEYS[6], 'outage', format_integer(now_ms())) end
 if #moves > 0 then
   append_feed(KEYS[5], ARGV[5], controls[1], ARGV[4], 'heartbeat', format_integer(now_ms()), worker, moves)
 end

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
@@ -65,6 +66,9 @@ _SHARED: Final = ("_prelude", "_lanes")
 _defines: Final = re.compile(r"local (?:function )?(\w+(?:, \w+)*)").match
 _words: Final = re.compile(r"\w+").findall
 _comments: Final = re.compile(r"(?m)^\s*--.*$")
+
+#: The error of a full server, which refuses submissions only: leases are renewed.
+_FULL: Final = "OOM "
 
 #: Errors of a server that is no longer the master.
 _DEMOTED: Final = ("READONLY", "MASTERDOWN")
@@ -140,6 +144,9 @@ class RedisClient:
         #: Number of connections being opened.
         self._pending = 0
         self._closed = False
+        #: A reply this late counts as an interruption.
+        self.late_s = math.inf
+        self._interruptions = 0
 
     async def connect(self, purpose: Purpose) -> PipelinedConnection:
         """The connection of the purpose, reopened if it is not usable."""
@@ -151,6 +158,8 @@ class RedisClient:
             if connection is None or not connection.usable:
                 connection = await self._open(PipelinedConnection, epoch_aware=purpose in _EPOCH_AWARE)
                 self._connections[purpose] = connection
+                # Upkeep always has this one: the server, or the way to it, was lost before it was opened again.
+                self._interruptions += purpose is Purpose.OTHER
             return connection
 
     async def epoch(self, purpose: Purpose, key: bytes) -> bytes:
@@ -314,6 +323,10 @@ class RedisClient:
         """An object that identifies the server of this key, as far as known."""
         return self
 
+    def contact(self, key: bytes) -> object:
+        """A value that changes when the server of this key does, or when it could not serve calls."""
+        return self, self._interruptions
+
     async def masters(self) -> list[RedisClient]:
         """Clients of all masters."""
         return [self]
@@ -352,6 +365,7 @@ class RedisClient:
             except BaseException:
                 connection.close()
                 raise
+            connection.late_s, connection.on_late = self.late_s, self._on_interruption
         finally:
             self._pending -= 1
         return connection
@@ -376,8 +390,13 @@ class RedisClient:
         except (OSError, TimeoutError, hiredis.ReplyError) as exc:
             raise translate(exc) from exc
 
+    def _on_interruption(self) -> None:
+        self._interruptions += 1
+
     def _on_error(self, purpose: Purpose, exc: Exception) -> EngineUnavailable:
         error = translate(exc)
+        if not isinstance(error, ScriptError) and _FULL not in str(exc):
+            self._on_interruption()
         if isinstance(exc, ConnectionError) and not isinstance(exc, NoReply):
             error = ConnectionLost(str(error))
         if isinstance(exc, OSError):

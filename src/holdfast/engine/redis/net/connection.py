@@ -17,6 +17,7 @@ URL raises `InvalidOption` that says what to write. The message never repeats th
 from __future__ import annotations
 
 import asyncio
+import math
 import ssl
 from collections import deque
 from collections.abc import Callable
@@ -65,6 +66,9 @@ class PipelinedConnection(asyncio.Protocol):
         self._waiting: deque[tuple[asyncio.Future[Any], float]] = deque()
         self._transport: asyncio.Transport | None = None
         self._watch: asyncio.TimerHandle | None = None
+        #: How late a reply is reported, and the callback for it.
+        self.late_s = math.inf
+        self.on_late: Callable[[], None] = _ignore
         #: Client id on the server, after `identify`.
         self.id: int | None = None
         #: Epoch of the server, after `read_epoch`.
@@ -162,6 +166,8 @@ class PipelinedConnection(asyncio.Protocol):
         self._transport = transport  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
+        if self._waiting and self._loop.time() > self._waiting[0][1] - self._reply_timeout_s + self.late_s:
+            self.on_late()
         self._reader.feed(data)
         try:
             while (reply := self._reader.gets()) is not False:
@@ -201,6 +207,10 @@ class PipelinedConnection(asyncio.Protocol):
             self.close()
             return
         self._watch = self._loop.call_later(_WATCH_INTERVAL_S, self._check_deadline)
+
+
+def _ignore() -> None:
+    pass
 
 
 class PubSubConnection(PipelinedConnection):

@@ -143,6 +143,10 @@ class ClusterClient(RedisClient):
     def node_of(self, key: bytes) -> object:
         return self._last_routes[slot_of(key)]
 
+    def contact(self, key: bytes) -> object:
+        node = self._last_routes[slot_of(key)]
+        return node.contact(key) if node is not None else None
+
     async def masters(self) -> list[RedisClient]:
         """The current masters, from a fresh slot map: callers use each node and would not notice a change."""
         self._routes = _UNKNOWN
@@ -275,6 +279,7 @@ class ClusterClient(RedisClient):
             address = replace(self._seeds[0], host=host, port=port)
             timeouts = self._connect_timeout_s, self._reply_timeout_s
             node = self._nodes[host, port] = RedisClient(address, *timeouts, unblocks=True)
+            node.late_s = self.late_s
         return node
 
     def _address(self, node: RedisClient, redirection: Redirected) -> tuple[str, int]:
