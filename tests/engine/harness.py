@@ -83,6 +83,8 @@ class RedisHarness(EngineHarness):
         for lane in (0, *map(int, (await self.redis.hget(keys.control, "lanes") or b"").split())):
             for stream in keys.lane(lane):
                 await self._age_leases(stream, ms)
+        if await self.redis.hexists(keys.control, "outage"):
+            await self.redis.hincrby(keys.control, "outage", -ms)
         for due_set in (keys.retry, keys.delayed, keys.pending_retries):
             members = await self.redis.zrange(due_set, 0, -1)
             async with self.redis.pipeline() as pipe:

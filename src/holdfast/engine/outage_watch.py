@@ -7,12 +7,14 @@ of workers that have certainly ended are not waited for.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Final
 
 from holdfast.core.job import Lease
+from holdfast.engine.port.jobs import LeaseFilter
 
 #: Ended workers that are kept in memory; their leases are reclaimed within seconds.
 _MAX_ENDED: Final = 1_000
@@ -33,6 +35,12 @@ class OutageWatch:
         self._clock = clock
         self._contacts: dict[str, object] = {}
         self._settled_at: dict[str, float] = {}
+        #: A call that takes this much longer than expected counts as an interruption.
+        self.late_s = settle_s / 2 or math.inf
+        #: Failed and late calls, where the engine does not count them by server.
+        self.interruptions = 0
+        #: When the last outage of each queue ended, on the engine's clock, where the store does not keep it.
+        self.outages_ms: dict[str, int] = {}
         #: Workers that have certainly ended. Clones of an engine share it.
         self.ended: deque[str] = deque(maxlen=_MAX_ENDED)
 
@@ -47,6 +55,15 @@ class OutageWatch:
             self._contacts[queue] = contact
             self._settled_at[queue] = now + self._settle_s
         return now < self._settled_at[queue]
+
+    def only_ended(self, only: LeaseFilter | None) -> LeaseFilter:
+        """A filter for leases of workers that have certainly ended, and that `only` allows."""
+        return lambda lease: self.has_ended(lease) and (only is None or only(lease))
+
+    def note_ended(self, worker: str) -> None:
+        """Record that a worker has certainly ended."""
+        if worker not in self.ended:
+            self.ended.append(worker)
 
     def has_ended(self, lease: Lease) -> bool:
         """Whether the worker with this lease has certainly ended."""

@@ -25,6 +25,7 @@ from holdfast.core.verdict import (
     Suspend,
     Verdict,
 )
+from holdfast.engine.outage_watch import OUTAGE_LEASES
 from holdfast.engine.port.jobs import has_own_key
 from holdfast.errors import IdempotencyKeyReused
 
@@ -89,6 +90,8 @@ class Model:
     #: Concurrency limit of each tenant, and of the whole queue.
     limits: dict[str, int | None] = field(default_factory=dict)
     concurrency: int | None = None
+    #: Until when a lost lease may be due to an outage, and does not count.
+    outage_until: int = 0
 
     # Submitting ------------------------------------------------------------------------------------
 
@@ -212,11 +215,21 @@ class Model:
     def poison(self, job_id: str) -> None:
         self._dead_letter(self.jobs[job_id])
 
+    def survive(self, job_id: str) -> None:
+        """Apply a reclaim of a lease that expired in an outage: the job is released, and the loss does not count."""
+        job = self.jobs[job_id]
+        job.lost_leases += 1
+        job.state, job.lease, job.settled = State.QUEUED, None, "released"
+        job.asleep_until = self.now
+
     def holds(self, lease: Lease) -> bool:
         return self.jobs[lease.job_id].lease == lease
 
     def renew(self, lease: Lease) -> None:
-        self.jobs[lease.job_id].expires_at = self.now + VISIBILITY_MS
+        job = self.jobs[lease.job_id]
+        if self.now >= job.expires_at + (OUTAGE_LEASES - 1) * VISIBILITY_MS:
+            self.outage_until = self.now + VISIBILITY_MS
+        job.expires_at = self.now + VISIBILITY_MS
 
     def held_by(self, worker: str) -> dict[str, int]:
         """Map the tokens of this worker's leases to their attempts."""

@@ -204,7 +204,9 @@ class EngineMachine(OperatorRules):
 
     @rule(worker=workers, lost=sometimes)
     def reclaim(self, worker: str, lost: bool) -> None:
-        poisoned, expired = self.model.poisoned(), self.model.lost()
+        poisoned, expired, survived = self.model.poisoned(), self.model.lost(), set[str]()
+        if self.model.now < self.model.outage_until:
+            poisoned, expired, survived = set(), set(), expired
         due = self.model.due(in_pending=True)
         expected, most = self.model.least(due), self.model.least_by_tenant(due)
         claims = self._run(self.engine.reclaim(self._incarnation(worker), [self.queue], 100))
@@ -221,6 +223,8 @@ class EngineMachine(OperatorRules):
         self.model.requeue(due - given)
         for job_id in poisoned:
             self.model.poison(job_id)
+        for job_id in survived:
+            self.model.survive(job_id)
         self._receive(worker, claims, lost)
 
     @rule(worker=workers)

@@ -82,8 +82,6 @@ class RedisEngine(Engine):
         self._names = replace(names, cluster=True) if is_cluster(url) else names
         self._timeouts = (connect_timeout_s, reply_timeout_s)
         client = _client(url, connect_timeout_s, reply_timeout_s)
-        if self.options.settle_ms:
-            client.late_s = self.options.settle_ms / 1000 / 2
         self._store = RedisStore(client, self._names, self.options, self.counters)
         self._intake = Intake(self._store)
         self._claims = Claims(self._store)
@@ -94,6 +92,7 @@ class RedisEngine(Engine):
         self._announcements = Announcements(self._store)
         self._feed = Feed(self._store)
         self._upkeep = EngineUpkeep(self._store, self._claims, self._settlements)
+        client.late_s = self._upkeep.watch.late_s
         self._recovery = EngineRecovery(self._store)
         self._worker_ids = WorkerIds(self._store)
         self._completion = CompletionWaiter(self._store, self._reads)

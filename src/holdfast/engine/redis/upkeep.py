@@ -61,6 +61,8 @@ class EngineUpkeep:
         #: Of many queues: when each is read again, for due jobs and for expired leases.
         self._promote_at: dict[str, float] = {}
         self._reclaim_at: dict[str, float] = {}
+        #: Queues whose last outage ended within the visibility timeout.
+        self._after_outage: set[str] = set()
         #: Queues that had nothing pending at the last look.
         self._without_leases: set[str] = set()
         self.watch = OutageWatch(store.options.settle_ms / 1000)
@@ -191,16 +193,20 @@ class EngineUpkeep:
     async def _find(self, queue: str, limit: int, only: LeaseFilter | None) -> list[_LostRow]:
         """Lost leases; after an outage only those of workers that have certainly ended."""
         if self._must_wait(queue):
-            return await self._find_only(queue, limit, self._of_ended(only)) if self.watch.ended else []
-        found = await (self._find_lost(queue, limit) if only is None else self._find_only(queue, limit, only))
+            return await self._find_only(queue, limit, self.watch.only_ended(only)) if self.watch.ended else []
+        if only is None:
+            found = await self._find_lost(queue, limit)
+        else:
+            found = await self._find_only(queue, limit, self._or_lost_in_outage(queue, only))
         # This call may have waited for a server that had stopped.
         return [] if found and self._must_wait(queue) else found
 
+    def _or_lost_in_outage(self, queue: str, only: LeaseFilter) -> LeaseFilter:
+        """A filter for leases that `only` allows, or that an outage may have cost: those are released."""
+        return lambda lease: (queue in self._after_outage and not self.watch.has_ended(lease)) or only(lease)
+
     def _must_wait(self, queue: str) -> bool:
         return self.watch.must_wait(queue, self._store.client.contact(self._store.keys(queue).control))
-
-    def _of_ended(self, only: LeaseFilter | None) -> LeaseFilter:
-        return lambda lease: self.watch.has_ended(lease) and (only is None or only(lease))
 
     async def _find_only(self, queue: str, limit: int, only: LeaseFilter) -> list[_LostRow]:
         """The first `limit` lost leases that `only` allows, from where the last search ended."""
@@ -222,7 +228,8 @@ class EngineUpkeep:
         reply = await store.run_with_lanes(Purpose.OTHER, "find_expired", queue, names, arguments, lanes)
         self._cursors[queue] = [part if isinstance(part, int) else part.decode() for part in reply[0]]
         (self._without_leases.discard if reply[1] else self._without_leases.add)(queue)
-        return list(zip(reply[2::5], reply[3::5], reply[4::5], reply[5::5], reply[6::5], strict=True))
+        (self._after_outage.add if reply[2] else self._after_outage.discard)(queue)
+        return list(zip(reply[3::5], reply[4::5], reply[5::5], reply[6::5], reply[7::5], strict=True))
 
     async def _claim_due_retries(self, worker: str, queue: str, limit: int) -> list[Claim]:
         """Claim due retries in the pending list of one queue.
@@ -277,7 +284,7 @@ class EngineUpkeep:
         return healthy
 
     async def expire_leases(self, worker: str, queues: Sequence[str]) -> int:
-        self.watch.ended.append(worker)
+        self.watch.note_ended(worker)
 
         async def step(queue: str) -> int:
             store, keys = self._store, self._store.keys(queue)

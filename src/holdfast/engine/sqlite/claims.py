@@ -345,6 +345,7 @@ def renew(
             lost.append(lease)
         else:
             renewed[row.id] = (row.id, row.claim_seq, row.deliveries, row.worker)
+            policy.note_renewed(row.queue, row.lease_expires_at or 0)
             if lease in heartbeats:
                 beating.setdefault(row.queue, []).append(row.id)
     if renewed:

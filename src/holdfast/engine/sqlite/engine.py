@@ -8,6 +8,7 @@ wakes them after a commit with new work, in this process or in another.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from os import PathLike, fspath
 from typing import Final, TypeVar, cast
@@ -16,7 +17,8 @@ from holdfast.clock import Clock, SystemClock
 from holdfast.core.announcement import AnnouncedTask
 from holdfast.core.job import MAX_BATCH, Approval, Claim, Envelope, JobInfo, Lease, Receipt
 from holdfast.core.states import State
-from holdfast.core.verdict import Settlement, SettleResult
+from holdfast.core.verdict import Release, Settlement, SettleResult
+from holdfast.engine.outage_watch import LOST_IN_OUTAGE, OutageWatch
 from holdfast.engine.port import Engine
 from holdfast.engine.port.feed import EngineSnapshot, FeedEntry, SubmissionKey
 from holdfast.engine.port.jobs import EngineOptions, JobRefused, LeaseFilter, Promotion
@@ -44,13 +46,13 @@ class SqliteEngine(SqliteReads, Engine):
     def __init__(
         self, path: str | PathLike[str], options: EngineOptions, clock: Clock | None = None, stream_dlq: bool = True
     ) -> None:
-        self._set_up(DatabaseFile(fspath(path)), EngineContext(options, clock or SystemClock(), stream_dlq))
+        self._set_up(DatabaseFile(fspath(path)), _context(options, clock, stream_dlq))
 
     def _set_up(self, file: DatabaseFile, policy: EngineContext) -> None:
         self.options = policy.options
         self.counters = Counters()
         self._policy = policy
-        self._store = SqliteEngineStore(file)
+        self._store = SqliteEngineStore(file, policy.watch)
         self._claim_count = 0
         #: When a worker was last registered in a queue.
         self._registered_at: dict[tuple[str, str], int] = {}
@@ -203,9 +205,13 @@ class SqliteEngine(SqliteReads, Engine):
         only: LeaseFilter | None = None,
         retries: int | None = None,
     ) -> list[Claim]:
+        began = time.monotonic()
         batch = await self._store.write(
-            upkeep.reclaim, self._policy, worker, list(queues), min(limit, MAX_BATCH), only, retries, lazy=True
+            upkeep.reclaim, self._policy, worker, list(queues), min(limit, MAX_BATCH), only, retries, began, lazy=True
         )
+        if batch.survived:
+            release = Release(LOST_IN_OUTAGE)
+            await self.settle([Settlement(claim, release, claim.claimed_at_ms) for claim in batch.survived])
         self.counters.reclaimed += batch.reclaimed
         self.counters.claimed += len(batch.claims) - batch.reclaimed
         self.counters.poisoned += len(batch.poisoned)
@@ -215,6 +221,7 @@ class SqliteEngine(SqliteReads, Engine):
         return batch.claims
 
     async def expire_leases(self, worker: str, queues: Sequence[str]) -> int:
+        self._policy.watch.note_ended(worker)
         return await self._store.write(upkeep.expire_leases, self._policy, worker, list(queues), lazy=True)
 
     async def deregister_worker(self, worker: str, queues: Sequence[str]) -> None:
@@ -355,3 +362,7 @@ class SqliteEngine(SqliteReads, Engine):
             if gone < upkeep.PRUNE_BATCH:
                 break
         return count
+
+
+def _context(options: EngineOptions, clock: Clock | None, stream_dlq: bool) -> EngineContext:
+    return EngineContext(options, clock or SystemClock(), OutageWatch(options.settle_ms / 1000), stream_dlq)

@@ -9,13 +9,15 @@ steps and put the results back in order.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from holdfast.clock import Clock
-from holdfast.core.job import MAX_BATCH
+from holdfast.core.job import MAX_BATCH, Lease
+from holdfast.engine.outage_watch import OUTAGE_LEASES, OutageWatch
 from holdfast.engine.port.jobs import EngineOptions, RetryVia
 from holdfast.engine.sqlite.schema import prepare_schema
 from holdfast.errors import EngineUnavailable
@@ -141,8 +143,9 @@ T = TypeVar("T")
 class SqliteEngineStore:
     """One engine's writer, reader and waiters. Opened and used on one event loop."""
 
-    def __init__(self, file: DatabaseFile) -> None:
+    def __init__(self, file: DatabaseFile, outages: OutageWatch) -> None:
         self.file = file
+        self._outages = outages
         self._writer: Writer | None = None
         self._reader: ReaderThread | None = None
         self._subscriber: CommitSubscriber | None = None
@@ -202,7 +205,14 @@ class SqliteEngineStore:
         """Run a step in the writer's transaction; returns its result after the commit."""
         if self._writer is None:
             raise _not_open_error()
-        return await self._writer.perform(work, *arguments, lazy=lazy)
+        began = time.monotonic()
+        try:
+            return await self._writer.perform(work, *arguments, lazy=lazy)
+        except EngineUnavailable:
+            self._outages.interruptions += 1
+            raise
+        finally:
+            self._outages.interruptions += time.monotonic() - began > self._outages.late_s
 
     # Notices of commits ----------------------------------------------------------------------------
 
@@ -243,8 +253,21 @@ class EngineContext:
 
     options: EngineOptions
     clock: Clock
+    watch: OutageWatch
     #: Whether dead letters are stored in this file when there is no separate ledger.
     stream_dlq: bool
+
+    def lost_in_outage(self, lease: Lease) -> bool:
+        """Whether a lease that has expired may have done so in an outage, so that the loss does not count."""
+        ended_ms = self.watch.outages_ms.get(lease.queue)
+        recent = ended_ms is not None and self.clock.now_ms() - ended_ms < self.options.visibility_timeout_ms
+        return recent and not self.watch.has_ended(lease)
+
+    def note_renewed(self, queue: str, expired_at_ms: int) -> None:
+        """Note the renewal of a lease: of one that had expired long before, it proves an outage."""
+        now_ms = self.clock.now_ms()
+        if now_ms - expired_at_ms >= (OUTAGE_LEASES - 1) * self.options.visibility_timeout_ms:
+            self.watch.outages_ms[queue] = now_ms
 
     def retries_in_pending(self, queue: str) -> bool:
         return self.options.retry_via.get(queue) is RetryVia.PENDING

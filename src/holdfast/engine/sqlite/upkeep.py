@@ -7,6 +7,7 @@ lost: only unknown jobs in a state that is not final, and only while the feed is
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Final
 
@@ -36,6 +37,8 @@ class ReclaimBatch(msgspec.Struct, frozen=True):
     claims: list[Claim]
     reclaimed: int
     poisoned: list[str]
+    #: Reclaimed jobs whose leases expired in an outage: to be released, so that the loss does not count.
+    survived: list[Claim]
 
     @property
     def retries(self) -> int:
@@ -43,7 +46,12 @@ class ReclaimBatch(msgspec.Struct, frozen=True):
         return len(self.claims) - self.reclaimed
 
     def __add__(self, more: ReclaimBatch) -> ReclaimBatch:
-        return ReclaimBatch(self.claims + more.claims, self.reclaimed + more.reclaimed, self.poisoned + more.poisoned)
+        return ReclaimBatch(
+            self.claims + more.claims,
+            self.reclaimed + more.reclaimed,
+            self.poisoned + more.poisoned,
+            self.survived + more.survived,
+        )
 
 
 def promote(transaction: Transaction, policy: EngineContext, queues: Sequence[str], limit: int) -> Promotion:
@@ -69,25 +77,29 @@ def reclaim(
     worker: str,
     queues: Sequence[str],
     limit: int,
-    only: LeaseFilter | None = None,
-    retries: int | None = None,
+    only: LeaseFilter | None,
+    retries: int | None,
+    began: float,
 ) -> ReclaimBatch:
     """Claim jobs with expired leases, and due retries in the pending list. Lazy.
 
     A retry without a free slot (of its tenant, or of the queue) becomes ready instead, so that it waits with other
-    ready jobs for one: at the next call they may have taken all slots again.
+    ready jobs for one: at the next call they may have taken all slots again. `began` is when this was called: after a
+    long wait for the file, as after any outage, only leases of workers that have certainly ended are reclaimed.
     """
     now_ms = policy.clock.now_ms()
-    batch = ReclaimBatch([], 0, [])
+    batch = ReclaimBatch([], 0, [], [])
     for queue in transaction.rows("queues_with_expired_leases", NAMES, queues=json_list(queues), now=now_ms):
         free = limit - len(batch.claims)
         if free <= 0:
             break
-        chosen = _choose_leases(transaction, queue, now_ms, free, only)
+        chosen = _choose_leases(transaction, policy, queue, now_ms, free, only)
         free_retries = min(free, limit if retries is None else retries) - batch.retries
         if chosen or (free_retries > 0 and _due_retries(transaction, queue, now_ms, 0, 1)):
             transaction.begin()
-            batch += _reclaim_from(transaction, policy, worker, queue, chosen, free, free_retries)
+            is_late = time.monotonic() - began > policy.watch.late_s
+            waits = policy.watch.must_wait(queue, policy.watch.interruptions + is_late)
+            batch += _reclaim_from(transaction, policy, worker, queue, chosen, free, free_retries, waits=waits)
     return batch
 
 
@@ -102,15 +114,19 @@ def expire_leases(transaction: Transaction, policy: EngineContext, worker: str, 
 
 
 def _choose_leases(
-    transaction: Transaction, queue: str, now_ms: int, limit: int, only: LeaseFilter | None
+    transaction: Transaction, policy: EngineContext, queue: str, now_ms: int, limit: int, only: LeaseFilter | None
 ) -> list[int]:
-    """Rows of the first expired leases that `only` allows. What is chosen outside of a transaction may be outdated."""
+    """Rows of the first expired leases that `only` allows, or that were lost in an outage.
+
+    What is chosen outside of a transaction may be outdated.
+    """
     chosen: list[int] = []
     skip = 0
     while len(chosen) < limit:
         rows = transaction.rows("expired_leases", LEASES, queue=queue, now=now_ms, skip=skip, limit=MAX_BATCH)
         for row, job_id, claim, deliveries, worker in rows:
-            if only is None or only(Lease(queue, job_id, f"{row}.{claim}", deliveries, worker)):
+            lease = Lease(queue, job_id, f"{row}.{claim}", deliveries, worker)
+            if only is None or policy.lost_in_outage(lease) or only(lease):
                 chosen.append(row)
         skip += len(rows)
         if len(rows) < MAX_BATCH:
@@ -126,15 +142,22 @@ def _reclaim_from(
     chosen: Sequence[int],
     limit: int,
     retries: int,
+    *,
+    waits: bool,
 ) -> ReclaimBatch:
     now_ms = policy.clock.now_ms()
     lost = transaction.rows("lost_jobs", WORK_ROWS, queue=queue, now=now_ms, ids=json_list(chosen))
+    if waits:
+        lost = [row for row in lost if policy.watch.has_ended(row.to_claim(queue).lease)]
+    survived = [row for row in lost if policy.lost_in_outage(row.to_claim(queue).lease)]
+    lost = [row for row in lost if row not in survived]
     poison = [row for row in lost if _lost_alone(row, queue) >= policy.options.max_deliveries]
     lost = [row for row in lost if row not in poison]
     due = _choose_due_retries(transaction, queue, now_ms, min(retries, limit - len(lost)))
 
     journal = FeedWriter(transaction, queue, policy.options)
     claims = _reclaim_leases(transaction, policy, journal, worker, queue, lost) if lost else []
+    released = _reclaim_leases(transaction, policy, journal, worker, queue, survived) if survived else []
     claims += lease_jobs(transaction, policy, journal, worker, queue, due) if due else []
     if poison:
         moves = MoveBatch(transaction, policy, queue)
@@ -142,7 +165,7 @@ def _reclaim_from(
             moves.add(_dead_letter(row, queue, now_ms))
         moves.write(journal)
     journal.close()
-    return ReclaimBatch(claims, len(lost), [row.tenant_id for row in poison])
+    return ReclaimBatch(claims, len(lost), [row.tenant_id for row in poison], released)
 
 
 def _choose_due_retries(transaction: Transaction, queue: str, now_ms: int, limit: int) -> list[WorkRow]:

@@ -365,6 +365,62 @@ class LeaseContract(Contract):
         assert ids(await rig.reclaim("w2")) == [other.job_id]
         assert await rig.succeed(kept, other) == [SettleResult.APPLIED, SettleResult.STALE]
 
+    # After an outage ---------------------------------------------------------------------------------
+
+    async def test_losses_in_an_outage_that_a_worker_survived_do_not_count(self, harness: EngineHarness) -> None:
+        rig = await Rig.on(harness, max_deliveries=1)
+        lost, kept = await rig.start_one("w1"), await rig.start_one("w2")
+        for attempt in range(2, 6):
+            # Longer than a lease: a process that reached the engine would have reclaimed it.
+            await harness.advance(2 * rig.engine.options.visibility_timeout_ms)
+            assert await rig.engine.renew([kept.lease]) == []
+            assert await rig.reclaim("w3") == []
+            lost = await rig.claim_one("w1")
+            assert (lost.is_suspect, lost.attempt) == (False, attempt)
+        assert rig.engine.counters.poisoned == 0
+        assert await rig.succeed(kept, lost) == [SettleResult.APPLIED] * 2
+
+    async def test_a_lease_after_an_outage_losses_count_again(self, harness: EngineHarness) -> None:
+        rig = await Rig.on(harness, max_deliveries=1)
+        pill, kept = await rig.start_one("w1"), await rig.start_one("w2")
+        await harness.advance(2 * rig.engine.options.visibility_timeout_ms)
+        assert await rig.engine.renew([pill.lease, kept.lease]) == []
+        await rig.succeed(kept)
+        # It is lost again, without an outage.
+        await rig.poison()
+        assert await rig.state(pill.job_id) is State.FAILED
+
+    async def test_a_partition_of_one_worker_is_not_an_outage(self, harness: EngineHarness) -> None:
+        rig = await Rig.on(harness, max_deliveries=1)
+        apart, pill = await rig.start_one("w1"), await rig.start_one("w2")
+        for _ in range(2):
+            await rig.lose_leases()
+            # Another process reaches the engine.
+            found = await rig.reclaim("w3")
+            await harness.advance(rig.engine.options.visibility_timeout_ms // 2)
+            assert await rig.engine.renew([apart.lease]) == [apart.lease]
+            await rig.succeed(*(claim for claim in found if claim.job_id == apart.job_id))
+        assert await rig.state(pill.job_id) is State.FAILED
+
+    async def test_leases_of_a_worker_that_has_ended_count_in_an_outage(self, harness: EngineHarness) -> None:
+        rig = await Rig.on(harness, max_deliveries=1)
+        of_dead, kept = await rig.start_one("w1"), await rig.start_one("w2")
+        await harness.advance(2 * rig.engine.options.visibility_timeout_ms)
+        await rig.engine.expire_leases("w1", [rig.queue])
+        assert await rig.engine.renew([kept.lease]) == []
+        assert (await rig.reclaim_one("w3")).is_suspect
+        assert await rig.succeed(of_dead) == [SettleResult.STALE]
+
+    async def test_a_reclaim_waits_after_the_start(self, harness: EngineHarness) -> None:
+        """A process that has just started does not know of an outage; leases of ended workers do not wait."""
+        rig = await Rig.on(harness, settle_ms=60_000)
+        of_dead, other = await rig.start_one("w1"), await rig.start_one("w2")
+        await rig.lose_leases()
+        assert await rig.reclaim("w3") == []
+        await rig.engine.expire_leases("w1", [rig.queue])
+        assert ids(await rig.reclaim("w3")) == [of_dead.job_id]
+        assert await rig.succeed(other) == [SettleResult.APPLIED]
+
     # Deregistering ---------------------------------------------------------------------------------
 
     async def test_a_deregistered_worker_is_no_longer_counted(self, rig: Rig) -> None:

@@ -239,18 +239,27 @@ local function pending(stream, group, ...)
   return rows
 end
 
+-- Whether a time in milliseconds is in the past, but not longer ago than that.
+local function is_recent(at, within)
+  local ago = now_ms() - (tonumber(at or '') or 0)
+  return ago >= 0 and ago < within
+end
+
 -- Delivery counts, by id, of entries that are pending for the worker. One range query while the pending list is short in
--- that range; single queries, for the ids that `list_ids` returns, for entries that the range did not reach.
-local function deliveries_held(stream, group, worker, expected, low, high, list_ids)
+-- that range; single queries, for the ids that `list_ids` returns, for entries that the range did not reach. Idle times are
+-- added to the table `idle`, if given.
+local function deliveries_held(stream, group, worker, expected, low, high, list_ids, idle)
   local counts = {}
   local count = 4 * expected + 16
   local rows = pending(stream, group, low, high, count, worker)
   for i = 1, #rows do counts[rows[i][1]] = rows[i][4] end
+  for i = 1, idle and #rows or 0 do idle[rows[i][1]] = rows[i][3] end
   if #rows == count then
     for _, id in ipairs(list_ids()) do
       if not counts[id] then
         local row = pending(stream, group, id, id, 1, worker)[1]
         if row then counts[id] = row[4] end
+        if row and idle then idle[id] = row[3] end
       end
     end
   end

@@ -3,11 +3,12 @@
 -- ARGV   1 group  2 visibility timeout  3 limit  4 filter by idle time (1: Redis 6.2 and later)
 --        5 consumer that holds retries in the pending list  6 packed: stream index, start, … ('-' for other streams)
 --        7 declared lanes
--- Reply  {'lanes', …} | {where to continue ({stream index, start, …}), number of pending messages, then stream index,
---        message id, owner, delivery count, job id for each}. No job id: deleted, or a foreign message without one.
+-- Reply  {'lanes', …} | {where to continue ({stream index, start, …}), number of pending messages, 1 within the
+--        visibility timeout after an outage, then stream index, message id, owner, delivery count, job id for each}. No job id: deleted, or a foreign message without one.
 local streams = declared_streams()
 local group, timeout, limit, filter, retry_consumer = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4] == '1', ARGV[5]
-local missing = undeclared_lanes(streams, numbers_in(redis.call('HGET', KEYS[5], 'lanes')))
+local controls = redis.call('HMGET', KEYS[5], 'lanes', 'outage')
+local missing = undeclared_lanes(streams, numbers_in(controls[1]))
 if missing then return missing end
 
 -- Only the job id: payloads may be large, and most leases may be read for a filter in vain.
@@ -32,7 +33,7 @@ local leased = 0
 for lane = 0, math.floor(indexes[#indexes] / STREAMS_PER_LANE) do
   if streams[STREAMS_PER_LANE * lane + 1] then leased = leased + leases_in(streams, lane, group, '') end
 end
-local reply = { continuations, leased }
+local reply = { continuations, leased, is_recent(controls[2], timeout) and 1 or 0 }
 local function continue_at(index, start) continuations[#continuations + 1], continuations[#continuations + 2] = index, start end
 
 for _, index in ipairs(indexes) do

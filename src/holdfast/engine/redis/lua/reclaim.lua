@@ -32,8 +32,7 @@ end
 
 -- The message was deleted, but its row would stay in the pending list for ever.
 for _, entry in ipairs(deleted) do redis.call('XACK', entry[1], group, entry[2]) end
-local in_outage = tonumber(now) - (tonumber(controls[5] or '') or 0) < timeout
-local reply, moves = { in_outage and 'outage' or 'ok', now }, {}
+local reply, moves = { is_recent(controls[5], timeout) and 'outage' or 'ok', now }, {}
 for _, row in ipairs(lost) do
   local i, index, id, owner, retries = unpack(row)
   local stream, entry = streams[index + 1], nil

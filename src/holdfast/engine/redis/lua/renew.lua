@@ -16,19 +16,18 @@ for i = 1, n do
   ids[index][#ids[index] + 1] = ARGV[arg + 2]
   positions[i] = { index, ARGV[arg + 2], tonumber(ARGV[arg + 3]), tonumber(ARGV[arg + 4]) }
 end
-local leased, mine, outage = {}, {}, false
+local leased, idle, mine, outage = {}, {}, {}, false
 for index, of_index in pairs(ids) do
-  leased[index] = deliveries_held(streams[index], group, worker, #of_index, '-', '+', function() return of_index end)
+  idle[index] = {}
+  leased[index] = deliveries_held(streams[index], group, worker, #of_index, '-', '+', function() return of_index end, idle[index])
   mine[index] = {}
-  -- One lease is enough: all leases of a worker are renewed together.
-  local oldest = pending(streams[index], group, '-', '+', 1, worker)[1]
-  outage = outage or oldest and oldest[3] >= outage_idle
 end
 local lost, beats = {}, {}
 for i, position in ipairs(positions) do
   local index, id, deliveries = position[1], position[2], position[3]
   if leased[index][id] == deliveries then
     mine[index][#mine[index] + 1] = id
+    outage = outage or idle[index][id] >= outage_idle
     if position[4] > 0 then beats[#beats + 1] = position end
   else
     lost[#lost + 1] = i

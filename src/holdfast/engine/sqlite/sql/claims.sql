@@ -156,7 +156,7 @@ SELECT json_group_array(json_array(
 -- Takes  :ids (a JSON list)
 -- Gives  lease rows
 SELECT json_group_array(json_array(
-           id, queue, job_id, state, claim_seq, deliveries, worker, token, attempt, last_seq, run_at))
+           id, queue, job_id, state, claim_seq, deliveries, worker, token, attempt, last_seq, run_at, lease_expires_at))
   FROM jobs
  WHERE id IN (SELECT value FROM json_each(:ids))
 
