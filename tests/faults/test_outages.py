@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+import sqlite3
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
 from typing import Final
 
 import pytest
@@ -18,12 +19,10 @@ from tests.faults.conftest import MakeSite
 from tests.faults.support import QUEUE, Site, eventually
 from tests.worker.support import working
 
-pytestmark = [pytest.mark.faults, pytest.mark.redis]
+pytestmark = [pytest.mark.faults]
 
 JOBS: Final = 20
 LEASE_S: Final = 0.6
-
-Outage = Callable[[float], Awaitable[None]]
 
 
 async def kill_server(server: RedisServer, outage_s: float) -> None:
@@ -70,9 +69,12 @@ async def two_workers(site: Site, url: str) -> AsyncIterator[None]:
         yield
 
 
-@pytest.mark.parametrize(("fault", "outages"), [("kill", 7), ("stop", 3), ("cut", 3)])
-async def test_outages_longer_than_the_lease_lose_no_job(
-    make_redis: MakeServer, make_site: MakeSite, fault: str, outages: int
+@pytest.mark.redis
+@pytest.mark.parametrize(
+    ("fault", "outages", "leases"), [("kill", 7, 1.5), ("kill", 1, 0.5), ("stop", 3, 1.5), ("cut", 3, 1.5)]
+)
+async def test_an_outage_that_the_workers_survive_loses_no_job(
+    make_redis: MakeServer, make_site: MakeSite, fault: str, outages: int, leases: float
 ) -> None:
     """Each job runs once, however often the engine is unreachable for all workers; seven losses make a poison pill."""
     server = make_redis(appendonly="yes", appendfsync="always")
@@ -82,13 +84,57 @@ async def test_outages_longer_than_the_lease_lose_no_job(
         await site.wait_runs([job.id for job in jobs], 1)
         for _ in range(outages):
             if fault == "kill":
-                await kill_server(server, 1.5 * LEASE_S)
+                await kill_server(server, leases * LEASE_S)
             elif fault == "stop":
-                await stop_server(server, 1.5 * LEASE_S)
+                await stop_server(server, leases * LEASE_S)
             else:
-                await cut_network(proxy, 1.5 * LEASE_S)
+                await cut_network(proxy, leases * LEASE_S)
             await wait_renewed(server, site)
         site.gate().touch()
         await site.assert_all_ended([job.id for job in jobs])
         assert {await job.result() for job in jobs} == {"attempt 1"}
+    assert len(site.runs()) == JOBS
+
+
+@pytest.mark.redis
+async def test_a_partition_of_one_worker_is_not_an_outage(redis_url: str, make_site: MakeSite) -> None:
+    """Its jobs are reclaimed by a worker that reaches the engine, and count as lost."""
+    site = make_site(redis_url, visibility_timeout_s=LEASE_S, heartbeat_interval_s=LEASE_S / 3)
+    port = int(redis_url.rsplit(":", 1)[1].partition("/")[0])
+    async with Proxy(port) as proxy:
+        cut_off, healthy = site.make_app(proxy.url)[0], site.make_app()[0]
+        async with working(cut_off, concurrency=3):
+            jobs = [await site.tasks.hold.submit(str(site.gate())) for _ in range(3)]
+            await site.wait_runs([job.id for job in jobs], 1)
+            async with working(healthy, concurrency=3) as worker:
+                proxy.refuse = True
+                await proxy.cut()
+                await site.wait_runs([job.id for job in jobs], 2)
+                proxy.refuse = False
+                await eventually(lambda: cut_off.engine.counters.leases_lost == 3, "the losses to be noticed")
+                names = KeyNames(namespace=site.settings["namespace"])
+                async with Redis.from_url(redis_url) as redis:
+                    assert await redis.hget(QueueKeys(QUEUE, names).control, "outage") is None
+                site.gate().touch()
+                await site.assert_all_ended([job.id for job in jobs])
+                assert {await job.result() for job in jobs} == {"attempt 2"}
+                assert worker.ready
+
+
+async def test_a_locked_file_loses_no_job(sqlite_site: Site) -> None:
+    """On SQLite an outage is a file that another program keeps locked."""
+    site = Site(sqlite_site.url, sqlite_site.folder, visibility_timeout_s=LEASE_S, heartbeat_interval_s=LEASE_S / 3)
+    async with two_workers(site, site.url):
+        jobs = [await site.tasks.hold.submit(str(site.gate())) for _ in range(JOBS)]
+        await site.wait_runs([job.id for job in jobs], 1)
+        for _ in range(3):
+            with closing(sqlite3.connect(site.url.removeprefix("sqlite:///"), isolation_level=None)) as other:
+                other.execute("BEGIN IMMEDIATE")
+                await asyncio.sleep(2 * LEASE_S)
+            # Long enough for a reclaim.
+            await asyncio.sleep(LEASE_S / 2)
+        site.gate().touch()
+        await site.assert_all_ended([job.id for job in jobs])
+        assert {await job.result() for job in jobs} == {"attempt 1"}
+    await site.close()
     assert len(site.runs()) == JOBS

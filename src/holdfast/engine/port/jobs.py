@@ -234,6 +234,10 @@ class JobPort(EnginePart, Protocol):
         others stay as they are. Returned jobs that had
         started must run alone, because they may be what ended their worker (`Claim.is_suspect`). Those that lost
         `max_deliveries` leases while they ran alone are dead-lettered as poison pills and not returned.
+
+        For `settle_ms` after the first call and after an outage, only leases of workers passed to `expire_leases`.
+        Jobs lost within one lease after an outage that another worker survived are released and not returned, so that
+        the loss does not count (decision 0043).
         """
         ...
 
