@@ -249,6 +249,15 @@ class LeaseContract(Contract):
         assert await rig.state(first.job_id) is State.RUNNING
         assert await rig.settle(second, verdict) is SettleResult.APPLIED
 
+    async def test_two_attempts_in_one_batch_are_distinguished(self, rig: Rig) -> None:
+        for newest_first in (True, False):
+            first = await rig.start_one("w1")
+            await rig.lose_leases()
+            second = await rig.reclaim_one("w1")
+            claims = [second, first] if newest_first else [first, second]
+            results = [SettleResult.APPLIED, SettleResult.STALE]
+            assert await rig.succeed(*claims) == (results if newest_first else results[::-1])
+
     async def test_a_lease_is_invalid_for_another_worker(self, rig: Rig) -> None:
         claim = await rig.start_one("w1")
         stolen = msgspec.structs.replace(claim, lease=msgspec.structs.replace(claim.lease, worker="w2"))

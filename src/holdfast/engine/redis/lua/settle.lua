@@ -55,7 +55,6 @@ local function is_current(record, index, id)
 end
 
 -- Decide. The fence is (message, worker, delivery count), and the record must have this position.
-local DONE = -1
 local reply, skipped, released, indexes = {}, {}, {}, {}
 for i = 1, n do
   local at = (i - 1) * STRIDE
@@ -63,7 +62,7 @@ for i = 1, n do
   local record, has = records[i], leased[index][id]
   local verdict = 'stale'
   if has == deliveries and legal[target] then
-    leased[index][id] = DONE
+    leased[index][id] = -deliveries -- done
     if not record or is_current(record, index, id) then
       verdict = nil
       -- Unpacked here: it can fail, and no write may be followed by an error.
@@ -78,7 +77,7 @@ for i = 1, n do
       local of_index = leaving[index]
       of_index[#of_index + 1] = id
     end
-  elseif has == DONE then
+  elseif has == -deliveries then
     verdict = 'already' -- the same attempt twice in one batch
   elseif record then
     local _, _, token = parse_record(record)
