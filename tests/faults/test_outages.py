@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager
 from typing import Final
 
 import pytest
@@ -119,22 +118,3 @@ async def test_a_partition_of_one_worker_is_not_an_outage(redis_url: str, make_s
                 await site.assert_all_ended([job.id for job in jobs])
                 assert {await job.result() for job in jobs} == {"attempt 2"}
                 assert worker.ready
-
-
-async def test_a_locked_file_loses_no_job(sqlite_site: Site) -> None:
-    """On SQLite an outage is a file that another program keeps locked."""
-    site = Site(sqlite_site.url, sqlite_site.folder, visibility_timeout_s=LEASE_S, heartbeat_interval_s=LEASE_S / 3)
-    async with two_workers(site, site.url):
-        jobs = [await site.tasks.hold.submit(str(site.gate())) for _ in range(JOBS)]
-        await site.wait_runs([job.id for job in jobs], 1)
-        for _ in range(3):
-            with closing(sqlite3.connect(site.url.removeprefix("sqlite:///"), isolation_level=None)) as other:
-                other.execute("BEGIN IMMEDIATE")
-                await asyncio.sleep(2 * LEASE_S)
-            # Long enough for a reclaim.
-            await asyncio.sleep(LEASE_S / 2)
-        site.gate().touch()
-        await site.assert_all_ended([job.id for job in jobs])
-        assert {await job.result() for job in jobs} == {"attempt 1"}
-    await site.close()
-    assert len(site.runs()) == JOBS
