@@ -282,6 +282,7 @@ class Worker(LeaseListener):
         if neighbours is not None:
             # Before the first claim, so that a restarted worker reclaims the jobs of its predecessor at once.
             await neighbours.run_once()
+        id_keeper = await self._take_id(engine)
         relay = AsyncExitStack()
         await relay.enter_async_context(
             run_relay(self._app, enabled=self._upkeep and self._backend.settings.outbox_relay)
@@ -311,7 +312,7 @@ class Worker(LeaseListener):
             self._in_flight,
             self._backend.settings.heartbeat_interval_s,
             self,
-            None if self._worker_id is None else IdKeeper(self._worker_id, self.incarnation, self._queues),
+            id_keeper,
         )
         renewer.start()
         fetching = asyncio.create_task(fetcher.run())
@@ -392,6 +393,17 @@ class Worker(LeaseListener):
     def _reclaim_soon(self) -> None:
         if self._fetcher is not None:
             self._fetcher.reclaim_soon()
+
+    async def _take_id(self, engine: Engine) -> IdKeeper | None:
+        """Take the worker's id before the first reclaim; if that fails, the renewer tries again."""
+        if self._worker_id is None:
+            return None
+        id_keeper = IdKeeper(self._worker_id, self.incarnation, self._queues)
+        try:
+            await id_keeper.keep(engine)
+        except EngineUnavailable as exc:
+            _log.info("cannot take the worker's id, retrying: %s", exc)
+        return id_keeper
 
     def _announce(self) -> None:
         facts = {
