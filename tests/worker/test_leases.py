@@ -87,6 +87,32 @@ async def test_a_lost_lease_stops_the_run_and_its_result_is_ignored(
         assert await job.result(60) == "other"
 
 
+async def test_a_worker_does_not_reclaim_the_expired_lease_of_its_own_run(
+    url: str, clock: ManualClock, faults: Faults
+) -> None:
+    """The code would run twice in one process. A renewal restores the lease, unless another worker was faster."""
+    app = Holdfast(url, clock=clock, heartbeat_interval_s=0.05, reclaim_interval_s=0.05)
+    go, runs = asyncio.Event(), list[int]()
+
+    @app.task
+    async def wait(ctx: Context) -> str:
+        runs.append(ctx.attempt)
+        await go.wait()
+        return "done"
+
+    async with app, working(app) as worker:
+        faults.down.add("renew")
+        job = await wait.submit()
+        await eventually(lambda: worker.running == 1)
+        clock.advance(31)
+        before = faults.count("reclaim")
+        await eventually(lambda: faults.count("reclaim") > before + 2)
+        faults.down.clear()
+        go.set()
+        assert await job.result(60) == "done"
+        assert runs == [1]
+
+
 def _settlement(claim: Any, result: bytes) -> Any:
     from holdfast.core.verdict import Settlement
 
