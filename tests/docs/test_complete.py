@@ -42,7 +42,9 @@ PAGES: Final = [
 INTERNAL: Final[dict[type, frozenset[str]]] = {
     Task: frozenset({"spec"}),
     Context: frozenset({"begun"}),
-    Worker: frozenset({"on_leases_lost", "on_cancelled", "on_control_changed", "on_due", "incarnation", "status"}),
+    Worker: frozenset(
+        {"on_leases_lost", "on_cancelled", "on_control_changed", "on_due", "on_replaced", "incarnation", "status"}
+    ),
     GuardRegistry: frozenset({"judge"}),
 }
 
