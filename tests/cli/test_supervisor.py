@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.cli import supervisor as supervisors
 from holdfast.cli.supervisor import Supervisor
 from holdfast.errors import InvalidOption
 from tests.worker.support import TIMEOUT_S, eventually
@@ -135,3 +136,24 @@ async def test_a_process_that_exits_with_0_later_is_replaced_at_once(
     monkeypatch.setattr("holdfast.cli.supervisor._SHORT_S", 0.0)
     await _run_until_restarted(Supervisor(["true"], 1, drain_grace_s=1))
     assert pauses == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+async def test_a_process_that_was_killed_is_replaced_at_once(
+    tmp_path: Path, pauses: list[float], monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """Unless it ended soon after its start: then the next one might as well."""
+    monkeypatch.setattr(supervisors, "_SHORT_S", 0.0)
+    supervisor = Supervisor(command(tmp_path), 1, drain_grace_s=30)
+    running = asyncio.create_task(supervisor.run())
+    await eventually(lambda: len(read_pids(tmp_path)) == 1)
+    os.kill(supervisor.pids[0], number)
+    await eventually(lambda: len(read_pids(tmp_path)) == 2, "the killed one to be replaced")
+    assert pauses == []
+    monkeypatch.setattr(supervisors, "_SHORT_S", 600.0)
+    os.kill(supervisor.pids[0], number)
+    await eventually(lambda: len(read_pids(tmp_path)) == 3, "the killed one to be replaced")
+    assert len(pauses) == 1
+    supervisor.stop()
+    async with asyncio.timeout(TIMEOUT_S):
+        await running

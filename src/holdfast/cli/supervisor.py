@@ -1,8 +1,9 @@
 """`holdfast worker --processes N`: run the same command N times and restart processes that end.
 
-A process that exits with 0 (recycled) is replaced immediately; one that crashed, ended very early or could not be
-started, after a growing pause. The first signal drains all processes, the second makes them stop now. The supervisor
-signals and kills only processes that it started and has not yet waited for. A worker drains when its supervisor ends.
+A process that exits with 0 (recycled) or was killed by a signal is replaced immediately; one that failed, ended very
+early or could not be started, after a growing pause. The first signal drains all processes, the second makes them stop
+now. The supervisor signals and kills only processes that it started and has not yet waited for. A worker drains when
+its supervisor ends.
 """
 
 from __future__ import annotations
@@ -119,12 +120,14 @@ class Supervisor:
             lived_s = time.monotonic() - began
             if lived_s > _HEALTHY_S:
                 backoff.reset()
-            if exit_code == 0 and lived_s >= _SHORT_S:
-                _worker_log.info("worker process %d ended with 0, restarting", number)
+            if exit_code is not None:
+                level = logging.ERROR if exit_code or lived_s < _SHORT_S else logging.INFO
+                _worker_log.log(level, "worker process %d ended with %s after %.1f s", number, exit_code, lived_s)
+            # Negative: killed by a signal. The other processes detect it by themselves.
+            if exit_code is not None and exit_code <= 0 and lived_s >= _SHORT_S:
+                _worker_log.info("restarting worker process %d", number)
                 continue
             pause_s = backoff.next_s()
-            if exit_code is not None:
-                _worker_log.error("worker process %d ended with %s after %.1f s", number, exit_code, lived_s)
             _worker_log.info("restarting worker process %d in %.1f s", number, pause_s)
             await self._pause(pause_s)
 
