@@ -167,15 +167,16 @@ async def test_files_that_are_not_records_are_ignored(folder: Path, caplog: pyte
     ]
     for facts in forgeries:
         write(facts, folder)
-    write(dead_facts(), folder, name="another-name")
-    (folder / "empty").touch()
-    (folder / "garbage").write_bytes(os.urandom(len(valid)))
-    (folder / "huge").write_bytes(valid)
-    os.truncate(folder / "huge", 2**40)
+    write(dead_facts(), folder, name=f"{os.getpid()}-{7:032x}")
+    empty, garbage, huge, pipe, directory = (folder / f"17-{number:032x}" for number in range(5))
+    empty.touch()
+    garbage.write_bytes(os.urandom(len(valid)))
+    huge.write_bytes(valid)
+    os.truncate(huge, 2**40)
     (folder.parent / "outside").write_bytes(valid)
     (folder / name).symlink_to(folder.parent / "outside")
-    os.mkfifo(folder / "fifo")
-    (folder / "folder").mkdir()
+    os.mkfifo(pipe)
+    directory.mkdir()
     watch = Watch(folder)
     assert await watch.check() == []
     (folder / name).unlink()
@@ -197,7 +198,10 @@ async def test_records_of_ended_processes_are_removed_in_time(folder: Path, star
     ours, others, fresh = write(dead_facts(), folder), write(dead_facts("other"), folder), write(dead_facts(), folder)
     elsewhere = write(msgspec.structs.replace(dead_facts("other"), pid_namespace=3), folder)
     running = write(own_facts("other"), folder)
-    (folder / "garbage").touch()
+    garbage = f"17-{1:032x}"
+    (folder / garbage).touch()
+    (folder / "not-a-record").touch()
+    age("not-a-record", 100 * 3_600)
     watch = Watch(folder)
     age(ours, 700)
     await watch.check()
@@ -210,14 +214,14 @@ async def test_records_of_ended_processes_are_removed_in_time(folder: Path, star
     assert len(watch.neighbours.dead) == 2
     await watch.check()
     assert len(watch.neighbours.dead) == 1
-    for each in (others, elsewhere, running, "garbage"):
+    for each in (others, elsewhere, running, garbage):
         age(each, 23 * 3_600)
     await Watch(folder).check()
-    assert len(os.listdir(folder)) == 5
-    for each in (others, elsewhere, running, "garbage", fresh):
+    assert len(os.listdir(folder)) == 6
+    for each in (others, elsewhere, running, garbage, fresh):
         age(each, 25 * 3_600)
     await Watch(folder).check()
-    assert os.listdir(folder) == [running.file_name]
+    assert set(os.listdir(folder)) == {running.file_name, "not-a-record"}
 
 
 async def test_a_running_process_touches_its_record(folder: Path) -> None:

@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -46,6 +47,8 @@ _KEEP_AT_MOST_S: Final = 86_400.0
 #: Seconds between two searches for such records of other stores.
 _CLEAN_S: Final = 600.0
 _MAX_RECORDS: Final = 2_000
+#: Names of records, and of those that were not finished; other files in the directory are not touched.
+_is_record: Final = re.compile(r"\.?[0-9]+-[0-9a-f]{32}").fullmatch
 
 
 class LeaseExpiry(Protocol):
@@ -211,7 +214,7 @@ class Neighbours:
         """Update the entries: read new files, check processes of this store."""
         entries: dict[str, _Entry] = {}
         with os.scandir(directory) as files:
-            for file in islice(files, _MAX_RECORDS):
+            for file in islice((file for file in files if _is_record(file.name)), _MAX_RECORDS):
                 name, inode = file.name, file.inode()
                 entry = self._entries.get(name)
                 if entry is None or entry.inode != inode:
