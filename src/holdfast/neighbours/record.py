@@ -44,9 +44,9 @@ _STATE_AT: Final = 8
 _STATE_WORD: Final = _STATE_AT // 8
 _LENGTH_AT: Final = 16
 _FACTS_AT: Final = 20
-_BUFFERS_AT: Final = 32_768
+FACTS_END: Final = 32_768
 _BUFFER: Final = 65_536
-SIZE: Final = _BUFFERS_AT + 2 * _BUFFER
+SIZE: Final = FACTS_END + 2 * _BUFFER
 
 _FIELD_BITS: Final = 24
 _MASK: Final = (1 << _FIELD_BITS) - 1
@@ -100,7 +100,7 @@ class ProcessRecord:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._map = mmap.mmap(file, SIZE)
             encoded = msgspec.msgpack.encode(facts)
-            if len(encoded) > _BUFFERS_AT - _FACTS_AT:
+            if len(encoded) > FACTS_END - _FACTS_AT:
                 raise OSError(f"the facts of the process have {len(encoded)} bytes")
             self._map[_LENGTH_AT : _FACTS_AT + len(encoded)] = struct.pack("<I", len(encoded)) + encoded
             self._map[: len(_MAGIC)] = _MAGIC
@@ -213,7 +213,7 @@ class ProcessRecord:
 
 
 def _buffer_at(state: int) -> int:
-    return _BUFFERS_AT + (_BUFFER if state & _BUFFER_BIT else 0)
+    return FACTS_END + (_BUFFER if state & _BUFFER_BIT else 0)
 
 
 def _encode(job_ids: Sequence[str]) -> bytes:
@@ -262,8 +262,8 @@ class WaitingJobs:
         return job_id not in self._job_ids
 
 
-def read_record(name: str, directory: int) -> bytes:
-    """The content of a record; empty if it is not a regular file of this user, or too large."""
+def read_record(name: str, directory: int, size: int = SIZE) -> bytes:
+    """The content of a record, or its start; empty if it is not a regular file of this user, or too large."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         file = os.open(name, flags, dir_fd=directory)
@@ -273,7 +273,7 @@ def read_record(name: str, directory: int) -> bytes:
         found = os.fstat(file)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_size != SIZE:
             return b""
-        return os.pread(file, SIZE, 0)
+        return os.pread(file, size, 0)
     except OSError:
         return b""
     finally:
@@ -284,11 +284,11 @@ _decoder: Final = msgspec.msgpack.Decoder(ProcessFacts)
 
 
 def parse_facts(data: bytes) -> ProcessFacts | None:
-    """The facts in a record; None if it is not valid."""
-    if len(data) != SIZE or data[: len(_MAGIC)] != _MAGIC:
+    """The facts in a record, of which the first `FACTS_END` bytes are enough; None if it is not valid."""
+    if len(data) < FACTS_END or data[: len(_MAGIC)] != _MAGIC:
         return None
     (length,) = struct.unpack_from("<I", data, _LENGTH_AT)
-    if length > _BUFFERS_AT - _FACTS_AT:
+    if length > FACTS_END - _FACTS_AT:
         return None
     try:
         facts = _decoder.decode(data[_FACTS_AT : _FACTS_AT + length])

@@ -27,7 +27,15 @@ from holdfast.neighbours.directory import DirectoryRefused, default_directory, o
 from holdfast.neighbours.exits import ExitWatch
 from holdfast.neighbours.host import read_host
 from holdfast.neighbours.liveness import Liveness, check_liveness
-from holdfast.neighbours.record import ProcessFacts, ProcessRecord, WaitingJobs, parse_facts, parse_waiting, read_record
+from holdfast.neighbours.record import (
+    FACTS_END,
+    ProcessFacts,
+    ProcessRecord,
+    WaitingJobs,
+    parse_facts,
+    parse_waiting,
+    read_record,
+)
 from holdfast.observe.redact import redact
 from holdfast.settings import Settings
 
@@ -218,7 +226,7 @@ class Neighbours:
                 name, inode = file.name, file.inode()
                 entry = self._entries.get(name)
                 if entry is None or entry.inode != inode:
-                    entry = _Entry(inode, _parse_named(name, read_record(name, directory)))
+                    entry = _Entry(inode, _parse_named(name, read_record(name, directory, FACTS_END)))
                 entries[name] = entry
         self._entries = entries
         for name, entry in entries.items():
