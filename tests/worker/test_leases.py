@@ -75,7 +75,7 @@ async def test_a_lost_lease_stops_the_run_and_its_result_is_ignored(
         job = await long.submit()
         await eventually(lambda: worker.running == 1)
         clock.advance(31)
-        (claim,) = await app.engine.reclaim("other", ["default"], 10)
+        (claim,) = await eventually(lambda: app.engine.reclaim("other", ["default"], 10), "the lease to be reclaimed")
         faults.down.clear()
         await eventually(lambda: worker.running == 0, "the run to be stopped")
         assert stopped == [True]
@@ -136,7 +136,7 @@ async def test_a_verdict_after_the_lease_expired_is_refused_and_counted(
         job = await wait.submit()
         await eventually(lambda: worker.running == 1)
         clock.advance(31)
-        (claim,) = await app.engine.reclaim("other", ["default"], 10)
+        (claim,) = await eventually(lambda: app.engine.reclaim("other", ["default"], 10), "the lease to be reclaimed")
         go.set()
         await eventually(lambda: worker.in_flight == 0)
         assert worker.counters.stale_settles == 1
