@@ -39,7 +39,7 @@ from holdfast import Fatal, Holdfast, Worker
 from holdfast.cli.main import main as run_command
 from holdfast.cli.session import EngineTarget
 from holdfast.core.principal import Principal, Role
-from holdfast.engine.redis.net.client import Script
+from holdfast.engine.redis.net.script import Script
 from holdfast.http import create_api
 from holdfast.http.server import HttpServer, bind
 from holdfast.ledger.migrate import migration_store, up

@@ -20,7 +20,7 @@ from redis.exceptions import NoPermissionError
 
 from holdfast import State
 from holdfast.engine.redis.keys import KeyNames, QueueKeys
-from holdfast.engine.redis.net.client import Script
+from holdfast.engine.redis.net.script import Script
 from tests.cli.harness import SAMPLE_APP, Shell, environment, eventually
 from tests.conftest import MakeServer
 

@@ -17,7 +17,7 @@ from redis.asyncio import Redis
 from holdfast import Holdfast, State
 from holdfast.core.verdict import Settlement, SettleResult, Succeed
 from holdfast.engine.redis.keys import KeyNames, QueueKeys
-from holdfast.engine.redis.net.client import Script
+from holdfast.engine.redis.net.script import Script
 from holdfast.errors import EngineUnavailable
 from holdfast.verification.chaos.proxy import Proxy
 from tests.faults import sample

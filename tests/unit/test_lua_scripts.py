@@ -6,7 +6,7 @@ from importlib.resources import files
 
 import pytest
 
-from holdfast.engine.redis.net.client import Script
+from holdfast.engine.redis.net.script import Script
 
 FOLDER = files("holdfast.engine.redis") / "lua"
 NAMES = sorted(each.name.removesuffix(".lua") for each in FOLDER.iterdir() if each.name.endswith(".lua"))

@@ -3,7 +3,8 @@
 `BatchingSubmitter`: callers that submit at the same moment share a call, so that a hundred concurrent submissions cost
 about as much as a batch of a hundred. Each call is judged on its own, in the order of arrival: limits and reused keys
 refuse only the callers concerned. A single caller waits for one iteration of the loop and one round trip. Each
-queue has separate calls: a queue that refuses intake refuses only its own callers.
+queue has separate calls: a queue that refuses intake refuses only its own callers. The number of calls in flight is
+limited per server, so that a server which does not reply delays only its own queues.
 
 A durable submission returns once the ledger has the job. Submissions that shared a call wait together, and the next
 calls are sent meanwhile. If the engine has lost its data (`FeedDetached`), its idempotency keys are restored from the
@@ -41,7 +42,7 @@ _log: Final = logging.getLogger("holdfast.client")
 
 T = TypeVar("T")
 
-#: Concurrent shared calls: the next batch forms while they run.
+#: Concurrent shared calls per server: the next batch forms while they run.
 _MAX_CALLS: Final = 2
 #: Concurrent calls of `submit_many`, whose batches are already full.
 _MAX_BULK_CALLS: Final = 4
@@ -90,6 +91,8 @@ class BatchingSubmitter(Submitter):
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[str, deque[_Waiting]] = {}
         self._calls: set[asyncio.Task[None]] = set()
+        #: Number of shared calls in flight, by server.
+        self._busy: dict[object, int] = {}
         self._bulk_calls: set[asyncio.Task[list[Receipt]]] = set()
         self._scheduled = False
 
@@ -122,8 +125,9 @@ class BatchingSubmitter(Submitter):
         pending = self._waiting.get(envelope.queue)
         if pending is None:
             pending = self._waiting[envelope.queue] = deque()
+            self._call_soon()
+        # Otherwise a call is scheduled already, or the server has its limit.
         pending.append((envelope, future))
-        self._call_soon()
         return await future
 
     async def submit_many(self, envelopes: Iterable[Envelope]) -> list[Receipt]:
@@ -165,7 +169,7 @@ class BatchingSubmitter(Submitter):
 
     def _call_soon(self) -> None:
         """Schedule a call; submissions that arrive before it runs are included."""
-        if self._waiting and not self._scheduled and len(self._calls) < _MAX_CALLS:
+        if not self._scheduled and self._next_queue() is not None:
             self._scheduled = True
             call = self._loop.create_task(self._send_next())
             self._calls.add(call)
@@ -175,16 +179,31 @@ class BatchingSubmitter(Submitter):
         self._calls.discard(call)
         self._call_soon()
 
+    def _next_queue(self) -> str | None:
+        """The first waiting queue whose server can get another call."""
+        server_of, busy = self._engine.server_of, self._busy
+        return next((queue for queue in self._waiting if busy.get(server_of(queue), 0) < _MAX_CALLS), None)
+
     async def _send_next(self) -> None:
         self._scheduled = False
-        queue, pending = next(iter(self._waiting.items()))
+        queue = self._next_queue()
+        if queue is None:
+            return
+        pending = self._waiting[queue]
         batch = [pending.popleft() for _ in range(min(len(pending), MAX_BATCH))]
         # Move the queue to the end if it has more, so that all queues are served in rotation.
         del self._waiting[queue]
         if pending:
             self._waiting[queue] = pending
+        server = self._engine.server_of(queue)
+        self._busy[server] = self._busy.get(server, 0) + 1
         self._call_soon()
-        await self._send(batch)
+        try:
+            await self._send(batch)
+        finally:
+            self._busy[server] -= 1
+            if not self._busy[server]:
+                del self._busy[server]
 
     async def _send(self, batch: list[_Waiting]) -> None:
         try:

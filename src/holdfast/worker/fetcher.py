@@ -113,11 +113,14 @@ class Fetcher:
             try:
                 await self._run_once()
             except EngineUnavailable as exc:
-                _log.warning("cannot reach the engine, retrying: %s", exc)
+                log = _log.info if self._backoff.failures else _log.warning
+                log("cannot reach the engine, retrying: %s", exc)
                 await self._recover()
             except Exception:  # noqa: BLE001 - top of a loop
                 _log.exception("fetching failed unexpectedly, retrying")
                 await self._recover()
+            else:
+                self._on_recovery()
         raise asyncio.CancelledError
 
     @property
@@ -229,6 +232,7 @@ class Fetcher:
             left_s = self._reclaim_at - time.monotonic()
             if left_s <= 0:
                 return min(space, MAX_BATCH)
+            self._on_recovery()  # there is nothing to claim for
             await self._wait_for_load(capacity - worthwhile, min(_TICK_S, left_s))
 
     async def _wait_for_load(self, load: int, timeout_s: float) -> None:
@@ -264,6 +268,8 @@ class Fetcher:
         self._runner.accept(claims)
 
     def _wait_ms(self, again_s: float) -> int:
+        if self._backoff.failures:
+            return 0  # recovery is reported without delay
         left_s = max(_MIN_RECLAIM_S, min(again_s, self._reclaim_at - time.monotonic()))
         return round(min(_WAIT_S, left_s) * 1000)
 
@@ -273,7 +279,10 @@ class Fetcher:
         return interval_s * self._random.uniform(0.6, 1.0)
 
     async def _recover(self) -> None:
-        """Retry until the engine answers; then accept claims whose replies were lost."""
+        """Retry until the engine answers; then accept claims whose replies were lost.
+
+        The engine has recovered only after a claim: a server that refuses writes answers reads.
+        """
         while True:
             raise_if_cancelled()
             await asyncio.sleep(self._backoff.next_s())
@@ -284,10 +293,13 @@ class Fetcher:
             except Exception:  # noqa: BLE001 - top of a loop
                 _log.exception("recovering claims failed unexpectedly, retrying")
             else:
-                self._backoff.reset()
-                self._engine.counters.reconnects += 1
-                _log.warning("connection to the engine recovered")
                 return
+
+    def _on_recovery(self) -> None:
+        if self._backoff.failures:
+            self._backoff.reset()
+            self._engine.counters.reconnects += 1
+            _log.warning("connection to the engine recovered")
 
 
 class Throughput:

@@ -47,6 +47,8 @@ _log: Final = logging.getLogger("holdfast.worker")
 
 #: Concurrent calls. Two keep the store busy while the next batch forms.
 _MAX_CALLS: Final = 2
+#: Longest time between two attempts to send deferred verdicts, apart from jitter.
+_MAX_DEFERRAL_S: Final = 0.5
 #: A batch is split after this many refusals in a row.
 _MAX_REFUSALS: Final = 3
 
@@ -164,7 +166,7 @@ class Settler:
 
     async def _send_late(self) -> None:
         """Send deferred verdicts until all are answered. A refused batch goes back to `_send`."""
-        backoff = Backoff()
+        backoff = Backoff(cap_s=_MAX_DEFERRAL_S)
         while self._deferred:
             await asyncio.sleep(backoff.next_s())
             batch = self._deferred[:MAX_BATCH]

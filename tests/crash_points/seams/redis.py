@@ -8,8 +8,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Final
 
-from holdfast.engine.redis.net import client as redis_client
 from holdfast.engine.redis.net.connection import PipelinedConnection
+from holdfast.engine.redis.net.script import Script
 from tests.crash_points.seams.open_handles import OpenHandles
 from tests.crash_points.seams.seam import Seam
 
@@ -19,7 +19,7 @@ def scripts() -> list[Any]:
     """All scripts of the engine, as it sends them."""
     folder = files("holdfast.engine.redis") / "lua"
     names = sorted(file.name.removesuffix(".lua") for file in folder.iterdir() if file.name.endswith(".lua"))
-    return [redis_client.Script(name) for name in names if not name.startswith("_")]
+    return [Script(name) for name in names if not name.startswith("_")]
 
 
 #: Commands and scripts that only read. `XREADGROUP` is not one of them: it changes the pending list.

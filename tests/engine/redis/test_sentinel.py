@@ -56,7 +56,7 @@ def sentinel_url_for(service: str, *ports: int, query: str = "", user: str = "")
 
 async def is_submitted_to_master(harness: RedisHarness, url: str) -> bool:
     """Whether a job submitted by `url` arrives at the harness's server."""
-    engine = RedisEngine(url, harness.names)
+    engine = RedisEngine(url, harness.names, connect_timeout_s=1.0)
     try:
         await engine.open()
         rig = Rig(harness, engine)

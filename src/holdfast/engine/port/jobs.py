@@ -169,6 +169,10 @@ class JobPort(EnginePart, Protocol):
         """
         ...
 
+    def server_of(self, queue: str) -> object:
+        """Identifies the server that has the queue. An outage of one server does not affect queues of another."""
+        return None
+
     async def claim(
         self,
         worker: str,

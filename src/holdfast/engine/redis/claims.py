@@ -59,7 +59,7 @@ class Claims:
         if not came_short and (claims := await self._claim_now(worker, queues, limit)):
             return claims
         self._short.difference_update(queues)
-        wait_ms = min(wait_ms, _MAX_BLOCK_MS)
+        wait_ms = min(wait_ms, _MAX_BLOCK_MS, self._store.client.max_block_ms)
         if len(queues) == 1 and not self._store.outages.apart:
             return await self._claim_when_woken(worker, queues[0], limit, wait_ms)
         await self._wait(queues, wait_ms)
@@ -113,7 +113,7 @@ class Claims:
         if claims or wait_ms <= 0 or limit <= 0 or not queues:
             return claims
         reachable = [queue for queue in queues if not outages.is_skipped(queue)]
-        most_ms = _MAX_BLOCK_MS if len(reachable) == len(queues) else _OUTAGE_BLOCK_MS
+        most_ms = self._store.client.max_block_ms if len(reachable) == len(queues) else _OUTAGE_BLOCK_MS
         failure: EngineUnavailable | None = None
         try:
             await self._wait(reachable or queues, min(wait_ms, most_ms))
@@ -295,9 +295,15 @@ class Claims:
             return True
 
         # On a Cluster, leases of other queues must not expire because one node is unreachable.
-        done = await self._store.outages.for_each(groups, step)
+        outages = self._store.outages
+        try:
+            done = await outages.for_each(groups, step, waits=False)
+        except EngineUnavailable as exc:
+            if isinstance(exc, EngineRefused) or not outages.apart:
+                raise
+            raise PartialFailure(exc, lost) from exc
         if len(done) < len(groups):
-            raise PartialFailure(self._store.outages.first_error(queue for queue in groups if queue not in done), lost)
+            raise PartialFailure(outages.first_error(queue for queue in groups if queue not in done), lost)
         return lost
 
     async def _renew(

@@ -41,8 +41,9 @@ from holdfast.engine.redis.feed import Feed
 from holdfast.engine.redis.intake import EACH, WHOLE, Intake
 from holdfast.engine.redis.keys import KeyNames
 from holdfast.engine.redis.net.client import RedisClient
+from holdfast.engine.redis.net.cluster import ClusterClient
 from holdfast.engine.redis.net.connection import ClusterSeeds, SentinelAddresses, is_cluster, parse_url
-from holdfast.engine.redis.net.topologies import ClusterClient, SentinelClient
+from holdfast.engine.redis.net.sentinel import SentinelClient
 from holdfast.engine.redis.operators import AuditContext, Controls, Operators
 from holdfast.engine.redis.reads import CompletionWaiter, Reads
 from holdfast.engine.redis.settlement import Settlements
@@ -152,6 +153,9 @@ class RedisEngine(Engine):
 
     async def submit_each(self, envelopes: Sequence[Envelope]) -> list[Receipt | JobRefused]:
         return await self._intake.submit(envelopes, EACH)
+
+    def server_of(self, queue: str) -> object:
+        return self._store.client.node_of(self._store.keys(queue).control) if self._names.cluster else None
 
     async def claim(
         self,

@@ -29,6 +29,7 @@ class Feed:
     async def wait(self, positions: Mapping[str, str], wait_ms: int) -> list[str]:
         if not positions:
             return []
+        wait_ms = min(wait_ms, self._store.client.max_block_ms)
         queues = {self._store.keys(queue).feed: queue for queue in positions}
         # BLOCK 0 would block for ever.
         block = (b"BLOCK", wait_ms) if wait_ms > 0 else ()

@@ -12,6 +12,7 @@ import logging
 import re
 import time
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any, Final
 
 import hiredis
@@ -159,7 +160,8 @@ class Reads:
         if self._queues and time.monotonic() < self._list_at:
             return list(self._queues)
         try:
-            names = await self._store.client.call(Purpose.OTHER, b"SMEMBERS", self._store.names.queues)
+            read = partial(self._store.client.call, Purpose.OTHER, b"SMEMBERS", self._store.names.queues)
+            names = await self._store.run_on_list_node(read, waits=not self._queues)
         except EngineUnavailable as exc:
             if not self._store.names.cluster:
                 raise
@@ -186,6 +188,7 @@ class Reads:
 
     async def listen(self, queues: Sequence[str], wait_ms: int) -> list[Notice]:
         client = self._store.client
+        wait_ms = min(wait_ms, client.max_block_ms)
         by_stream = {self._store.keys(queue).notices: queue for queue in queues}
         if new := [queue for queue in queues if queue not in self._last_notices]:
             await self._store.outages.for_each(new, self._start_listening)

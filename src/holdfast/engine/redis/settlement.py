@@ -69,7 +69,8 @@ class Settlements:
 
         queues = dict.fromkeys(queue for queue, _ in groups)
         try:
-            done = await self._store.outages.for_each(queues, step)
+            # The caller sends the rest again, and other verdicts meanwhile.
+            done = await self._store.outages.for_each(queues, step, waits=False)
         except EngineUnavailable as exc:
             if isinstance(exc, EngineRefused) or not self._store.outages.apart:
                 raise

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from functools import cache, partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from holdfast.engine.port.jobs import EngineOptions, RetryVia
 from holdfast.engine.redis import wire
@@ -20,10 +20,13 @@ from holdfast.engine.redis.keys import (
     QueueKeys,
     parse_lanes,
 )
-from holdfast.engine.redis.net.client import ConnectionLost, Purpose, RedisClient, Script, ScriptError
+from holdfast.engine.redis.net.client import ConnectionLost, Purpose, RedisClient, ScriptError
 from holdfast.engine.redis.net.outages import Outages
+from holdfast.engine.redis.net.script import Script
 from holdfast.errors import EngineUnavailable, QueueLimitReached
 from holdfast.observe.counters import Counters
+
+T = TypeVar("T")
 
 _log: Final = logging.getLogger("holdfast.engine.redis")
 
@@ -151,7 +154,8 @@ class RedisStore:
             try:
                 # A queue that this process has used is not new, although a wipe may have removed it from the list.
                 limit = b"" if queue in self._known else self.options.tenant_queue_limit
-                if await self._add_to_list([queue, limit, *owners]) == b"limited":
+                add = partial(self._add_to_list, [queue, limit, *owners])
+                if await self.run_on_list_node(add, waits=queue not in self._known) == b"limited":
                     raise QueueLimitReached(queue, owners[0], self.options.tenant_queue_limit)
             except EngineUnavailable:
                 # On a Cluster the list may be on another node than the queue. Without that node, queues that are in
@@ -162,6 +166,11 @@ class RedisStore:
                 if queue not in self._known:
                     return
             self._known[queue] = now + _KNOWN_S
+
+    async def run_on_list_node(self, work: Callable[[], Awaitable[T]], *, waits: bool) -> T:
+        """Run work on the node that has the list of queues. Unless it `waits`, it fails while that node is silent."""
+        node = None if waits or not self.names.cluster else self.client.node_of(self.names.queues.encode())
+        return await (work() if node is None else node.run_unless_silent(work))
 
     async def _add_to_list(self, arguments: Sequence[Any]) -> Any:
         names = [self.names.queues.encode(), self.names.owners.encode()]

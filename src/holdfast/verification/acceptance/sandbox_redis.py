@@ -13,8 +13,9 @@ from typing import Any, Final
 
 from holdfast.engine.redis.keys import KeyNames, QueueKeys
 from holdfast.engine.redis.net.client import Purpose, RedisClient
+from holdfast.engine.redis.net.cluster import ClusterClient
 from holdfast.engine.redis.net.connection import ClusterSeeds, SentinelAddresses, parse_url
-from holdfast.engine.redis.net.topologies import ClusterClient, SentinelClient
+from holdfast.engine.redis.net.sentinel import SentinelClient
 from holdfast.errors import EngineUnavailable
 from holdfast.settings import Settings
 from holdfast.verification.acceptance.sandbox import PREFIX, is_stale

@@ -2,25 +2,33 @@
 
 Each purpose has its own connection, opened on first use and again after a failure, so that a blocking wait never delays
 a settle. Driver errors are translated here.
+
+A server is silent while one of its connections is (`connection`). `run_unless_silent` abandons work on a silent server,
+for callers that have other servers to serve. Clients of several servers find out which of them is the master now, and
+drop the connections to the others (`sentinel`, `cluster`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from enum import StrEnum
-from importlib.resources import files
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import hiredis
 
-from holdfast.core.states import MOVES
-from holdfast.engine.port.jobs import MAX_TENANTS
-from holdfast.engine.redis.net.connection import NoReply, PipelinedConnection, PubSubConnection, RedisAddress
+from holdfast.engine.redis.net.connection import (
+    ConnectionObserver,
+    NoReply,
+    PipelinedConnection,
+    PubSubConnection,
+    RedisAddress,
+)
+from holdfast.engine.redis.net.script import Script
 from holdfast.errors import EngineRefused, EngineUnavailable
+
+T = TypeVar("T")
 
 
 class Purpose(StrEnum):
@@ -57,21 +65,15 @@ _UNAVAILABLE: Final[Mapping[str, str]] = {
 
 #: Purposes whose connections read the epoch of the server.
 _EPOCH_AWARE: Final = frozenset({Purpose.SUBMIT, Purpose.OTHER})
-#: Scripts that receive the epoch, and the index of that argument; left alone if it is empty.
-_EPOCH_ARGUMENT: Final[Mapping[str, int]] = {"submit": 6}
-
-#: Files that scripts share, in this order; each may use what is before it.
-_SHARED: Final = ("_prelude", "_lanes")
-#: The names that a statement at the top level of a shared file defines.
-_defines: Final = re.compile(r"local (?:function )?(\w+(?:, \w+)*)").match
-_words: Final = re.compile(r"\w+").findall
-_comments: Final = re.compile(r"(?m)^\s*--.*$")
 
 #: The error of a full server, which refuses submissions only: leases are renewed.
 _FULL: Final = "OOM "
 
 #: Errors of a server that is no longer the master.
 _DEMOTED: Final = ("READONLY", "MASTERDOWN")
+#: Errors of a server that may no longer be the master.
+_DOUBTFUL: Final = ("NOREPLICAS", "LOADING")
+_SILENT: Final = "Redis keeps the connection open but does not reply"
 
 
 class ScriptError(EngineRefused):
@@ -100,28 +102,11 @@ class ConnectionLost(Unreachable):
     """The connection broke during a call. It is unknown whether the call was applied."""
 
 
-class Script:
-    """A Lua script: what it uses of the constants and the shared files, and the file itself."""
-
-    def __init__(self, name: str) -> None:
-        folder = files("holdfast.engine.redis") / "lua"
-        own = (folder / f"{name}.lua").read_text()
-        shared = [_constants(), *((folder / f"{part}.lua").read_text() for part in _SHARED)]
-        self.name = name
-        self.source = "\n".join([*_used_statements(own, shared), own]).encode()
-        self.sha = hashlib.sha1(self.source, usedforsecurity=False).hexdigest().encode()
-        self._epoch_at = _EPOCH_ARGUMENT.get(name)
-
-    def arguments_for(self, connection: PipelinedConnection, arguments: Sequence[Any]) -> Sequence[Any]:
-        """The arguments with the epoch of this connection filled in."""
-        at = self._epoch_at
-        if at is None or not arguments[at]:
-            return arguments
-        return [*arguments[:at], connection.epoch_id, *arguments[at + 1 :]]
-
-
-class RedisClient:
+class RedisClient(ConnectionObserver):
     """Connections to one Redis, one per purpose."""
+
+    #: Longest blocking call. Silence is detected only after it, so it is short where another server may take over.
+    max_block_ms: int = 3_600_000
 
     def __init__(
         self,
@@ -141,6 +126,13 @@ class RedisClient:
         #: Connections for blocking calls: idle, and in use.
         self._spare: list[PipelinedConnection] = []
         self._in_use: set[PipelinedConnection] = set()
+        #: All open connections.
+        self._open_connections: set[PipelinedConnection] = set()
+        #: Work that is abandoned when the server becomes silent, and connections being opened.
+        self._abandoned_on_silence: set[asyncio.Timeout] = set()
+        self._attempts: set[asyncio.Timeout] = set()
+        #: Called while the server is silent.
+        self.report_silence: Callable[[], None] = lambda: None
         #: Number of connections being opened.
         self._pending = 0
         self._closed = False
@@ -183,7 +175,7 @@ class RedisClient:
         try:
             return await connection.call(*command, blocks_s=blocks_s)
         except (OSError, hiredis.ReplyError) as exc:
-            raise self._on_error(purpose, exc) from exc
+            raise self._on_error(connection, exc) from exc
 
     async def run(self, purpose: Purpose, script: Script, keys: Sequence[bytes], arguments: Sequence[Any]) -> Any:
         """Run one script. Loads it if the server does not have it."""
@@ -195,9 +187,9 @@ class RedisClient:
             return await connection.call(b"EVALSHA", script.sha, len(keys), *keys, *arguments)
         except hiredis.ReplyError as exc:
             if not str(exc).startswith("NOSCRIPT"):
-                raise self._on_error(purpose, exc) from exc
+                raise self._on_error(connection, exc) from exc
         except OSError as exc:
-            raise self._on_error(purpose, exc) from exc
+            raise self._on_error(connection, exc) from exc
         await self.call(purpose, b"SCRIPT", b"LOAD", script.source)
         return await self.call(purpose, b"EVALSHA", script.sha, len(keys), *keys, *arguments)
 
@@ -283,9 +275,9 @@ class RedisClient:
         except hiredis.ReplyError as exc:
             if str(exc).startswith("NOSCRIPT"):
                 return waited.exception() is None, None
-            raise self._on_error(purpose, exc) from exc
+            raise self._on_error(connection, exc) from exc
         except OSError as exc:
-            raise self._on_error(purpose, exc) from exc
+            raise self._on_error(connection, exc) from exc
         except BaseException:
             # The server still holds both calls, whose results are not needed.
             self.drop(purpose)
@@ -306,7 +298,7 @@ class RedisClient:
         try:
             return await connection.call(*command)
         except (OSError, hiredis.ReplyError) as exc:
-            raise self._on_error(purpose, exc) from exc
+            raise self._on_error(connection, exc) from exc
 
     @property
     def idle(self) -> bool:
@@ -319,8 +311,8 @@ class RedisClient:
         seconds, microseconds = await self.call(Purpose.OTHER, b"TIME")
         return int(seconds) * 1000 + int(microseconds) // 1000
 
-    def node_of(self, key: bytes) -> object:
-        """An object that identifies the server of this key, as far as known."""
+    def node_of(self, key: bytes) -> RedisClient | None:
+        """The client of the server that has this key; None if it is not known yet."""
         return self
 
     def contact(self, key: bytes) -> object:
@@ -339,35 +331,84 @@ class RedisClient:
 
     def drop_all(self) -> None:
         """Close all connections. The next call opens another."""
-        for connection in (*self._connections.values(), *self._spare, *self._in_use):
+        for connection in tuple(self._open_connections):
             connection.close()
-        self._connections.clear()
-        self._spare.clear()
+
+    def abandon(self) -> None:
+        """Close all connections, also those being opened: another server has taken over."""
+        self.drop_all()
+        _expire(self._attempts)
+
+    @property
+    def silent(self) -> bool:
+        """Whether the server does not reply at present."""
+        return any(connection.silent for connection in self._open_connections)
+
+    async def run_unless_silent(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Run work on this server; raises `Unreachable` if the server is silent, or as soon as it becomes silent."""
+        if self.silent:
+            raise Unreachable(_SILENT)
+        limit = asyncio.timeout(None)
+        try:
+            async with limit:
+                self._abandoned_on_silence.add(limit)
+                try:
+                    return await work()
+                finally:
+                    self._abandoned_on_silence.discard(limit)
+        except TimeoutError as exc:
+            if not limit.expired():
+                raise
+            raise Unreachable(_SILENT) from exc
 
     def close(self) -> None:
         """Close all connections, also those being opened. Opens none before `reopen`."""
         self._closed = True
         self.drop_all()
+        self._connections.clear()
+        self._spare.clear()
 
     def reopen(self) -> None:
         """Allow connections again after `close`."""
         self._closed = False
 
+    # Called by connections --------------------------------------------------------------------------
+
+    def on_opened(self, connection: PipelinedConnection) -> None:
+        self._open_connections.add(connection)
+
+    def on_silence(self) -> None:
+        _expire(self._abandoned_on_silence)
+        self.report_silence()
+
+    def on_closed(self, connection: PipelinedConnection) -> None:
+        self._open_connections.discard(connection)
+
+    # Private ---------------------------------------------------------------------------------------
+
     async def _open(self, kind: type[PipelinedConnection], *, epoch_aware: bool = False) -> PipelinedConnection:
         self._require_open()
         self._pending += 1
+        attempt = asyncio.timeout(None)
         try:
-            connection = await self._reach(kind)
-            try:
-                if epoch_aware:
-                    await self._read_epoch(connection)
-                self._require_open()
-            except BaseException:
-                connection.close()
+            async with attempt:
+                self._attempts.add(attempt)
+                connection = await self._reach(kind)
+                try:
+                    if epoch_aware:
+                        await self._read_epoch(connection)
+                    self._require_open()
+                except BaseException:
+                    connection.close()
+                    raise
+        except TimeoutError as exc:
+            if not attempt.expired():
                 raise
-            connection.late_s, connection.on_late = self.late_s, self._on_interruption
+            raise ConnectionLost("another server took over during the connection attempt") from exc
         finally:
+            self._attempts.discard(attempt)
             self._pending -= 1
+        connection.late_s, connection.on_late = self.late_s, self._on_interruption
         return connection
 
     def _require_open(self) -> None:
@@ -386,25 +427,35 @@ class RedisClient:
 
     async def _connect(self, kind: type[PipelinedConnection], address: RedisAddress) -> PipelinedConnection:
         try:
-            return await kind.connect(address, self._connect_timeout_s, self._reply_timeout_s)
+            return await kind.connect(address, self._connect_timeout_s, self._reply_timeout_s, self)
         except (OSError, TimeoutError, hiredis.ReplyError) as exc:
             raise translate(exc) from exc
 
     def _on_interruption(self) -> None:
         self._interruptions += 1
 
-    def _on_error(self, purpose: Purpose, exc: Exception) -> EngineUnavailable:
+    def _on_error(self, connection: PipelinedConnection, exc: Exception) -> EngineUnavailable:
         error = translate(exc)
         if not isinstance(error, ScriptError) and _FULL not in str(exc):
             self._on_interruption()
-        if isinstance(exc, ConnectionError) and not isinstance(exc, NoReply):
-            error = ConnectionLost(str(error))
         if isinstance(exc, OSError):
-            self.drop(purpose)
+            if isinstance(exc, ConnectionError) and not isinstance(exc, NoReply):
+                error = ConnectionLost(str(error))
+            connection.close()
         elif any(word in str(exc) for word in _DEMOTED):
             # The server is now a replica: drop all connections, also those for reads, to find the master again.
-            self.drop_all()
+            self._drop_server(connection.address)
+        elif any(word in str(exc) for word in _DOUBTFUL):
+            self.on_doubt()
         return error
+
+    def _drop_server(self, address: RedisAddress) -> None:
+        for connection in tuple(self._open_connections):
+            if connection.address == address:
+                connection.close()
+
+    def on_doubt(self) -> None:
+        """Called when a server refuses calls as one does that is no longer the master."""
 
 
 def translate(exc: Exception) -> EngineUnavailable:
@@ -422,38 +473,13 @@ def translate(exc: Exception) -> EngineUnavailable:
     return Unreachable(f"cannot reach Redis: {text or type(exc).__name__}; check that it runs at HOLDFAST_URL")
 
 
+def _expire(limits: set[asyncio.Timeout]) -> None:
+    now = asyncio.get_running_loop().time()
+    while limits:
+        limits.pop().reschedule(now)
+
+
 def _retrieve_exception(future: asyncio.Future[Any]) -> None:
     """Retrieve the exception, so that asyncio does not log it."""
     if not future.cancelled():
         future.exception()
-
-
-def _used_statements(own: str, shared: Sequence[str]) -> list[str]:
-    """The statements of shared files that a script uses, directly or through others.
-
-    Redis runs all of a script for each call: every function and table that it does not need takes time.
-    """
-    statements: list[str] = []
-    for line in filter(None, _comments.sub("", "\n".join(shared)).splitlines()):
-        if line.startswith("local "):
-            statements.append(line)
-        else:
-            statements[-1] += f"\n{line}"
-    words, used = set(_words(_comments.sub("", own))), []
-    for statement in reversed(statements):
-        names = _defines(statement)
-        assert names is not None
-        if words.intersection(_words(names[1])):
-            words.update(_words(statement))
-            used.append(statement)
-    return used[::-1]
-
-
-def _constants() -> str:
-    """The transition table and the number of lanes as Lua, so that scripts do not repeat them."""
-    moves = (
-        f"{state} = {{ {', '.join(f'{target} = true' for target in sorted(targets))} }}"
-        for state, targets in MOVES.items()
-        if state is not None
-    )
-    return f"local MOVES = {{ {', '.join(moves)} }}\nlocal LANES = {MAX_TENANTS}"

@@ -2,7 +2,8 @@
 
 A connection packs commands in C and returns replies in order. It was measured at a fifth of the cost per command of a
 general client, which matters for submit, claim and settle. A timer detects a server that accepts commands but does not
-answer, because a stopped process keeps its sockets open.
+answer, because a stopped process keeps its sockets open: after `SILENT_S` the connection counts as silent and reports
+it to its observer, after the reply timeout its calls fail.
 
 URLs of a single server, Sentinel and Cluster:
 
@@ -22,7 +23,7 @@ import ssl
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, Protocol
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 import hiredis
@@ -35,8 +36,12 @@ UNKNOWN_EPOCH: Final = b"1"
 #: Errors of such a server: no permission for INFO, or no such command.
 _NO_EPOCH: Final = ("NOPERM", "ERR unknown command")
 
-#: Interval of the check for overdue replies: the connection ends at most this long after a deadline.
+#: A connection whose oldest call has waited this long, and that has received nothing meanwhile, is silent.
+SILENT_S: Final = 0.3
+#: Longest interval of the check for overdue replies: the connection ends at most this long after a deadline.
 _WATCH_INTERVAL_S: Final = 0.5
+#: Shortest interval of that check.
+_MIN_WATCH_S: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +61,37 @@ class NoReply(ConnectionError):
     """The server keeps the connection open but does not reply."""
 
 
+class ConnectionObserver(Protocol):
+    """Receives what happens to connections."""
+
+    def on_opened(self, connection: PipelinedConnection) -> None:
+        """Called before the first command is sent."""
+        ...
+
+    def on_silence(self) -> None:
+        """Called at intervals while a connection is silent."""
+        ...
+
+    def on_closed(self, connection: PipelinedConnection) -> None: ...
+
+
 class PipelinedConnection(asyncio.Protocol):
     """Pipelined calls over one socket. Any failure fails all calls in flight with `ConnectionError`."""
 
-    def __init__(self, reply_timeout_s: float) -> None:
+    def __init__(
+        self, address: RedisAddress, reply_timeout_s: float, observer: ConnectionObserver | None = None
+    ) -> None:
+        self.address = address
+        #: Whether a reply is late. Set by the timer and not derived from the clock: after a callback that blocked the
+        #: loop, replies wait in the socket, and asyncio reads those before it calls timers.
+        self.silent = False
         self._loop = asyncio.get_running_loop()
         self._reply_timeout_s = reply_timeout_s
+        self._observer = observer
         self._reader = hiredis.Reader()
+        #: Calls in flight, and when their replies are due.
         self._waiting: deque[tuple[asyncio.Future[Any], float]] = deque()
+        self._received_at = 0.0
         self._transport: asyncio.Transport | None = None
         self._watch: asyncio.TimerHandle | None = None
         #: How late a reply is reported, and the callback for it.
@@ -76,17 +104,25 @@ class PipelinedConnection(asyncio.Protocol):
 
     @classmethod
     async def connect(
-        cls, address: RedisAddress, connect_timeout_s: float, reply_timeout_s: float
+        cls,
+        address: RedisAddress,
+        connect_timeout_s: float,
+        reply_timeout_s: float,
+        observer: ConnectionObserver | None = None,
     ) -> PipelinedConnection:
         """Connect, authenticate and select, or raise `OSError` / `hiredis.ReplyError`."""
         loop = asyncio.get_running_loop()
+
+        def make() -> PipelinedConnection:
+            return cls(address, reply_timeout_s, observer)
+
         async with asyncio.timeout(connect_timeout_s):
             if address.path:
-                opening = loop.create_unix_connection(lambda: cls(reply_timeout_s), address.path)
+                opening = loop.create_unix_connection(make, address.path)
             else:
                 server_name = address.host if address.tls else None
                 opening = loop.create_connection(
-                    lambda: cls(reply_timeout_s),
+                    make,
                     address.host,
                     address.port,
                     ssl=address.tls,
@@ -123,10 +159,10 @@ class PipelinedConnection(asyncio.Protocol):
         if self._transport is None or self._transport.is_closing():
             future.set_exception(ConnectionError("the connection is closed"))
             return future
-        self._waiting.append((future, self._loop.time() + self._reply_timeout_s + blocks_s))
+        self._waiting.append((future, self._loop.time() + blocks_s))
         self._transport.write(hiredis.pack_command(command))
         if self._watch is None:
-            self._watch = self._loop.call_later(_WATCH_INTERVAL_S, self._check_deadline)
+            self._watch = self._loop.call_later(SILENT_S, self._check_replies)
         return future
 
     async def identify(self) -> None:
@@ -154,6 +190,7 @@ class PipelinedConnection(asyncio.Protocol):
 
     def close(self) -> None:
         """Close immediately. Calls in flight fail."""
+        self.silent = False
         if self._watch is not None:
             self._watch.cancel()
             self._watch = None
@@ -164,9 +201,13 @@ class PipelinedConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]
+        if self._observer is not None:
+            self._observer.on_opened(self)
 
     def data_received(self, data: bytes) -> None:
-        if self._waiting and self._loop.time() > self._waiting[0][1] - self._reply_timeout_s + self.late_s:
+        self._received_at = self._loop.time()
+        self.silent = False
+        if self._waiting and self._received_at > self._waiting[0][1] + self.late_s:
             self.on_late()
         self._reader.feed(data)
         try:
@@ -180,6 +221,8 @@ class PipelinedConnection(asyncio.Protocol):
         self._fail(ConnectionError(f"the connection was lost: {exc or 'closed by the server'}"))
         self.close()
         self._transport = None
+        if self._observer is not None:
+            self._observer.on_closed(self)
 
     def _deliver(self, reply: Any) -> None:
         future, _ = self._waiting.popleft()
@@ -198,15 +241,21 @@ class PipelinedConnection(asyncio.Protocol):
                 # Retrieved, so that asyncio does not log it if the caller no longer waits.
                 future.exception()
 
-    def _check_deadline(self) -> None:
+    def _check_replies(self) -> None:
         self._watch = None
         if not self._waiting:
             return
-        if self._loop.time() > self._waiting[0][1]:
+        now, due_at = self._loop.time(), self._waiting[0][1]
+        if now > due_at + self._reply_timeout_s:
             self._fail(NoReply(f"no reply within {self._reply_timeout_s:g} s"))
             self.close()
             return
-        self._watch = self._loop.call_later(_WATCH_INTERVAL_S, self._check_deadline)
+        silent_at = max(due_at, self._received_at) + SILENT_S
+        next_s = min(max(silent_at - now, _MIN_WATCH_S), _WATCH_INTERVAL_S)
+        if now >= silent_at and self._observer is not None:
+            self.silent, next_s = True, _WATCH_INTERVAL_S
+            self._observer.on_silence()
+        self._watch = self._loop.call_later(next_s, self._check_replies)
 
 
 def _ignore() -> None:

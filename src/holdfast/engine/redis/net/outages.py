@@ -1,8 +1,9 @@
 """Queues on unreachable nodes: a node's outage affects only its own queues (decision 0018).
 
-Calls that serve several queues skip such a queue, so that no other queue waits for a node that does not answer. The
-node is probed in the background, with backoff, and only while calls name the queue. Leases granted in a lost reply are
-in doubt until the queue's claims are recovered (`confirm`).
+Calls that serve several queues skip such a queue, so that no other queue waits for a node that does not answer. A step
+on a node that becomes silent is abandoned, if queues of other nodes are to be served (decision 0041). The node is
+probed in the background, with backoff, and only while calls name the queue. Leases granted in a lost reply are in doubt
+until the queue's claims are recovered (`confirm`).
 
 On a single server nothing is skipped: every failure is raised.
 """
@@ -13,10 +14,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from typing import Final, TypeVar
 
 from holdfast.core.retry import Backoff
-from holdfast.engine.redis.net.client import Unreachable
+from holdfast.engine.redis.net.client import ConnectionLost, RedisClient, Unreachable
 from holdfast.errors import EngineRefused, EngineUnavailable
 
 _log: Final = logging.getLogger("holdfast.engine.redis")
@@ -39,7 +41,7 @@ class Outages:
     """Unreachable queues. `probe` is a cheap call to the node of a queue, `node_of` identifies that node."""
 
     def __init__(
-        self, probe: Callable[[str], Awaitable[object]], node_of: Callable[[str], object], *, apart: bool
+        self, probe: Callable[[str], Awaitable[object]], node_of: Callable[[str], RedisClient | None], *, apart: bool
     ) -> None:
         self._probe = probe
         self._node_of = node_of
@@ -68,19 +70,29 @@ class Outages:
         self._in_doubt.discard(queue)
 
     async def for_each(
-        self, queues: Iterable[str], step: Callable[[str], Awaitable[_T | None]], together: int = 1
+        self,
+        queues: Iterable[str],
+        step: Callable[[str], Awaitable[_T | None]],
+        together: int = 1,
+        *,
+        waits: bool = True,
     ) -> dict[str, _T]:
         """Run a step for each queue, in order. A step that did nothing returns None.
 
         A queue that the store refuses to serve (another program has replaced one of its keys) does not affect the
         others; nor does, on a Cluster, one that is unreachable. Such queues are skipped for a while. If all called
         queues fail, the failure is raised. On one server, up to `together` steps run at a time.
+
+        A step on a silent node is abandoned if queues of other nodes are to be served, and always without `waits`.
         """
         called = list(queues)
         if self._outages:
             called = [queue for queue in called if not self.is_skipped(queue)] or called
         if together > 1 and not self.apart:
             return await self._run_together(called, step, together)
+        if waits and self.apart:
+            # A silent node is waited for only if no other node has queues to serve.
+            waits = len({self._node_of(queue) for queue in called}) == 1
         done: dict[str, _T] = {}
         failure: EngineUnavailable | None = None
         #: Nodes that do not answer at all. Other failures may concern one queue, whose slot is being moved.
@@ -91,7 +103,11 @@ class Outages:
                 self._began(queue, known)
                 continue
             try:
-                result = await step(queue)
+                node = None if waits or not self.apart else self._node_of(queue)
+                if node is None:
+                    result = await step(queue)
+                else:
+                    result = await node.run_unless_silent(partial(step, queue))
             except EngineUnavailable as exc:
                 if not self.apart and not isinstance(exc, EngineRefused):
                     raise
@@ -163,7 +179,11 @@ class Outages:
 
     async def _probe_queue(self, queue: str, outage: _Outage) -> None:
         try:
-            await self._probe(queue)
+            try:
+                await self._probe(queue)
+            except ConnectionLost:
+                # Another node may have taken over.
+                await self._probe(queue)
             outage.answers = True
         except EngineUnavailable as exc:
             _log.debug("queue %s still unreachable: %s", queue, exc)

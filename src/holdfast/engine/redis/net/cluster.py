@@ -1,51 +1,42 @@
-"""Clients for Redis Cluster and for Redis behind Sentinel.
+"""Client for Redis Cluster.
 
 `ClusterClient` (decision 0018) has one client per node and picks it by the slot of the key. All keys of a queue share a
-hash tag, so one node runs a script. The slot map is read from any node that answers, and again when a node does not
-answer or redirects. A redirect (`MOVED`, `ASK`) means that nothing was applied, so the command is sent to the node it
-names. Nothing else is sent twice.
+hash tag, so one node runs a script. The slot map is read from the first node that answers, and again when a node does
+not answer or redirects; meanwhile the slots of the other nodes keep their routes. A redirect (`MOVED`, `ASK`) means
+that nothing was applied, so the command is sent to the node it names. Nothing else is sent twice.
 
-`SentinelClient` opens each connection to the current master. All sentinels are queried at once, and the address that
-most of them name is tried first: an unreachable sentinel costs nothing, and one that missed a fail-over is outvoted.
-The server must confirm that it is a master, or the next address is tried. After a fail-over the old connections break,
-or answer READONLY and are closed. Commands in flight fail as they do when a single Redis restarts.
+While a node is silent, the other nodes are asked every `_REPEAT_S` whether it still has slots (decision 0041). If it
+has none, all connections to it are closed, and its calls fail as they do when a single Redis restarts.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from binascii import crc_hqx
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
-import hiredis
-
-from holdfast.engine.redis.net.client import (
-    Purpose,
-    Redirected,
-    RedisClient,
-    Script,
-    ScriptError,
-    Unreachable,
-    translate,
-)
-from holdfast.engine.redis.net.connection import (
-    ClusterSeeds,
-    PipelinedConnection,
-    PubSubConnection,
-    RedisAddress,
-    SentinelAddresses,
-    split_host_port,
-)
+from holdfast.engine.redis.net.client import Purpose, Redirected, RedisClient, ScriptError, Unreachable
+from holdfast.engine.redis.net.connection import ClusterSeeds, PubSubConnection, split_host_port
+from holdfast.engine.redis.net.script import Script
 from holdfast.errors import EngineUnavailable
+
+_log: Final = logging.getLogger("holdfast.engine.redis")
 
 _SLOTS: Final = 16_384
 #: Maximum of redirects for one command; more means that nodes disagree.
 _HOPS: Final = 5
-#: Timeout for the slot map of one node, before the next is tried.
+#: Timeout for the slot map of one node, and how long it is waited for alone, before the next is asked too.
 _CLUSTER_ANSWER_S: Final = 1.0
+_NEXT_NODE_S: Final = 0.1
+#: Interval of queries for the slot map while a node is silent.
+_REPEAT_S: Final = 0.5
+#: How long the reads of other nodes are waited for after the first has returned.
+_READ_GRACE_S: Final = 0.3
+#: Longest blocking call.
+_MAX_BLOCK_MS: Final = 2_000
 
 _T = TypeVar("_T")
 
@@ -75,14 +66,19 @@ def key_of(command: Sequence[Any]) -> bytes:
 class ClusterClient(RedisClient):
     """One client per master of a Cluster."""
 
+    max_block_ms = _MAX_BLOCK_MS
+
     def __init__(self, seeds: ClusterSeeds, connect_timeout_s: float, reply_timeout_s: float) -> None:
         super().__init__(seeds.addresses[0], connect_timeout_s, reply_timeout_s)
         self._seeds = seeds.addresses
         self._nodes: dict[tuple[str, int], RedisClient] = {}
+        #: The node of each slot; None: to be learned.
         self._routes: Sequence[RedisClient | None] = _UNKNOWN
         #: The last known routes, even if outdated.
         self._last_routes: Sequence[RedisClient | None] = _UNKNOWN
-        self._learning = asyncio.Lock()
+        #: Shared by the calls that need it.
+        self._learning: asyncio.Task[None] | None = None
+        self._inquiry: asyncio.Task[None] | None = None
         #: Queried first for the slot map: it answered last time.
         self._guide: tuple[str, int] | None = None
 
@@ -140,7 +136,7 @@ class ClusterClient(RedisClient):
 
     # Nodes -----------------------------------------------------------------------------------------
 
-    def node_of(self, key: bytes) -> object:
+    def node_of(self, key: bytes) -> RedisClient | None:
         return self._last_routes[slot_of(key)]
 
     def contact(self, key: bytes) -> object:
@@ -149,7 +145,6 @@ class ClusterClient(RedisClient):
 
     async def masters(self) -> list[RedisClient]:
         """The current masters, from a fresh slot map: callers use each node and would not notice a change."""
-        self._routes = _UNKNOWN
         await self._learn_routes()
         return self._list_nodes()
 
@@ -166,6 +161,8 @@ class ClusterClient(RedisClient):
 
     def close(self) -> None:
         self._closed = True
+        if self._inquiry is not None:
+            self._inquiry.cancel()
         for node in self._nodes.values():
             node.close()
         self._nodes.clear()
@@ -192,9 +189,9 @@ class ClusterClient(RedisClient):
                 raise
             except EngineUnavailable:
                 # The node may be gone or no longer a master: the next call reads the slot map.
-                self._routes = _UNKNOWN
+                self._drop_routes(node)
                 raise
-        self._routes = _UNKNOWN
+        self._drop_routes(node)
         raise EngineUnavailable("the nodes of the Redis Cluster disagree on which has the queue's slot; retry")
 
     async def _any(self, send: Callable[[RedisClient], Awaitable[_T]]) -> _T:
@@ -203,7 +200,7 @@ class ClusterClient(RedisClient):
             await self._learn_routes()
         failure = EngineUnavailable("no node of the Redis Cluster has slots")
         # The one that answered last comes first: others may hang.
-        for node in sorted(self._list_nodes(), key=lambda node: (node.address.host, node.address.port) != self._guide):
+        for node in sorted(self._list_nodes(), key=lambda node: (node.silent, _address_of(node) != self._guide)):
             try:
                 return await send(node)
             except EngineUnavailable as exc:
@@ -212,49 +209,113 @@ class ClusterClient(RedisClient):
         raise failure
 
     async def _find(self, slot: int) -> RedisClient:
-        if self._routes is _UNKNOWN:
+        if self._routes[slot] is None:
             await self._learn_routes()
         node = self._routes[slot]
         if node is None:
-            self._routes = _UNKNOWN
             raise EngineUnavailable("no node of the Redis Cluster has the queue's slot; check whether a master is down")
         return node
 
     async def _on_moved(self, slot: int, address: tuple[str, int]) -> RedisClient:
         """Read the slot map again: other slots may have moved too. The redirect overrides it for this slot."""
         if self._routes[slot] is not self._node(*address):
-            self._routes = _UNKNOWN
             await self._learn_routes()
             # The queried node may not know slots of the new one, which is then dropped.
             self._routes = [*self._routes[:slot], self._node(*address), *self._routes[slot + 1 :]]
         return self._node(*address)
 
+    def _drop_routes(self, node: RedisClient) -> None:
+        """Make the next call for a slot of this node read the slot map. The other slots keep their routes."""
+        if node in self._routes:
+            self._routes = [None if each is node else each for each in self._routes]
+        if self._guide == _address_of(node):
+            self._guide = None
+
     async def _learn_routes(self) -> None:
-        """Read the slot map from the first node that answers."""
-        async with self._learning:
-            if self._routes is not _UNKNOWN:
-                return
-            failures: list[str] = []
-            addresses = [self._guide] if self._guide else []
-            addresses += [*self._nodes, *((seed.host, seed.port) for seed in self._seeds)]
-            for host, port in dict.fromkeys(addresses):
-                try:
-                    async with asyncio.timeout(min(_CLUSTER_ANSWER_S, self._connect_timeout_s)):
-                        rows = await self._node(host, port).call(Purpose.OTHER, b"CLUSTER", b"SLOTS")
-                except EngineUnavailable as exc:
-                    failures.append(f"{host}:{port}: {exc}")
-                    continue
-                except TimeoutError:
-                    failures.append(f"{host}:{port} does not answer")
-                    continue
-                if rows:
+        """Read the slot map; calls at the same time share the result."""
+        self._require_open()
+        if self._learning is None:
+            self._learning = asyncio.create_task(self._read_routes())
+            self._learning.add_done_callback(self._on_learned)
+        # Other calls wait for it as well: it continues if this one is cancelled.
+        await asyncio.shield(self._learning)
+
+    def _on_learned(self, learning: asyncio.Task[None]) -> None:
+        self._learning = None
+        if not learning.cancelled():
+            # Retrieved, so that asyncio does not log it if all callers were cancelled.
+            learning.exception()
+
+    async def _read_routes(self) -> None:
+        """Read the slot map from the first node that answers. A node that is slow does not delay the next."""
+        addresses = [self._guide] if self._guide else []
+        addresses += [*self._nodes, *((seed.host, seed.port) for seed in self._seeds)]
+        ordered = sorted(dict.fromkeys(addresses), key=lambda address: self._node(*address).silent)
+        failures: list[str] = []
+        queries: set[asyncio.Task[tuple[str, int, Sequence[Any]]]] = set()
+        try:
+            while ordered or queries:
+                if ordered:
+                    queries.add(asyncio.create_task(self._query_slots(*ordered.pop(0))))
+                timeout_s = _NEXT_NODE_S if ordered else None
+                done, queries = await asyncio.wait(queries, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                for query in done:
+                    try:
+                        host, port, rows = query.result()
+                    except EngineUnavailable as exc:
+                        failures.append(str(exc))
+                        continue
                     self._guide = (host, port)
                     self._routes = self._last_routes = self._routes_from(rows, host)
                     self._drop_unused_nodes()
                     return
-                failures.append(f"{host}:{port} has no slot map")
-            self._guide = None
-            raise Unreachable(f"cannot read the slot map from any node of the Redis Cluster ({'; '.join(failures)})")
+        finally:
+            for query in queries:
+                query.cancel()
+            await asyncio.gather(*queries, return_exceptions=True)
+        self._guide = None
+        raise Unreachable(f"cannot read the slot map from any node of the Redis Cluster ({'; '.join(failures)})")
+
+    async def _query_slots(self, host: str, port: int) -> tuple[str, int, Sequence[Any]]:
+        try:
+            async with asyncio.timeout(min(_CLUSTER_ANSWER_S, self._connect_timeout_s)):
+                rows = await self._node(host, port).call(Purpose.OTHER, b"CLUSTER", b"SLOTS")
+        except EngineUnavailable as exc:
+            raise Unreachable(f"{host}:{port}: {exc}") from exc
+        except TimeoutError as exc:
+            raise Unreachable(f"{host}:{port} does not answer") from exc
+        if not rows:
+            raise Unreachable(f"{host}:{port} has no slot map")
+        return host, port, rows
+
+    # Silent nodes ----------------------------------------------------------------------------------
+
+    def _on_silence(self) -> None:
+        if self._inquiry is None and not self._closed:
+            self._inquiry = asyncio.create_task(self._inquire())
+            self._inquiry.add_done_callback(self._on_inquired)
+
+    async def _inquire(self) -> None:
+        """While a node is silent, ask the others who has its slots. Drop its connections once it has none."""
+        while silent := [node for node in self._nodes.values() if node.silent]:
+            try:
+                await self._learn_routes()
+            except EngineUnavailable as exc:
+                _log.debug("cannot read the slot map: %s", exc)
+            else:
+                used = set(self._routes)
+                for node in silent:
+                    if node not in used:
+                        _log.info("%s:%d has no slots any more; closing its connections", *_address_of(node))
+                        node.abandon()
+            await asyncio.sleep(_REPEAT_S)
+
+    def _on_inquired(self, inquiry: asyncio.Task[None]) -> None:
+        self._inquiry = None
+        if not inquiry.cancelled() and (exc := inquiry.exception()) is not None:
+            _log.error("asking for the slot map failed unexpectedly", exc_info=exc)
+
+    # Routes ----------------------------------------------------------------------------------------
 
     def _routes_from(self, rows: Sequence[Any], queried: str) -> list[RedisClient | None]:
         routes: list[RedisClient | None] = [None] * _SLOTS
@@ -280,11 +341,16 @@ class ClusterClient(RedisClient):
             timeouts = self._connect_timeout_s, self._reply_timeout_s
             node = self._nodes[host, port] = RedisClient(address, *timeouts, unblocks=True)
             node.late_s = self.late_s
+            node.report_silence = self._on_silence
         return node
 
     def _address(self, node: RedisClient, redirection: Redirected) -> tuple[str, int]:
         host, port = split_host_port(redirection.address)
         return host if host not in ("", "?") else node.address.host, int(port)
+
+
+def _address_of(node: RedisClient) -> tuple[str, int]:
+    return node.address.host, node.address.port
 
 
 async def _first(reads: Sequence[Awaitable[list[Any]]], *, all_of_them: bool) -> list[Any]:
@@ -305,7 +371,7 @@ async def _first(reads: Sequence[Awaitable[list[Any]]], *, all_of_them: bool) ->
             for read in done:
                 try:
                     replies += read.result()
-                    grace_s = _CLUSTER_ANSWER_S
+                    grace_s = _READ_GRACE_S
                 except EngineUnavailable as exc:
                     failure = exc
     finally:
@@ -315,95 +381,3 @@ async def _first(reads: Sequence[Awaitable[list[Any]]], *, all_of_them: bool) ->
     if failure is not None and (grace_s is None or isinstance(failure, ScriptError)) and not replies:
         raise failure
     return replies
-
-
-#: Timeout for one sentinel; without an answer it has no vote.
-_SENTINEL_ANSWER_S: Final = 1.0
-
-
-class SentinelClient(RedisClient):
-    """Connections to the current master of one service."""
-
-    def __init__(self, sentinels: SentinelAddresses, connect_timeout_s: float, reply_timeout_s: float) -> None:
-        super().__init__(sentinels.master, connect_timeout_s, reply_timeout_s)
-        self._sentinels = sentinels
-
-    async def _reach(self, kind: type[PipelinedConnection]) -> PipelinedConnection:
-        failures: list[str] = []
-        for host, port in await self._candidates(failures):
-            address = replace(self._sentinels.master, host=host, port=port)
-            try:
-                connection = await self._connect(kind, address)
-            except EngineUnavailable as exc:
-                failures.append(f"{host}:{port}: {exc}")
-                continue
-            try:
-                role = (await connection.call(b"ROLE"))[0]
-            except (OSError, hiredis.ReplyError) as exc:
-                connection.close()
-                failures.append(f"{host}:{port}: {translate(exc)}")
-                continue
-            except BaseException:
-                connection.close()
-                raise
-            if role == b"master":
-                return connection
-            connection.close()
-            failures.append(f"{host}:{port} is a {role.decode()}, not a master")
-        raise EngineUnavailable(
-            f"cannot reach a master of {self._sentinels.service!r}; a fail-over may be in progress "
-            f"({'; '.join(failures)})"
-        )
-
-    async def _candidates(self, failures: list[str]) -> list[tuple[str, int]]:
-        """Addresses named by the sentinels, most votes first. Ends early with a majority."""
-        votes: Counter[tuple[str, int]] = Counter()
-        queries = [asyncio.create_task(self._query_master(address)) for address in self._sentinels.addresses]
-        unknown = 0
-        try:
-            for answer in asyncio.as_completed(queries):
-                try:
-                    named = await answer
-                except EngineUnavailable as exc:
-                    failures.append(str(exc))
-                    continue
-                if named is None:
-                    unknown += 1
-                    continue
-                votes[named] += 1
-                if votes[named] > len(queries) // 2:
-                    break
-        finally:
-            for task in queries:
-                task.cancel()
-            await asyncio.gather(*queries, return_exceptions=True)
-        if not votes and unknown:
-            raise EngineUnavailable(
-                f"the sentinels do not know service {self._sentinels.service!r}; set its name after the hosts in "
-                "HOLDFAST_URL: redis+sentinel://HOSTS/SERVICE"
-            )
-        return [address for address, _ in votes.most_common()]
-
-    async def _query_master(self, address: RedisAddress) -> tuple[str, int] | None:
-        """Address of the master according to one sentinel; None if it does not know the service."""
-        where = f"sentinel {address.host}:{address.port}"
-        connection: PipelinedConnection | None = None
-        timeout_s = min(_SENTINEL_ANSWER_S, self._connect_timeout_s)
-        try:
-            async with asyncio.timeout(timeout_s):
-                connection = await PipelinedConnection.connect(address, timeout_s, timeout_s)
-                named = await connection.call(b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", self._sentinels.service)
-        except TimeoutError as exc:
-            raise EngineUnavailable(f"{where} does not answer") from exc
-        except hiredis.ReplyError as exc:
-            if any(word in str(exc) for word in ("NOAUTH", "WRONGPASS", "without any password")):
-                raise EngineUnavailable(
-                    f"{where} refused the credentials: {exc}; check sentinel_password in HOLDFAST_URL"
-                ) from exc
-            raise EngineUnavailable(f"{where}: {exc}") from exc
-        except OSError as exc:
-            raise EngineUnavailable(f"cannot reach {where}: {exc}") from exc
-        finally:
-            if connection is not None:
-                connection.close()
-        return (named[0].decode(), int(named[1])) if named else None
