@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from typing import Any
 
@@ -13,10 +14,13 @@ from holdfast import Holdfast, State
 from holdfast.errors import EngineRefused, EngineUnavailable
 from holdfast.execution.backend import backend_of
 from holdfast.upkeep.lost_leases import LostLeases
+from holdfast.verification.chaos.redis_nodes import call_redis
+from holdfast.verification.chaos.servers import RedisServer
 from holdfast.worker.fetcher import Fetcher
 from holdfast.worker.in_flight import InFlight
 from holdfast.worker.runner import Runner
 from holdfast.worker.settler import Settler
+from tests.conftest import MakeServer
 from tests.worker.support import Faults, eventually, working
 
 
@@ -281,3 +285,32 @@ async def test_a_claim_recovered_after_an_outage_does_not_set_the_clock_back(app
     assert runner.now_ms() >= later_ms
     await eventually(lambda: not in_flight, "the verdict to be settled")
     await runner.close()
+
+
+def _count_refused(server: RedisServer) -> int:
+    found = re.search(r"errorstat_NOREPLICAS:count=(\d+)", call_redis(server.port, "INFO", "errorstats"))
+    return int(found[1]) if found else 0
+
+
+@pytest.mark.redis
+async def test_an_engine_that_refuses_writes_is_reported_once(
+    make_redis: MakeServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It answers reads, so that every recovery of claims succeeds."""
+    server = make_redis()
+    app = Holdfast(server.url)
+
+    @app.task
+    async def work() -> None: ...
+
+    async with app, working(app) as worker:
+        await work.submit()
+        await asyncio.to_thread(call_redis, server.port, "CONFIG", "SET", "min-replicas-to-write", 1)
+        await eventually(lambda: _count_refused(server) >= 4, "claims to be refused")
+        assert not worker.ready
+        await asyncio.to_thread(call_redis, server.port, "CONFIG", "SET", "min-replicas-to-write", 0)
+        await eventually(lambda: worker.ready, "the worker to recover")
+        assert worker.counters.reconnects == 1
+    messages = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len([line for line in messages if "cannot reach the engine" in line]) == 1, messages
+    assert len([line for line in messages if "connection to the engine recovered" in line]) == 1, messages

@@ -169,7 +169,7 @@ class BatchingSubmitter(Submitter):
 
     def _call_soon(self) -> None:
         """Schedule a call; submissions that arrive before it runs are included."""
-        if not self._scheduled and self._next_queue() is not None:
+        if self._waiting and not self._scheduled and self._next_queue() is not None:
             self._scheduled = True
             call = self._loop.create_task(self._send_next())
             self._calls.add(call)
@@ -181,6 +181,8 @@ class BatchingSubmitter(Submitter):
 
     def _next_queue(self) -> str | None:
         """The first waiting queue whose server can get another call."""
+        if len(self._calls) < _MAX_CALLS:
+            return next(iter(self._waiting), None)
         server_of, busy = self._engine.server_of, self._busy
         return next((queue for queue in self._waiting if busy.get(server_of(queue), 0) < _MAX_CALLS), None)
 

@@ -182,7 +182,7 @@ class RedisClient(ConnectionObserver):
         connection = self._connections.get(purpose)
         if connection is None or not connection.usable:
             connection = await self.connect(purpose)
-        arguments = script.arguments_for(connection, arguments)
+        arguments = _with_epoch(connection, script, arguments)
         try:
             return await connection.call(b"EVALSHA", script.sha, len(keys), *keys, *arguments)
         except hiredis.ReplyError as exc:
@@ -287,7 +287,7 @@ class RedisClient(ConnectionObserver):
         self, purpose: Purpose, script: Script, keys: Sequence[bytes], arguments: Sequence[Any]
     ) -> Any:
         """Run one script on a slot that is being migrated to this node."""
-        arguments = script.arguments_for(await self.connect(purpose), arguments)
+        arguments = _with_epoch(await self.connect(purpose), script, arguments)
         return await self.call_asking(purpose, b"EVAL", script.source, len(keys), *keys, *arguments)
 
     async def call_asking(self, purpose: Purpose, *command: Any) -> Any:
@@ -456,6 +456,14 @@ class RedisClient(ConnectionObserver):
 
     def on_doubt(self) -> None:
         """Called when a server refuses calls as one does that is no longer the master."""
+
+
+def _with_epoch(connection: PipelinedConnection, script: Script, arguments: Sequence[Any]) -> Sequence[Any]:
+    """The arguments with the epoch of this connection filled in."""
+    at = script.epoch_at
+    if at is None or not arguments[at]:
+        return arguments
+    return [*arguments[:at], connection.epoch_id, *arguments[at + 1 :]]
 
 
 def translate(exc: Exception) -> EngineUnavailable:

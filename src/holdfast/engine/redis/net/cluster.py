@@ -34,7 +34,7 @@ _NEXT_NODE_S: Final = 0.1
 #: Interval of queries for the slot map while a node is silent.
 _REPEAT_S: Final = 0.5
 #: How long the reads of other nodes are waited for after the first has returned.
-_READ_GRACE_S: Final = 0.3
+_READ_GRACE_S: Final = 0.25
 #: Longest blocking call.
 _MAX_BLOCK_MS: Final = 2_000
 

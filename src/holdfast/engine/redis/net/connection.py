@@ -37,7 +37,7 @@ UNKNOWN_EPOCH: Final = b"1"
 _NO_EPOCH: Final = ("NOPERM", "ERR unknown command")
 
 #: A connection whose oldest call has waited this long, and that has received nothing meanwhile, is silent.
-SILENT_S: Final = 0.3
+SILENT_S: Final = 0.25
 #: Longest interval of the check for overdue replies: the connection ends at most this long after a deadline.
 _WATCH_INTERVAL_S: Final = 0.5
 #: Shortest interval of that check.

@@ -9,11 +9,10 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
-from typing import Any, Final
+from typing import Final
 
 from holdfast.core.states import MOVES
 from holdfast.engine.port.jobs import MAX_TENANTS
-from holdfast.engine.redis.net.connection import PipelinedConnection
 
 #: Scripts that receive the epoch, and the index of that argument; left alone if it is empty.
 _EPOCH_ARGUMENT: Final[Mapping[str, int]] = {"submit": 6}
@@ -36,14 +35,8 @@ class Script:
         self.name = name
         self.source = "\n".join([*_used_statements(own, shared), own]).encode()
         self.sha = hashlib.sha1(self.source, usedforsecurity=False).hexdigest().encode()
-        self._epoch_at = _EPOCH_ARGUMENT.get(name)
-
-    def arguments_for(self, connection: PipelinedConnection, arguments: Sequence[Any]) -> Sequence[Any]:
-        """The arguments with the epoch of this connection filled in."""
-        at = self._epoch_at
-        if at is None or not arguments[at]:
-            return arguments
-        return [*arguments[:at], connection.epoch_id, *arguments[at + 1 :]]
+        #: Index of the argument that is the epoch of the server.
+        self.epoch_at = _EPOCH_ARGUMENT.get(name)
 
 
 def _used_statements(own: str, shared: Sequence[str]) -> list[str]:

@@ -15,12 +15,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final
 
 import hiredis
 
-from holdfast.engine.redis.net.client import RedisClient, Unreachable, translate
+from holdfast.engine.redis.net.client import RedisClient, translate
 from holdfast.engine.redis.net.connection import PipelinedConnection, RedisAddress, SentinelAddresses
 from holdfast.errors import EngineUnavailable
 
@@ -34,10 +35,6 @@ _SENTINEL_ANSWER_S: Final = 1.0
 _REPEAT_S: Final = 0.5
 #: Longest blocking call.
 _MAX_BLOCK_MS: Final = 2_000
-
-
-class NotMaster(EngineUnavailable):
-    """The server that the sentinels name does not have that role, or not yet."""
 
 
 class SentinelClient(RedisClient):
@@ -91,46 +88,39 @@ class SentinelClient(RedisClient):
             self._drop_server(address)
 
     async def _reach(self, kind: type[PipelinedConnection]) -> PipelinedConnection:
-        """Connect to the master. During a fail-over, wait for it for the connect timeout."""
+        """Connect to the master. While the server does not reply, the sentinels are asked whether it still is."""
         loop = asyncio.get_running_loop()
         failures: dict[str, str] = {}
+        failed: set[_Address] = set()
         attempts: dict[_Address, asyncio.Task[PipelinedConnection]] = {}
         try:
             candidates = await self._candidates(failures)
             give_up_at = loop.time() + self._connect_timeout_s
-            while True:
-                repeat_at = loop.time() + _REPEAT_S
-                is_final = True
-                for named in candidates:
-                    attempt = attempts.get(named)
-                    if attempt is None:
-                        attempt = attempts[named] = loop.create_task(self._connect_master(kind, named))
-                    await asyncio.wait([attempt], timeout=_REPEAT_S)
-                    if not attempt.done():
-                        # It may hang. The others have fewer votes: they are not tried before this attempt has failed.
-                        failures[str(named)] = f"{named[0]}:{named[1]} does not reply"
-                        is_final = False
-                        break
-                    try:
-                        connection = attempts.pop(named).result()
-                    except NotMaster as exc:
-                        failures[str(named)], is_final = str(exc), False
-                    except EngineUnavailable as exc:
-                        failures[str(named)] = f"{named[0]}:{named[1]}: {exc}"
-                        is_final &= not isinstance(exc, Unreachable)
-                    else:
-                        self._drop_others(named)
-                        return connection
-                if is_final or loop.time() >= give_up_at:
-                    break
-                await asyncio.sleep(max(0.0, repeat_at - loop.time()))
-                candidates = await self._candidates(failures)
+            while candidates:
+                # Others have fewer votes: one is tried only after this attempt has failed.
+                named = candidates[0]
+                where = f"{named[0]}:{named[1]}"
+                if named not in attempts:
+                    attempts[named] = loop.create_task(self._connect_master(kind, named))
+                await asyncio.wait([attempts[named]], timeout=_REPEAT_S)
+                if not attempts[named].done():
+                    failures[where] = f"{where} does not reply"
+                    candidates = await self._candidates(failures) if loop.time() < give_up_at else []
+                    continue
+                try:
+                    connection = attempts.pop(named).result()
+                except EngineUnavailable as exc:
+                    failures[where] = str(exc) if where in str(exc) else f"{where}: {exc}"
+                    failed.add(named)
+                    # After the last, ask again: the connection may have been closed because another is the master now.
+                    candidates = [each for each in candidates if each not in failed] or [
+                        each for each in await self._candidates(failures) if each not in failed
+                    ]
+                else:
+                    self._drop_others(named)
+                    return connection
         finally:
-            for attempt in attempts.values():
-                attempt.cancel()
-            for result in await asyncio.gather(*attempts.values(), return_exceptions=True):
-                if isinstance(result, PipelinedConnection):
-                    result.close()
+            await _cancel(attempts.values())
         raise EngineUnavailable(
             f"cannot reach a master of {self._sentinels.service!r}; a fail-over may be in progress "
             f"({'; '.join(failures.values())})"
@@ -143,7 +133,7 @@ class SentinelClient(RedisClient):
         try:
             role = (await connection.call(b"ROLE"))[0]
             if role != b"master":
-                raise NotMaster(f"{host}:{port} is a {role.decode()}, not a master")
+                raise EngineUnavailable(f"{host}:{port} is a {role.decode()}, not a master")
         except (OSError, hiredis.ReplyError) as exc:
             connection.close()
             raise translate(exc) from exc
@@ -208,3 +198,11 @@ class SentinelClient(RedisClient):
             if connection is not None:
                 connection.close()
         return (named[0].decode(), int(named[1])) if named else None
+
+
+async def _cancel(attempts: Iterable[asyncio.Task[PipelinedConnection]]) -> None:
+    for attempt in attempts:
+        attempt.cancel()
+    for result in await asyncio.gather(*attempts, return_exceptions=True):
+        if isinstance(result, PipelinedConnection):
+            result.close()
