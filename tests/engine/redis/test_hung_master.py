@@ -13,7 +13,7 @@ from typing import Any, Final
 import hiredis
 import pytest
 
-from holdfast import Holdfast, Job
+from holdfast import Holdfast, Job, State
 from holdfast.engine.redis.claims import Claims
 from holdfast.engine.redis.engine import RedisEngine
 from holdfast.engine.redis.intake import Intake
@@ -251,6 +251,34 @@ async def test_queues_of_other_masters_are_not_affected(
         for queue in others:
             gaps = answers.gaps(queue, hung_at, resumed_at)
             assert max(gaps.values()) < LONGEST_GAP_S, f"{queue} waited for another master: {gaps}"
+
+
+async def test_waiters_do_not_need_the_silent_node(cluster: ClusterRedis, namespace: str) -> None:
+    """A process has one subscription, on any node."""
+    await asyncio.to_thread(cluster.heal)
+    by_node = queues_by_node(cluster, namespace)
+    async with closing(RedisHarness(cluster.url, namespace)) as harness:
+        engine = RedisEngine(cluster.url, harness.names)
+        await engine.open()
+        await engine._completion.wait_final(next(iter(by_node.values()))[0], "unknown", 1_000)
+        subscription = engine._completion._subscription
+        assert subscription is not None
+        name, node = next(each for each in cluster.nodes().items() if each[1].port == subscription.address.port)
+        rig = Rig(harness, engine, next(queues[0] for owner, queues in by_node.items() if owner != name))
+        claim = await rig.start_one()
+        node.pause()
+        try:
+            started = time.monotonic()
+            waiting = asyncio.create_task(engine.wait_final(rig.queue, claim.job_id, 20_000))
+            await asyncio.sleep(0)
+            await rig.succeed(claim)
+            info = await waiting
+            assert info is not None
+            assert info.state is State.SUCCEEDED
+            assert time.monotonic() - started < LONGEST_GAP_S
+        finally:
+            node.resume()
+        await engine.close()
 
 
 async def test_a_silent_node_is_not_waited_for(cluster: ClusterRedis, namespace: str) -> None:

@@ -27,7 +27,7 @@ from holdfast.engine.redis import wire
 from holdfast.engine.redis.claims import merge_record
 from holdfast.engine.redis.controls import control_from
 from holdfast.engine.redis.keys import OWNED_QUEUE, RETRY_CONSUMER, parse_lanes
-from holdfast.engine.redis.net.client import ConnectionLost, Purpose, ScriptError, translate
+from holdfast.engine.redis.net.client import ConnectionLost, Purpose, ScriptError, Unreachable, translate
 from holdfast.engine.redis.net.connection import PubSubConnection
 from holdfast.engine.redis.store import RedisStore
 from holdfast.errors import EngineUnavailable, InvalidOption
@@ -368,7 +368,11 @@ class CompletionWaiter:
             subscribing = await self._subscribe(channel, ended)
             view = await self._get(queue, job_id)
             while view is not None and view.state not in FINAL:
-                await _wait_subscribed(subscribing)
+                try:
+                    await _wait_subscribed(subscribing)
+                except Unreachable:
+                    # On a Cluster, the node of the subscription need not be that of the queue.
+                    await _wait_subscribed(await self._subscribe(channel, ended))
                 ended.clear()
                 view = await self._register(queue, job_id)
                 left = deadline - asyncio.get_running_loop().time()

@@ -339,6 +339,12 @@ class RedisClient(ConnectionObserver):
         self.drop_all()
         _expire(self._attempts)
 
+    def drop_subscriptions(self) -> None:
+        """Close subscriptions. Subscribers open others, if possible on another node."""
+        for connection in tuple(self._open_connections):
+            if isinstance(connection, PubSubConnection):
+                connection.close()
+
     @property
     def silent(self) -> bool:
         """Whether the server does not reply at present."""

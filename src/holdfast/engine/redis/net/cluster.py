@@ -16,6 +16,7 @@ import logging
 from binascii import crc_hqx
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from holdfast.engine.redis.net.client import Purpose, Redirected, RedisClient, ScriptError, Unreachable
@@ -200,9 +201,10 @@ class ClusterClient(RedisClient):
             await self._learn_routes()
         failure = EngineUnavailable("no node of the Redis Cluster has slots")
         # The one that answered last comes first: others may hang.
-        for node in sorted(self._list_nodes(), key=lambda node: (node.silent, _address_of(node) != self._guide)):
+        nodes = sorted(self._list_nodes(), key=lambda node: (node.silent, _address_of(node) != self._guide))
+        for node in nodes:
             try:
-                return await send(node)
+                return await (send(node) if node is nodes[-1] else node.run_unless_silent(partial(send, node)))
             except EngineUnavailable as exc:
                 failure = exc
         self._routes = _UNKNOWN
@@ -298,6 +300,9 @@ class ClusterClient(RedisClient):
     async def _inquire(self) -> None:
         """While a node is silent, ask the others who has its slots. Drop its connections once it has none."""
         while silent := [node for node in self._nodes.values() if node.silent]:
+            for node in silent:
+                # Every node publishes for all: waiters for jobs of other nodes use another.
+                node.drop_subscriptions()
             try:
                 await self._learn_routes()
             except EngineUnavailable as exc:
