@@ -17,6 +17,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
+from random import Random
 from typing import Final
 
 import hiredis
@@ -47,13 +48,21 @@ class SentinelClient(RedisClient):
         self._sentinels = sentinels
         self._inquiry: asyncio.Task[None] | None = None
         self._repeat_at = 0.0
-        self.report_silence = self.on_doubt
+        self._random = Random()
+        self.report_silence = self._on_silence
 
     def on_doubt(self) -> None:
         """Ask the sentinels whether another server is the master now."""
-        loop = asyncio.get_running_loop()
-        if self._inquiry is None and not self._closed and loop.time() >= self._repeat_at:
-            self._inquiry = loop.create_task(self._inquire())
+        if asyncio.get_running_loop().time() >= self._repeat_at:
+            self._start_inquiry(0.0)
+
+    def _on_silence(self) -> None:
+        # Later, and at random: a short stall of the server is silence for all its clients at once.
+        self._start_inquiry(_REPEAT_S * self._random.uniform(0.5, 1.0))
+
+    def _start_inquiry(self, after_s: float) -> None:
+        if self._inquiry is None and not self._closed:
+            self._inquiry = asyncio.create_task(self._inquire(after_s))
             self._inquiry.add_done_callback(self._on_inquired)
 
     def close(self) -> None:
@@ -61,19 +70,20 @@ class SentinelClient(RedisClient):
             self._inquiry.cancel()
         super().close()
 
-    async def _inquire(self) -> None:
-        """Ask the sentinels once, and while the master is silent, until they name another."""
+    async def _inquire(self, after_s: float) -> None:
+        """Ask the sentinels at once (0), or while the master is silent until they name another."""
         while True:
+            await asyncio.sleep(after_s)
+            if after_s and not self.silent:
+                return
             try:
                 (named, *_) = await self._candidates({})
             except EngineUnavailable as exc:
                 _log.debug("cannot ask the sentinels: %s", exc)
             else:
                 self._drop_others(named)
+            after_s = _REPEAT_S
             self._repeat_at = asyncio.get_running_loop().time() + _REPEAT_S
-            if not self.silent:
-                return
-            await asyncio.sleep(_REPEAT_S)
 
     def _on_inquired(self, inquiry: asyncio.Task[None]) -> None:
         self._inquiry = None
