@@ -304,10 +304,10 @@ async def test_an_engine_that_refuses_writes_is_reported_once(
     async def work() -> None: ...
 
     async with app, working(app) as worker:
-        await work.submit()
+        await (await work.submit()).result(30)
+        await eventually(lambda: worker.in_flight == 0)
         await asyncio.to_thread(call_redis, server.port, "CONFIG", "SET", "min-replicas-to-write", 1)
-        await eventually(lambda: _count_refused(server) >= 4, "claims to be refused")
-        assert not worker.ready
+        await eventually(lambda: _count_refused(server) >= 4 and not worker.ready, "claims to be refused")
         await asyncio.to_thread(call_redis, server.port, "CONFIG", "SET", "min-replicas-to-write", 0)
         await eventually(lambda: worker.ready, "the worker to recover")
         assert worker.counters.reconnects == 1
