@@ -35,6 +35,8 @@ class OutageWatch:
         self._clock = clock
         self._contacts: dict[str, object] = {}
         self._settled_at: dict[str, float] = {}
+        #: Whether the process that started this one has waited already.
+        self.starts_settled = False
         #: A call that takes this much longer than expected counts as an interruption.
         self.late_s = settle_s / 2 or math.inf
         #: Failed and late calls, where the engine does not count them by server.
@@ -51,9 +53,10 @@ class OutageWatch:
         late. A process that has just started waits as well: it cannot know.
         """
         now = self._clock()
-        if self._contacts.get(queue, _NEVER) != contact:
+        if (last := self._contacts.get(queue, _NEVER)) != contact:
             self._contacts[queue] = contact
-            self._settled_at[queue] = now + self._settle_s
+            is_settled = last is _NEVER and self.starts_settled
+            self._settled_at[queue] = now if is_settled else now + self._settle_s
         return now < self._settled_at[queue]
 
     def only_ended(self, only: LeaseFilter | None) -> LeaseFilter:

@@ -379,6 +379,7 @@ class Worker(LeaseListener):
         settings = self._backend.settings
         common = (self._engine, self.incarnation, self._queues, runner, self._in_flight, settings, lost)
         if self._on_cleared is not None:
+            self._engine.skip_first_wait()
             return SuspectFetcher(*common, on_cleared=self._on_cleared, on_end=self.drain)
         isolation = processes or IdleIsolation(settings.visibility_timeout_s)
         return Fetcher(*common, isolation, quota=self._max_jobs)

@@ -245,6 +245,10 @@ class JobPort(EnginePart, Protocol):
         """
         ...
 
+    def skip_first_wait(self) -> None:
+        """Let `reclaim` not wait after the start: the process that started this one has waited already."""
+        ...
+
     async def expire_leases(self, worker: str, queues: Sequence[str]) -> int:
         """Let leases of a worker expire now, because it has certainly ended; return how many.
 

@@ -190,6 +190,9 @@ class RedisEngine(Engine):
     ) -> list[Claim]:
         return await self._upkeep.reclaim(worker, queues, limit, only, limit if retries is None else retries)
 
+    def skip_first_wait(self) -> None:
+        self._upkeep.watch.starts_settled = True
+
     async def expire_leases(self, worker: str, queues: Sequence[str]) -> int:
         return await self._upkeep.expire_leases(worker, queues)
 

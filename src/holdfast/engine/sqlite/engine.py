@@ -220,6 +220,9 @@ class SqliteEngine(SqliteReads, Engine):
             self.counters.tenant_failures.add(tenant, "dead")
         return batch.claims
 
+    def skip_first_wait(self) -> None:
+        self._policy.watch.starts_settled = True
+
     async def expire_leases(self, worker: str, queues: Sequence[str]) -> int:
         self._policy.watch.note_ended(worker)
         return await self._store.write(upkeep.expire_leases, self._policy, worker, list(queues), lazy=True)

@@ -430,6 +430,13 @@ class LeaseContract(Contract):
         assert ids(await rig.reclaim("w3")) == [of_dead.job_id]
         assert await rig.succeed(other) == [SettleResult.APPLIED]
 
+    async def test_a_process_started_by_one_that_has_waited_does_not_wait(self, harness: EngineHarness) -> None:
+        rig = await Rig.on(harness, settle_ms=60_000)
+        claim = await rig.start_one("w1")
+        await rig.lose_leases()
+        rig.engine.skip_first_wait()
+        assert ids(await rig.reclaim("w3")) == [claim.job_id]
+
     # Deregistering ---------------------------------------------------------------------------------
 
     async def test_a_deregistered_worker_is_no_longer_counted(self, rig: Rig) -> None:
