@@ -138,12 +138,12 @@ def test_settings_are_frozen() -> None:
 
 def test_the_engine_gets_whole_milliseconds_and_the_same_defaults() -> None:
     settings = Settings.load(url="redis://h")
-    # An engine by itself keeps nothing behind its reader; a deployment does, for event streams.
-    assert settings.engine_options() == EngineOptions(feed_tail=settings.feed_tail)
+    # An engine by itself keeps nothing behind its reader, and does not wait after an outage; a deployment does.
+    assert settings.engine_options() == EngineOptions(feed_tail=settings.feed_tail, settle_ms=10_000)
     options = Settings.load(
         visibility_timeout_s=1.5, heartbeat_interval_s=0.5, ledger="sqlite:///l.db"
     ).engine_options()
-    assert (options.visibility_timeout_ms, options.ledger) == (1_500, True)
+    assert (options.visibility_timeout_ms, options.settle_ms, options.ledger) == (1_500, 500, True)
 
 
 @pytest.mark.parametrize(
