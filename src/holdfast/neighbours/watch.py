@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -250,22 +250,18 @@ class Neighbours:
     def _remove_old(self, directory: int) -> None:
         """Remove records of ended processes that are not needed any more."""
         now = time.monotonic()
-        cleans, now_s = now >= self._clean_at, time.time()
+        cleans = now >= self._clean_at
         if cleans:
             self._clean_at = now + _CLEAN_S
-        for name in list(self._find_removable(cleans=cleans)):
-            entry = self._entries[name]
+        for name, entry in self._entries.items():
+            if entry.dead is None and not cleans:
+                continue
             keep_s = _KEEP_S if entry.dead is not None and entry.dead.is_quiet else _KEEP_AT_MOST_S
             with suppress(OSError):
-                if now_s - os.stat(name, dir_fd=directory, follow_symlinks=False).st_mtime > keep_s:
+                age_s = time.time() - os.stat(name, dir_fd=directory, follow_symlinks=False).st_mtime
+                # Processes that run touch theirs. Whether one in another container runs cannot be checked.
+                if age_s > keep_s and (entry.facts is None or self._check(entry.facts) is not Liveness.ALIVE):
                     os.unlink(name, dir_fd=directory)
-
-    def _find_removable(self, *, cleans: bool) -> Iterator[str]:
-        for name, entry in self._entries.items():
-            # Processes that run touch theirs. Which of them run in other containers cannot be checked.
-            is_old = cleans and (entry.facts is None or self._check(entry.facts) is not Liveness.ALIVE)
-            if entry.dead is not None or is_old:
-                yield name
 
 
 def _parse_named(name: str, data: bytes) -> ProcessFacts | None:
