@@ -173,8 +173,14 @@ async def test_a_woken_master_that_refuses_writes_is_left(sentinel: SentinelRedi
     @app.task
     async def work() -> None: ...
 
+    async def is_accepted() -> bool:
+        try:
+            return bool(await work.submit())
+        except EngineUnavailable:
+            return False
+
     async with app:
-        await work.submit()
+        await eventually(is_accepted, "the replica to count")
         old.pause()
         try:
             await wait_promoted(lambda: has_successor(sentinel, old))
@@ -184,13 +190,6 @@ async def test_a_woken_master_that_refuses_writes_is_left(sentinel: SentinelRedi
         with pytest.raises(EngineUnavailable, match="too few replicas"):
             await work.submit()
         woken_at = time.monotonic()
-
-        async def is_accepted() -> bool:
-            try:
-                return bool(await work.submit())
-            except EngineUnavailable:
-                return False
-
         await eventually(is_accepted, "the new master to be used")
         assert time.monotonic() - woken_at < RESUMED_WITHIN_S
         old.call("CONFIG", "SET", "min-replicas-to-write", 0)
