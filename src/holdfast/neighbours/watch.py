@@ -49,7 +49,7 @@ _QUIET_CHECKS: Final = 2
 _RECHECK_S: Final = 30.0
 _TOUCH_S: Final = 60.0
 #: Age of a record without leases that is removed: until then, leases that have expired may wait for a free worker.
-_KEEP_S: Final = 600.0
+_KEEP_S: Final = 120.0
 #: Age of a record that is removed in any case, unless its process runs.
 _KEEP_AT_MOST_S: Final = 86_400.0
 #: Seconds between two searches for such records of other stores.

@@ -124,8 +124,17 @@ class IsolatedProcesses:
         for process in self._alive:
             _signal(process, signal.SIGTERM)
 
-    async def stop(self) -> None:
-        """Wait until all processes have ended, after `drain`; kill those that do not end in time."""
+    async def stop(self, stop_now: asyncio.Event) -> None:
+        """Wait until all processes have ended, after `drain`; once `stop_now` is set, they stop their jobs."""
+        ending = asyncio.create_task(self._end())
+        stopping_now = asyncio.create_task(stop_now.wait())
+        await asyncio.wait({ending, stopping_now}, return_when=asyncio.FIRST_COMPLETED)
+        if not ending.done():
+            self.drain()
+        stopping_now.cancel()
+        await ending
+
+    async def _end(self) -> None:
         if self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=self._stop_timeout_s)
             for process in self._alive if late else ():

@@ -333,7 +333,7 @@ class Worker(LeaseListener):
             async with AsyncExitStack() as last:
                 last.push_async_callback(ending.deregister, engine, self.incarnation, self._queues)
                 if processes is not None:
-                    last.push_async_callback(self._end_isolated_processes, processes)
+                    last.push_async_callback(processes.stop, self._stop_now)
                     processes.drain()
                 last.push_async_callback(runner.close)
                 last.push_async_callback(renewer.stop)
@@ -363,16 +363,6 @@ class Worker(LeaseListener):
         settings = self._backend.settings
         locks = IsolationLocks(identify_store(settings.url, settings.namespace))
         return IsolatedProcesses(self._isolated_command, locks, settings.drain_grace_s)
-
-    async def _end_isolated_processes(self, processes: IsolatedProcesses) -> None:
-        """Wait for the processes; a second signal also stops their jobs."""
-        ending = asyncio.create_task(processes.stop())
-        stopping_now = asyncio.create_task(self._stop_now.wait())
-        await asyncio.wait({ending, stopping_now}, return_when=asyncio.FIRST_COMPLETED)
-        if not ending.done():
-            processes.drain()
-        stopping_now.cancel()
-        await ending
 
     def _build_fetcher(self, lost: LostLeases, runner: Runner, processes: IsolatedProcesses | None) -> Fetcher:
         assert self._engine is not None
