@@ -167,12 +167,12 @@ async def test_drain_reclaims_jobs_of_a_lost_worker(clock: ManualClock) -> None:
         return ctx.attempt
 
     async with app:
-        job = await work.submit()
-        await app.engine.claim("dead", ["default"], 1, 0)
+        jobs = [await work.submit() for _ in range(3)]
+        await app.engine.claim("dead", ["default"], 3, 0)
         assert await drain(app) == 0
         clock.advance(31)
-        assert await drain(app) == 1
-        assert await job.result(0) == 2
+        assert await drain(app) == 3
+        assert [await job.result(0) for job in jobs] == [2, 2, 2]
 
 
 async def test_inline_does_not_swallow_the_cancellation_of_a_test(unreachable: Holdfast) -> None:

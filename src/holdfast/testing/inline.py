@@ -109,6 +109,8 @@ async def drain(app: Holdfast, queues: Sequence[str] | None = None) -> int:
     names = list(queues) if queues is not None else await engine.queues()
     if not names:
         return 0
+    # No other worker is waited for: it would have to run in this process.
+    engine.skip_first_wait()
     worker = Worker(app, queues=names, upkeep=False)
     running = asyncio.create_task(worker.run())
     try:
@@ -135,7 +137,7 @@ async def _is_idle(app: Holdfast, worker: Worker, queues: Sequence[str]) -> bool
 
 async def _due(app: Holdfast, worker: Worker, queues: Sequence[str]) -> int:
     """Count jobs that run or could run now."""
-    due = worker.in_flight + (not worker.ready)
+    due = worker.in_flight + worker.suspects + (not worker.ready)
     for queue in queues:
         stats = await app.engine.stats(queue)
         if not stats.control.paused:

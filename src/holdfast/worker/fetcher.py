@@ -124,6 +124,11 @@ class Fetcher:
         raise asyncio.CancelledError
 
     @property
+    def suspects(self) -> int:
+        """Jobs of lost workers that must run alone, as of the last reclaim."""
+        return self._lost.suspects
+
+    @property
     def is_idle(self) -> bool:
         """Whether the worker has no job, not even one with a verdict to be settled."""
         return self._runner.is_idle
@@ -154,6 +159,7 @@ class Fetcher:
     async def run_suspect(self, lease_s: float) -> bool:
         """Run one suspect, if there is one, until it has ended or has run alone for one lease. The worker is idle."""
         claims = await self._lost.claim_suspect(self._queues)
+        self._lost.suspects = max(0, self._lost.suspects - 1) if claims else 0
         if claims:
             self._accept(claims)
             await self.wait_idle(lease_s)

@@ -212,6 +212,11 @@ class Worker(LeaseListener):
         return len(self._in_flight)
 
     @property
+    def suspects(self) -> int:
+        """Jobs of lost workers that must run alone, as far as this worker knows."""
+        return 0 if self._fetcher is None else self._fetcher.suspects
+
+    @property
     def finished(self) -> int:
         """Jobs whose code has run, or that could not be run by any worker."""
         return 0 if self._runner is None else self._runner.finished
