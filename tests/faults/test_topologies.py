@@ -217,6 +217,20 @@ async def test_a_cluster_fail_over_under_load(
     assert not [job for job in lost if job.at > healed_at], "a manual fail-over on Cluster lost a job"
 
 
+@pytest.mark.parametrize("name", ["sentinel", "cluster"])
+def test_a_hung_master_is_replaced_and_follows_when_it_is_woken(
+    name: str, topologies: Callable[[str], Topology]
+) -> None:
+    topology = topologies(name)
+    old = topology.masters()[0]
+    new = topology.hang(old)
+    assert new in topology.masters()
+    assert (topology.node(old).runs, topology.node(old).serves) == (True, False)
+    topology.node(old).resume()
+    topology.heal()
+    assert topology.node(old).is_replica_of(topology.node(new))
+
+
 # What is lost, exactly -------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Final
 
@@ -23,15 +24,33 @@ from holdfast.clock import SystemClock
 from holdfast.ledger.sqlite.ledger import SqliteLedger
 from holdfast.ledger.sqlite.store import SqliteLedgerStore, prepare_ledger
 from holdfast.sqlite.connection import DatabaseFile
-from holdfast.verification.chaos.checks import Findings, _check_answers, check_forgotten, check_recoveries, lagging
+from holdfast.verification.chaos.checks import (
+    Findings,
+    LedgerRow,
+    _check_answers,
+    _check_poison,
+    check_forgotten,
+    check_recoveries,
+    lagging,
+)
 from holdfast.verification.chaos.deployment import Deployment
 from holdfast.verification.chaos.load import ACCEPTED, CANCELLED, IN_DOUBT, REFUSED, REPLAYED, SubmissionJournal
 from holdfast.verification.chaos.parts import DiskPostgres, Fault, FaultKind, FaultResult
 from holdfast.verification.chaos.report import ChaosReport, blame, document, faults_table, markdown, summary
 from holdfast.verification.chaos.run import ChaosOptions
-from holdfast.verification.chaos.workload import effects_file, external_effects, probe, work_item
+from holdfast.verification.chaos.workload import (
+    CRASH_JOBS,
+    PILLS,
+    crash_items,
+    effects_file,
+    external_effects,
+    item_of,
+    probe,
+    work_item,
+)
 
-SEED: Final = 365
+#: Four faults: a job ends its worker, a worker is killed, connections are cut, and Redis has outages.
+SEED: Final = 28199
 #: A seed with many operator actions in few jobs: three jobs are expedited, one is cancelled, two dead letters replayed.
 BUSY_SEED: Final = 307
 _TIMEOUT_S: Final = 240
@@ -42,7 +61,7 @@ _TIMEOUT_S: Final = 240
 @pytest.mark.postgres
 @pytest.mark.timeout(300)
 def test_a_short_run_has_no_defects(tmp_path: Path) -> None:
-    words = ["--jobs", "160", "--faults", "5", "--seed", str(SEED), "--workers", "2", "--rate", "50"]
+    words = ["--jobs", "160", "--faults", "4", "--seed", str(SEED), "--workers", "2", "--rate", "50"]
     words += ["--folder", str(tmp_path / "run"), "--report", str(tmp_path / "report.json"), "--json"]
     result = subprocess.run(
         [sys.executable, "-m", "holdfast", "chaos", *words],
@@ -58,8 +77,11 @@ def test_a_short_run_has_no_defects(tmp_path: Path) -> None:
     assert report == json.loads((tmp_path / "report.json").read_text())
     findings = report["findings"]
     assert (findings["accepted"], findings["lost"], findings["defects"]) == (160, 0, [])
-    assert sum(findings["ended"].values()) == 160 + 5 + findings["replayed"]
-    assert {item["fault"]["number"] for item in report["struck"]} == set(range(1, 6))
+    assert sum(findings["ended"].values()) == 160 + 4 + CRASH_JOBS + findings["replayed"]
+    assert {item["fault"]["number"] for item in report["struck"]} == set(range(1, 5))
+    assert {item["fault"]["kind"] for item in report["struck"]} >= {"crash", "kill", "outages"}
+    # One process among other jobs, the others alone; each of them was found dead at once.
+    assert (findings["poison_pills"], findings["crashes"] >= 6, findings["deaths"] >= 4) == (1, True, True)
     assert all(item["recovered_s"] >= 0 for item in report["struck"] if not item["skipped"])
     # The command that repeats the run.
     assert f"--seed {SEED}" in result.stderr
@@ -125,6 +147,7 @@ class Corruption:
             f"UPDATE job_events SET job_id = 'ghost' WHERE job_id = '{renamed}';"
             f"UPDATE jobs SET job_id = 'ghost' WHERE job_id = '{renamed}';"
             f"UPDATE jobs SET state = 'cancelled' WHERE job_id = '{changed}';"
+            f"UPDATE jobs SET error_code = 'POISON_PILL' WHERE job_id = '{changed}';"
             "INSERT INTO anomalies SELECT tenant_id, 'a', job_id, queue, 'odd', '{}', created_at FROM jobs LIMIT 1;"
         )
         self.expected += [
@@ -135,6 +158,7 @@ class Corruption:
             "task.succeeded has number 4 after 2",
             "job ghost (plain",
             f"{changed}) is cancelled instead of succeeded",
+            f"{changed} (plain) is a dead letter with POISON_PILL, though it ends no process",
             "1 anomalies in the ledger, though no store lost a write: odd",
         ]
 
@@ -194,6 +218,14 @@ def test_a_job_depends_only_on_seed_and_number(tmp_path: Path) -> None:
     assert {item.way for item in ascending} == {"http", "single", "bulk"}
     assert len({item.queue for item in ascending}) == 2
     assert len({item.tenant_id for item in ascending}) == 3
+    assert all(item_of(SEED, item.number, tmp_path) == item for item in ascending)
+    assert item_of(SEED, -8, tmp_path) == probe(SEED, 7)
+    crashing = [item for number in range(1, 30) for item in crash_items(SEED, number, tmp_path)]
+    assert all(item_of(SEED, item.number, tmp_path) == item for item in crashing)
+    assert len({item.number for item in crashing}) == 29 * CRASH_JOBS
+    pills = [item for item in crashing if item.task in PILLS]
+    assert len(pills) == 29
+    assert {(item.arguments["how"], item.task) for item in pills} == set(product(("abort", "exit", "kill"), PILLS))
     keys = [item.key for item in ascending] + [probe(SEED, number).key for number in range(10)]
     assert len(set(keys)) == len(keys)
 
@@ -304,6 +336,27 @@ def test_redis_may_lose_jobs_only_around_its_own_faults(tmp_path: Path) -> None:
     journal.close()
     assert findings.forgotten_jobs == ["just before", "during"]
     assert (findings.forgotten, findings.lost, findings.defect_count) == (2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("task", "code", "crashes", "defect"),
+    [
+        ("crash", "POISON_PILL", 6, ""),
+        ("crash", "TASK_ERROR", 6, "failed with TASK_ERROR"),
+        ("crash", "POISON_PILL", 1, "after less than two lost workers"),
+        ("doomed", "POISON_PILL", 6, "though it ends no process"),
+        ("doomed", "TASK_ERROR", 0, ""),
+    ],
+)
+def test_only_jobs_that_end_their_workers_are_poison_pills(
+    task: str, code: str, crashes: int, defect: str, tmp_path: Path
+) -> None:
+    (tmp_path / "crashes.jsonl").write_text('{"job_id":"a","pid":7,"at":1.0}\n' * crashes)
+    findings = Findings()
+    row = LedgerRow("default", "a", "default", task, "failed", "key", 6, code, None)
+    _check_poison(findings, {"a": row}, tmp_path)
+    assert (findings.defect_count, findings.crashes) == (bool(defect), crashes)
+    assert defect in "".join(findings.defects)
 
 
 def test_an_unanswered_job_is_a_defect(tmp_path: Path) -> None:

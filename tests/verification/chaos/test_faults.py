@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 from collections.abc import AsyncIterator
@@ -19,6 +20,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError, ResponseError
 
+from holdfast.verification.chaos.deaths import Death, deaths
 from holdfast.verification.chaos.deployment import Deployment
 from holdfast.verification.chaos.faults import inject
 from holdfast.verification.chaos.parts import Fault, FaultKind, Part, Program
@@ -110,6 +112,7 @@ async def test_all_parts_run_and_support_every_fault(deployment: Deployment) -> 
     assert kinds | ({FaultKind.FILL} if deployment.unsupported else set()) == set(FaultKind) - {
         FaultKind.FAIL_OVER,
         FaultKind.HAND_OVER,
+        FaultKind.HANG,
     }
 
 
@@ -138,6 +141,26 @@ async def test_a_stopped_process_is_paused_and_continues(deployment: Deployment,
     assert process.pid == before
     assert state(process) != "T"
     assert process.answers()
+
+
+async def test_redis_has_several_outages_in_a_row(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.verification.chaos.faults._BETWEEN_OUTAGES_S", 0.0)
+    process, outages = deployment.parts["redis"].process, list[str]()
+
+    def record(name: str) -> None:
+        real = getattr(process, name)
+
+        def call() -> None:
+            outages.append(name)
+            real()
+
+        monkeypatch.setattr(process, name, call)
+
+    record("kill")
+    record("pause")
+    assert await inject_fault(deployment, FaultKind.OUTAGES, "redis", 0.2) == ""
+    assert outages == ["pause", "kill", "pause"]
+    assert await set_works(deployment)
 
 
 async def test_a_cut_ends_connections_once(deployment: Deployment) -> None:
@@ -363,6 +386,52 @@ async def test_a_fault_right_after_an_unexpected_exit_does_not_hide_it(tmp_path:
     assert process.answers()
     process.stop()
     assert deployment.notes() == ["worker-1 ended unexpectedly with signal 9"]
+
+
+async def test_an_exit_by_a_job_is_not_a_defect(tmp_path: Path) -> None:
+    deployment, process = Deployment(tmp_path), Sleeper(Path("sleep"), tmp_path)
+    deployment.parts = {"worker-1": Part("worker-1", process, frozenset(FaultKind))}
+    process.start()
+    before = process.pid
+
+    async def submit_crash(number: int) -> str:
+        os.kill(before, 9)
+        (tmp_path / "crashes.jsonl").write_text(f'{{"job_id":"job-{number}","pid":{before},"at":1.0}}\n')
+        await eventually(lambda: process.ended is not None, "its end")
+        return f"job-{number}"
+
+    deployment.submit_crash = submit_crash
+    assert await inject_fault(deployment, FaultKind.CRASH, "worker-1", number=7) == ""
+    assert process.pid != before
+    process.stop()
+    assert deployment.notes() == []
+
+
+async def test_a_crash_without_a_job_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.verification.chaos.faults._TRAFFIC_S", 0.0)
+    deployment = Deployment(tmp_path)
+    deployment.parts = {"worker-1": Part("worker-1", Sleeper(Path("sleep"), tmp_path), frozenset(FaultKind))}
+    assert "not accepted" in await inject_fault(deployment, FaultKind.CRASH, "worker-1")
+
+    async def submit_crash(number: int) -> str:
+        return "job"
+
+    deployment.submit_crash = submit_crash
+    assert "has not run" in await inject_fault(deployment, FaultKind.CRASH, "worker-1")
+
+
+@pytest.mark.parametrize(("ends_at", "notes"), [(100.0, 0), (103.0, 1), (inf, 1)])
+async def test_a_process_that_is_found_dead_must_have_ended(tmp_path: Path, ends_at: float, notes: int) -> None:
+    log = {
+        "time": "1970-01-01T00:01:42.000Z",
+        "message": "worker shop@vm-77-6aff2798a8103123 has ended without a drain; its 18 leases expire now",
+    }
+    (tmp_path / "upkeep-1.log").write_text(f"{json.dumps({**log, 'message': 'ready'})}\n{json.dumps(log)}\n")
+    assert deaths(tmp_path) == [Death(77, 18, 102.0)]
+    deployment, program = Deployment(tmp_path), Program("worker-1", [], tmp_path, {})
+    program.ends_at = {77: ends_at}
+    deployment.parts = {"worker-1": Part("worker-1", program, frozenset())}
+    assert len([note for note in deployment.notes() if "77 was found dead while it ran" in note]) == notes
 
 
 class FailsOnce(Program):

@@ -108,8 +108,9 @@ async def chaos(
 ) -> None:
     """Run workers, upkeep, server, Redis and PostgreSQL on this machine, and inject faults chosen by a seed.
 
-    Faults are kills, stops, restarts, cut and slow connections, lost replies, full disks and fail-overs. Afterwards it
-    repairs everything and checks that no accepted job was lost, each has one outcome, effects happened at most once and
+    Faults are kills, stops, restarts, repeated outages, jobs that end their workers, cut and slow connections, lost
+    replies, full disks, fail-overs and hung masters. Afterwards it repairs everything and checks that no accepted job
+    was lost, each has one outcome, effects happened at most once, only jobs that end their workers are poison pills and
     nothing is left in Redis. Exit code 1 if a check fails. Uses its own stores: --url and --namespace have no effect.
     """
     if sys.platform != "linux":

@@ -15,13 +15,14 @@ import msgspec
 from sqlalchemy import func, select
 
 from holdfast.core.states import FINAL, State
+from holdfast.core.verdict import POISON_PILL
 from holdfast.ledger.port.effects import EffectState
 from holdfast.ledger.queries.jobs import Queries, Snapshot
 from holdfast.ledger.verify import LedgerReport, verify_ledger
 from holdfast.schema import anomalies, dlq_items, feed_positions, idempotency_keys, job_events, jobs
 from holdfast.verification.chaos.load import SubmissionJournal
 from holdfast.verification.chaos.parts import FaultResult
-from holdfast.verification.chaos.workload import WorkItem, external_effects, probe, work_item
+from holdfast.verification.chaos.workload import PILLS, WorkItem, crashes, external_effects, item_of
 
 #: Defects listed one by one; all are counted.
 KEPT: Final = 200
@@ -44,6 +45,11 @@ class Findings(msgspec.Struct, kw_only=True):
     executions: int = 0
     #: Runs reclaimed from an unresponsive worker.
     repeated_executions: int = 0
+    #: Dead letters of jobs that end their workers, and the processes that these jobs have ended.
+    poison_pills: int = 0
+    crashes: int = 0
+    #: Workers that other processes have found dead, so that their leases expired at once.
+    deaths: int = 0
     effects: int = 0
     #: Effects in doubt that were checked and resolved.
     effects_in_doubt: int = 0
@@ -74,7 +80,7 @@ class Findings(msgspec.Struct, kw_only=True):
             self.defects.append(defect)
 
 
-class _Row(msgspec.Struct, frozen=True):
+class LedgerRow(msgspec.Struct, frozen=True):
     """A job in the ledger."""
 
     tenant_id: str
@@ -107,6 +113,7 @@ async def check_run(
         _check_journal(findings, journal, rows, folder)
         await _check_others(findings, journal, snapshot, rows)
         await _check_ends(findings, snapshot, rows)
+        _check_poison(findings, rows, folder)
         await _check_effects(findings, journal, snapshot, rows, folder)
         await _count(findings, snapshot)
     _explain(findings)
@@ -152,14 +159,14 @@ def _parse_position(position: str) -> tuple[int, int]:
     return int(milliseconds), int(number or 0)
 
 
-async def _rows(snapshot: Snapshot) -> dict[str, _Row]:
-    statement = select(*(jobs.c[name] for name in _Row.__struct_fields__))
-    return {row.job_id: _Row(**row._mapping) async for row in snapshot.rows(statement)}
+async def _rows(snapshot: Snapshot) -> dict[str, LedgerRow]:
+    statement = select(*(jobs.c[name] for name in LedgerRow.__struct_fields__))
+    return {row.job_id: LedgerRow(**row._mapping) async for row in snapshot.rows(statement)}
 
 
 def work_item_of(journal: SubmissionJournal, number: int, folder: Path) -> WorkItem:
-    """The work item or probe of this number."""
-    return probe(journal.seed, -1 - number) if number < 0 else work_item(journal.seed, number, folder)
+    """The work item of this number."""
+    return item_of(journal.seed, number, folder)
 
 
 def _check_answers(findings: Findings, journal: SubmissionJournal, count: int) -> None:
@@ -169,7 +176,7 @@ def _check_answers(findings: Findings, journal: SubmissionJournal, count: int) -
         findings.add(f"{len(unknown)} jobs were neither accepted nor refused, the first is number {unknown[0]}")
 
 
-def _check_journal(findings: Findings, journal: SubmissionJournal, rows: dict[str, _Row], folder: Path) -> None:
+def _check_journal(findings: Findings, journal: SubmissionJournal, rows: dict[str, LedgerRow], folder: Path) -> None:
     findings.accepted, findings.receipts = journal.work_items, journal.receipts
     findings.submissions_in_doubt = journal.doubts
     for number, reason in journal.refused.items():
@@ -184,7 +191,9 @@ def _check_journal(findings: Findings, journal: SubmissionJournal, rows: dict[st
             _check_one(findings, journal, item, job_id, rows.get(job_id))
 
 
-def _check_one(findings: Findings, journal: SubmissionJournal, item: WorkItem, job_id: str, row: _Row | None) -> None:
+def _check_one(
+    findings: Findings, journal: SubmissionJournal, item: WorkItem, job_id: str, row: LedgerRow | None
+) -> None:
     what = f"job {item.number} ({item.kind}, {job_id})"
     if row is None and findings.forgetful and not item.durable:
         findings.forgotten += 1
@@ -207,7 +216,7 @@ def _check_one(findings: Findings, journal: SubmissionJournal, item: WorkItem, j
 
 
 async def _check_others(
-    findings: Findings, journal: SubmissionJournal, snapshot: Snapshot, rows: dict[str, _Row]
+    findings: Findings, journal: SubmissionJournal, snapshot: Snapshot, rows: dict[str, LedgerRow]
 ) -> None:
     """Check that every job was submitted or replayed, no key has several jobs, and no replay is lost."""
     dead_letters = {row.dlq_id async for row in snapshot.rows(select(dlq_items.c.dlq_id))}
@@ -235,7 +244,7 @@ async def _check_others(
             findings.add(f"job {replayed} is lost: it was confirmed as the replay of a dead letter")
 
 
-async def _check_ends(findings: Findings, snapshot: Snapshot, rows: dict[str, _Row]) -> None:
+async def _check_ends(findings: Findings, snapshot: Snapshot, rows: dict[str, LedgerRow]) -> None:
     """Check that each job in a final state has one final event, and each other job none."""
     event = job_events.c
     ends = select(event.job_id, func.count().label("ends")).where(event.to_state.in_([*FINAL])).group_by(event.job_id)
@@ -246,8 +255,23 @@ async def _check_ends(findings: Findings, snapshot: Snapshot, rows: dict[str, _R
             findings.add(f"job {job_id} is {row.state} and has {count} final events")
 
 
+def _check_poison(findings: Findings, rows: dict[str, LedgerRow], folder: Path) -> None:
+    """Check that the jobs that end their workers are dead letters for that reason, and no other job is."""
+    for row in rows.values():
+        is_pill, code = row.job_type in PILLS, row.error_code
+        findings.poison_pills += code == POISON_PILL
+        if code == POISON_PILL and not is_pill:
+            findings.add(f"job {row.job_id} ({row.job_type}) is a dead letter with {code}, though it ends no process")
+        elif is_pill and row.state == State.FAILED and code != POISON_PILL:
+            findings.add(f"job {row.job_id} ({row.job_type}) ends its workers, and failed with {code}")
+    ended = Counter(crash.job_id for crash in crashes(folder))
+    findings.crashes = ended.total()
+    if too_few := [job_id for job_id, row in rows.items() if row.error_code == POISON_PILL and ended[job_id] < 2]:
+        findings.add(f"{len(too_few)} jobs are poison pills after less than two lost workers: {too_few[0]}")
+
+
 async def _check_effects(
-    findings: Findings, journal: SubmissionJournal, snapshot: Snapshot, rows: dict[str, _Row], folder: Path
+    findings: Findings, journal: SubmissionJournal, snapshot: Snapshot, rows: dict[str, LedgerRow], folder: Path
 ) -> None:
     """Check that each effect happened at most once, and exactly once if its job succeeded."""
     done = Counter(external_effects(folder))

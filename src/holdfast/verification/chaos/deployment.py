@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-from collections.abc import Mapping
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, suppress
+from math import inf
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
@@ -24,7 +25,9 @@ from holdfast.core.principal import ALL_TENANTS, Principal, Role
 from holdfast.ledger.migrate import migration_store, up
 from holdfast.operations.operations import Operations
 from holdfast.settings import Settings
+from holdfast.verification.chaos.deaths import deaths
 from holdfast.verification.chaos.parts import (
+    DRAINED_WITHIN_S,
     SOURCE,
     Disk,
     DiskPostgres,
@@ -37,9 +40,10 @@ from holdfast.verification.chaos.parts import (
     to_its_end,
 )
 from holdfast.verification.chaos.proxy import Proxy
-from holdfast.verification.chaos.reaper import Reaper, reap_stale
+from holdfast.verification.chaos.reaper import Reaper, processes_of, reap_stale
 from holdfast.verification.chaos.servers import ServerProcess, find_postgres, find_redis
 from holdfast.verification.chaos.topologies import SingleRedis, Topology, make_topology
+from holdfast.verification.chaos.workload import crashes
 
 APP: Final = "holdfast.verification.chaos.workload:app"
 #: Short leases and timeouts, so that many faults outlast them.
@@ -51,8 +55,6 @@ SETTINGS: Final[Mapping[str, str]] = {
     "HOLDFAST_REPLY_TIMEOUT_S": "2",
     "HOLDFAST_RECONCILE_INTERVAL_S": "5",
     "HOLDFAST_DRAIN_GRACE_S": "3",
-    # A job whose workers are killed repeatedly is not a poison pill.
-    "HOLDFAST_MAX_DELIVERIES": "1000",
 }
 #: Redis writes to disk before it replies.
 STRICT: Final = {"appendfsync": "always"}
@@ -64,6 +66,8 @@ _PROCESS: Final = frozenset({FaultKind.KILL, FaultKind.STOP, FaultKind.RESTART})
 _WAYS: Final = frozenset({FaultKind.CUT, FaultKind.SLOW, FaultKind.STALL})
 _STORE: Final = _PROCESS | _WAYS | {FaultKind.LOSE_REPLY, FaultKind.FILL}
 _WATCH_S: Final = 0.1
+#: Precision of the times in logs.
+_CLOCK_S: Final = 0.01
 _RESTARTED_WITHIN_S: Final = 60.0
 
 
@@ -103,6 +107,8 @@ class Deployment:
         self.environment: dict[str, str] = {}
         self.direct: dict[str, str] = {}
         self.http_url = ""
+        #: Submits the jobs of a `crash` fault by its number; returns the id of the one that ends its worker.
+        self.submit_crash: Callable[[int], Awaitable[str]] | None = None
         self._notes: list[str] = []
         self._stack = AsyncExitStack()
         self._watching: asyncio.Task[None] | None = None
@@ -156,7 +162,7 @@ class Deployment:
             if isinstance(part.process, Program):
                 found += part.process.defects
                 found += [f"{part.name} has a traceback in its log: {line}" for line in part.process.tracebacks()]
-        return found
+        return found + self._find_false_deaths()
 
     @property
     def unsupported(self) -> dict[str, str]:
@@ -201,12 +207,13 @@ class Deployment:
             options |= {"min-replicas-to-write": str(self._min_replicas), "min-replicas-max-lag": _MAX_LAG_S}
         made = make_topology(self._topology_name, folder, binary=self._redis_binary, aof=True, options=options)
         for name, server in made.servers.items():
-            self._add(Part(name, server, _STORE if disk is not None else _PROCESS, disk))
+            self._add(Part(name, server, _STORE | {FaultKind.OUTAGES} if disk is not None else _PROCESS, disk))
         if made.can_fail_over:
-            self.parts["redis"].kinds |= {FaultKind.FAIL_OVER, FaultKind.HAND_OVER}
+            self.parts["redis"].kinds |= {FaultKind.FAIL_OVER, FaultKind.HAND_OVER, FaultKind.HANG}
         return made
 
     async def _start_programs(self) -> None:
+        self._stack.push_async_callback(self._wait_for_isolated)
         self.environment = {**self.direct, **await self._own_ways(None)}
         commands = {"worker": ["worker", APP], "upkeep": ["upkeep", APP], "server": ["serve", APP]}
         for group, count in self._counts.items():
@@ -220,7 +227,7 @@ class Deployment:
         kept = {key: value for key, value in os.environ.items() if not key.startswith("HOLDFAST_")}
         path = os.pathsep.join(filter(None, [str(SOURCE), kept.get("PYTHONPATH", "")]))
         variables = {**kept, **self.settings, **await self._own_ways(proxies), "PYTHONPATH": path}
-        kinds = _PROCESS | _WAYS
+        kinds = _PROCESS | _WAYS | ({FaultKind.CRASH} if words[0] == "worker" else set())
         process: Program
         if words[0] == "serve":
             process = WebProgram(name, words, self.folder, variables)
@@ -273,6 +280,18 @@ class Deployment:
             )
         return text
 
+    def _find_false_deaths(self) -> list[str]:
+        """Processes whose leases others have let expire although they had not ended."""
+        ends_at = {crash.pid: crash.at for crash in crashes(self.folder)}
+        for part in self.parts.values():
+            if isinstance(part.process, Program):
+                ends_at = {**part.process.ends_at, **ends_at}
+        return [
+            f"process {death.pid} was found dead while it ran, and {death.leases} leases were taken from it"
+            for death in deaths(self.folder)
+            if death.at < ends_at.get(death.pid, -inf) - _CLOCK_S
+        ]
+
     # Supervision -------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
@@ -294,7 +313,7 @@ class Deployment:
 
     def _note_exit(self, part: Part) -> None:
         code = part.process.ended
-        if code is not None:
+        if code is not None and not self._is_crash(part):
             self._notes.append(f"{part.name} ended unexpectedly with {_exit(code)}")
 
     async def restart_part(self, part: Part) -> None:
@@ -310,11 +329,16 @@ class Deployment:
                 await do(part.revive)
                 return
             except (RuntimeError, TimeoutError) as exc:
-                if not (isinstance(part.process, Program) and self._was_store_hurt(began)):
+                expected = self._was_store_hurt(began) or self._is_crash(part)
+                if not (isinstance(part.process, Program) and expected):
                     self._notes.append(f"{part.name} did not start: {exc}")
                 if monotonic() > deadline:
                     raise
             await asyncio.sleep(_WATCH_S)
+
+    def _is_crash(self, part: Part) -> bool:
+        """Whether a job has ended the current or last process of this part, as intended."""
+        return part.process.started and any(crash.pid == part.process.pid for crash in crashes(self.folder))
 
     def _was_store_hurt(self, since: float) -> bool:
         stores = [part for part in self.parts.values() if not isinstance(part.process, Program)]
@@ -326,6 +350,20 @@ class Deployment:
         await do(part.end)
         if leader is not None and kill_group(leader):
             self._notes.append(f"{part.name} left processes behind when it ended")
+
+    async def _wait_for_isolated(self) -> None:
+        """Wait for the processes that workers started for lost jobs; they end after a killed worker, by a drain."""
+        deadline = monotonic() + DRAINED_WITHIN_S
+        while left := await do(self._isolated):
+            if monotonic() > deadline:
+                self._notes.append(f"processes {left} for lost jobs ran {DRAINED_WITHIN_S:g} s after their workers")
+                for pid in left:
+                    kill_group(pid)
+                return
+            await asyncio.sleep(_WATCH_S)
+
+    def _isolated(self) -> list[int]:
+        return [pid for pid in processes_of(str(self.folder.resolve())) if b"--isolated" in _words_of(pid)]
 
     async def _close(self) -> None:
         if self._watching is not None:
@@ -352,6 +390,13 @@ def _kinds(kinds: frozenset[FaultKind], disk: Disk | None) -> frozenset[FaultKin
 
 def _pid(process: ServerProcess) -> int | None:
     return process.pid if process.started else None
+
+
+def _words_of(pid: int) -> list[bytes]:
+    """The command line of a process; empty if it has ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    return []
 
 
 def _exit(code: int) -> str:

@@ -16,11 +16,13 @@ from time import monotonic
 from typing import Final
 
 import hiredis
+import msgspec
 
 from holdfast.verification.chaos.deployment import STRICT, Deployment
 from holdfast.verification.chaos.parts import DiskPostgres, Fault, FaultKind, Part, do, group_of
 from holdfast.verification.chaos.proxy import Proxy
 from holdfast.verification.chaos.redis_nodes import call_redis
+from holdfast.verification.chaos.workload import crashes
 
 #: The first and the last fault start when this share of all jobs is accepted.
 _FIRST: Final = 0.03
@@ -28,8 +30,9 @@ _LAST: Final = 0.97
 #: Share of faults that start together with the one before.
 _OVERLAPPING: Final = 0.25
 
-#: Where masters can fail over, one fault in N is a fail-over. Kills and planned fail-overs alternate.
+#: Where masters can fail over, one fault in N is a fail-over. Kills, planned fail-overs and hung masters alternate.
 _FAIL_OVER_ONE_OF: Final = 8
+_FAIL_OVERS: Final = (FaultKind.FAIL_OVER, FaultKind.HAND_OVER, FaultKind.HANG)
 #: Weights once every fault has happened: higher for more important or worse faults. Default: 1.
 _WEIGHTS: Final[Mapping[tuple[FaultKind, str], int]] = {
     (FaultKind.KILL, "worker"): 5,
@@ -50,7 +53,12 @@ _LASTING: Final[Mapping[FaultKind, tuple[float, float]]] = {
     FaultKind.STALL: (0.3, 5.0),
     FaultKind.LOSE_REPLY: (0.5, 3.0),
     FaultKind.FILL: (1.0, 4.0),
+    FaultKind.HANG: (0.0, 2.0),
+    FaultKind.OUTAGES: (6.0, 9.0),
 }
+#: Shares of the single outages; the first outlasts a lease. Between two of them, Redis works for a moment.
+_OUTAGES: Final = (0.6, 0.2, 0.2)
+_BETWEEN_OUTAGES_S: Final = 0.5
 
 
 def plan(seed: int, faults: int, parts: Mapping[str, frozenset[FaultKind]]) -> list[Fault]:
@@ -67,9 +75,7 @@ def plan(seed: int, faults: int, parts: Mapping[str, frozenset[FaultKind]]) -> l
     chosen = random.sample(pairs, len(pairs))
     if faults > len(chosen):
         chosen += random.choices(pairs, [_WEIGHTS.get(pair, 1) for pair in pairs], k=faults - len(chosen))
-    chosen = _with_fail_overs(
-        random, chosen, [pair for pair in pairs if pair[0] in (FaultKind.FAIL_OVER, FaultKind.HAND_OVER)]
-    )
+    chosen = _with_fail_overs(random, chosen, [pair for pair in pairs if pair[0] in _FAIL_OVERS])
     found: list[Fault] = []
     for number, ((kind, group), at) in enumerate(zip(chosen[:faults], _positions(random, faults), strict=True), 1):
         target = random.choice([name for name in sorted(parts) if group_of(name) == group and kind in parts[name]])
@@ -265,8 +271,41 @@ async def _fail_over(deployment: Deployment, part: Part, fault: Fault) -> str:
     # On a Cluster each queue is on one of the masters: choose among all of them.
     masters = sorted(await do(topology.masters))
     target = Random(f"{deployment.seed} {fault.number}").choice(masters) if masters else None
-    await do(lambda: topology.fail_over(kill=fault.kind is FaultKind.FAIL_OVER, target=target))
+    if target is not None and fault.kind is FaultKind.HANG:
+        try:
+            await do(lambda: topology.hang(target))
+            await asyncio.sleep(fault.seconds)
+        finally:
+            await do(topology.node(target).resume)
+        return ""
+    await do(lambda: topology.fail_over(kill=fault.kind is not FaultKind.HAND_OVER, target=target))
     return ""
+
+
+async def _interrupt(deployment: Deployment, part: Part, fault: Fault) -> str:
+    """Several outages, by SIGKILL and SIGSTOP in turn, so that reclaims wait several times."""
+    for number, share in enumerate(_OUTAGES, fault.number):
+        outage = msgspec.structs.replace(fault, seconds=fault.seconds * share)
+        if number % 2:
+            await _stop(deployment, part, outage)
+        else:
+            await do(lambda: _if_running(part, part.process.kill))
+            await asyncio.sleep(outage.seconds)
+            await deployment.restart_part(part)
+        await asyncio.sleep(_BETWEEN_OUTAGES_S)
+    return ""
+
+
+async def _crash(deployment: Deployment, part: Part, fault: Fault) -> str:
+    """Submit a job that ends its worker, and wait until it has. Any worker may claim it."""
+    if deployment.submit_crash is None or not (job_id := await deployment.submit_crash(fault.number)):
+        return "its job was not accepted"
+
+    async def has_crashed() -> bool:
+        await deployment.check_part(part)
+        return any(crash.job_id == job_id for crash in await do(lambda: crashes(deployment.folder)))
+
+    return "" if await _wait_until(has_crashed, _TRAFFIC_S) else "its job has not run in time"
 
 
 _INJECTORS: Final[Mapping[FaultKind, Callable[[Deployment, Part, Fault], Awaitable[str]]]] = {
@@ -280,6 +319,9 @@ _INJECTORS: Final[Mapping[FaultKind, Callable[[Deployment, Part, Fault], Awaitab
     FaultKind.FILL: _fill,
     FaultKind.FAIL_OVER: _fail_over,
     FaultKind.HAND_OVER: _fail_over,
+    FaultKind.HANG: _fail_over,
+    FaultKind.OUTAGES: _interrupt,
+    FaultKind.CRASH: _crash,
 }
 
 

@@ -29,7 +29,7 @@ from holdfast.core.retry import Backoff
 from holdfast.errors import HoldfastError, IntakeRefused, NotDurableYet, Unavailable, UsageError
 from holdfast.execution.backend import backend_of
 from holdfast.verification.chaos import workload
-from holdfast.verification.chaos.workload import WorkItem, probe, work_item
+from holdfast.verification.chaos.workload import PILLS, WorkItem, crash_items, probe, work_item
 
 #: A receipt was returned.
 ACCEPTED: Final = "accepted"
@@ -174,7 +174,7 @@ class SubmissionRefused(UsageError):
 
 
 class LoadGenerator:
-    """Submits `count` work items, and probes."""
+    """Submits `count` work items, probes, and jobs that end their workers."""
 
     def __init__(
         self, app: Holdfast, web: ServiceClient, journal: SubmissionJournal, *, seed: int, count: int, folder: Path
@@ -218,6 +218,16 @@ class LoadGenerator:
         Not subject to the limit of submissions in flight.
         """
         return await self._wait_until_known(probe(self._seed, number), [self._submit])
+
+    async def crash(self, number: int) -> str:
+        """Submit the jobs of a `crash` fault until they are accepted.
+
+        Returns the id of the one that ends its worker; empty if it was refused.
+        """
+        items = crash_items(self._seed, number, self._folder)
+        await self._bulk(items)
+        (pill,) = (item.number for item in items if item.task in PILLS)
+        return next(iter(self._journal.accepted.get(pill, ())), "")
 
     async def close(self) -> None:
         for task in self._in_flight:

@@ -16,10 +16,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import closing, suppress
 from enum import StrEnum
 from http.client import HTTPConnection, HTTPException
+from math import inf
 from pathlib import Path
 from typing import IO, Final, TypeVar
 
@@ -135,6 +137,12 @@ class FaultKind(StrEnum):
     """A master is killed with kill -9, and its replica is promoted (Sentinel, Cluster)."""
     HAND_OVER = "hand-over"
     """A planned fail-over from a master to its replica (Sentinel, Cluster)."""
+    HANG = "hang"
+    """A master gets SIGSTOP until its replica is promoted, then SIGCONT (Sentinel, Cluster)."""
+    OUTAGES = "outages"
+    """Killed or stopped three times in a row, once for more than a lease (a single Redis)."""
+    CRASH = "crash"
+    """A job ends its worker, and then every process that runs it; other jobs run there at the same time."""
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -187,16 +195,23 @@ class Program(ServerProcess):
         self._log_begins = 0
         #: Unexpected exits.
         self.defects: list[str] = []
+        #: When a fault or a shutdown began to end each of its processes; infinite while it runs.
+        self.ends_at: dict[int, float] = {}
 
     def start(self) -> None:
         self._log_begins = self._log_file.stat().st_size if self._log_file.exists() else 0
         super().start()
+
+    def kill(self) -> None:
+        self.ends_at[self.pid] = time.time()
+        super().kill()
 
     def stop(self) -> None:
         """Send SIGTERM. Records a defect if the process does not end in time with exit code 0."""
         if self._process is None or self._process.poll() is not None:
             self._process = None
             return
+        self.ends_at[self.pid] = time.time()
         self.resume()
         self._process.terminate()
         try:
@@ -226,7 +241,7 @@ class Program(ServerProcess):
     def _launch(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
         command = [str(self.binary), "-m", "holdfast", *self._words]
         # In its own group: Ctrl-C at the terminal must reach only the chaos command.
-        return subprocess.Popen(
+        process = subprocess.Popen(
             command,
             cwd=self.folder,
             env=self._environment,
@@ -235,6 +250,8 @@ class Program(ServerProcess):
             stderr=log,
             start_new_session=True,
         )
+        self.ends_at[process.pid] = inf
+        return process
 
     def _answers(self) -> bool:
         with self._log_file.open("rb") as log:

@@ -51,11 +51,18 @@ class Node(RedisServer):
     def runs(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
+    @property
+    def serves(self) -> bool:
+        """Whether it runs and is not paused."""
+        return self.runs and not self._paused
+
     def call(self, *command: str | int) -> Any:
         return call_redis(self.port, *command)
 
     def info(self, section: str) -> dict[str, str]:
         """One section of INFO, or CLUSTER INFO as section `cluster info`. Empty if it does not answer."""
+        if self._paused:
+            return {}
         words = ("CLUSTER", "INFO") if section == "cluster info" else ("INFO", section)
         try:
             lines = str(self.call(*words)).splitlines()

@@ -59,6 +59,8 @@ def summary(report: ChaosReport) -> list[tuple[str, str]]:
         *([("seconds to recover", f"{median(recovered):.2f}, at most {recovered[-1]:.2f}")] if recovered else []),
         ("submissions in doubt", f"{found.submissions_in_doubt:,}, all submitted again"),
         ("executions", f"{found.executions:,}, {found.repeated_executions:,} after a lost lease"),
+        ("ended by a job", f"{found.crashes:,} processes, by {found.poison_pills:,} poison pills"),
+        ("found dead", f"{found.deaths:,} workers with leases"),
         ("effects", f"{found.effects:,}, {found.effects_in_doubt:,} of them in doubt for a while"),
         ("events", f"{found.ledger.events:,}"),
         ("restored, forked", f"{found.ledger.restores:,}, {found.ledger.forks:,}"),

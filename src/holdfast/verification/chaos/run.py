@@ -26,6 +26,7 @@ from holdfast.schema import jobs as jobs_table
 from holdfast.settings import Settings
 from holdfast.upkeep.feed_cursor import ORPHAN_CHECK_S
 from holdfast.verification.chaos.checks import check_forgotten, check_recoveries, check_run, lagging
+from holdfast.verification.chaos.deaths import deaths
 from holdfast.verification.chaos.deployment import Deployment
 from holdfast.verification.chaos.faults import inject, plan
 from holdfast.verification.chaos.leftovers import Leftovers, feed_ends, masters
@@ -178,6 +179,7 @@ class _ChaosRun:
         self._operators = SimulatedOperators(operator, self._journal, seed=seed, folder=self._folder)
         self._load = LoadGenerator(app, caller, self._journal, seed=seed, count=self._options.jobs, folder=self._folder)
         self._stack.push_async_callback(self._load.close)
+        self._deployment.submit_crash = self._load.crash
         self._load.on_accepted = self._operators.accepted
         cluster = self._options.topology == "cluster"
         self._leftovers = Leftovers(
@@ -317,6 +319,7 @@ class _ChaosRun:
             findings = await check_run(
                 ledger.queries, self._journal, self._folder, self._options.jobs, forgetful=forgetful
             )
+        findings.deaths = len(await asyncio.to_thread(deaths, self._folder))
         for defect in [
             *(f"the ledger lags: {lag}" for lag in await self._lagging()),
             *(f"left in Redis: {left}" for left in leftovers),

@@ -76,6 +76,13 @@ class Topology(ABC):
         """
 
     @abstractmethod
+    def hang(self, target: str) -> str:
+        """Pause a master until a replica is promoted. Returns the name of the new master.
+
+        The old one stays paused until it is resumed.
+        """
+
+    @abstractmethod
     def heal(self) -> None:
         """Start or resume all processes and wait until they have rejoined."""
 
@@ -145,6 +152,9 @@ class SingleRedis(Topology):
     def fail_over(self, *, kill: bool = True, target: str | None = None) -> str:
         raise RuntimeError("a single Redis has no replica to fail over to; use Sentinel or Cluster")
 
+    def hang(self, target: str) -> str:
+        return self.fail_over(target=target)
+
     def heal(self) -> None:
         self._revive()
         self._wait(lambda: self._only.info("persistence").get("loading") == "0", "the data to load")
@@ -195,6 +205,10 @@ class SentinelRedis(Topology):
         else:
             self._wait(self._request_fail_over, "a sentinel to accept the planned fail-over")
         return str(self._wait(lambda: self._successor(old), f"a master other than {old}"))
+
+    def hang(self, target: str) -> str:
+        self.node(target).pause()
+        return str(self._wait(lambda: self._successor(target), f"a master other than {target}"))
 
     def heal(self) -> None:
         self._revive()
@@ -289,9 +303,7 @@ class ClusterRedis(Topology):
 
     def fail_over(self, *, kill: bool = True, target: str | None = None) -> str:
         old = target or self._wait(self.masters, "a master")[0]
-        candidates = [name for name, node in self.nodes().items() if node.runs and node.is_replica_of(self.node(old))]
-        if not candidates:
-            raise RuntimeError(f"{old} has no running replica to promote; call heal() first")
+        candidates = self._replicas_of(old)
         if kill:
             self.node(old).kill()
         requested_at = -inf
@@ -306,6 +318,11 @@ class ClusterRedis(Topology):
             return self._successor(candidates)
 
         return str(self._wait(successor, f"a replica of {old} to be promoted"))
+
+    def hang(self, target: str) -> str:
+        candidates = self._replicas_of(target)
+        self.node(target).pause()
+        return str(self._wait(lambda: self._successor(candidates), f"a replica of {target} to be promoted"))
 
     def heal(self) -> None:
         self._revive()
@@ -326,10 +343,17 @@ class ClusterRedis(Topology):
             self._wait(partial(_replicate, replica, master_id), "a replica to know its master")
 
     def _any(self) -> Node:
-        return next(node for node in self.nodes().values() if node.runs)
+        return next(node for node in self.nodes().values() if node.serves)
+
+    def _replicas_of(self, master: str) -> list[str]:
+        """Names of its running replicas. Raises `RuntimeError` if there are none."""
+        nodes = self.nodes().items()
+        if found := [name for name, node in nodes if node.runs and node.is_replica_of(self.node(master))]:
+            return found
+        raise RuntimeError(f"{master} has no running replica to promote; call heal() first")
 
     def _successor(self, candidates: list[str]) -> str | None:
-        alive = [node for node in self.nodes().values() if node.runs]
+        alive = [node for node in self.nodes().values() if node.serves]
         if any(node.info("cluster info").get("cluster_state") != "ok" for node in alive):
             return None
         return next((name for name in candidates if name in self.masters()), None)

@@ -1,13 +1,17 @@
 """The jobs of a chaos run and their expected ends. Each follows from the seed and its number alone.
 
+Jobs of the load have numbers from 0, probes and the jobs of `crash` faults have negative ones.
+
 Workers, upkeep and server load `app` from here; `HOLDFAST_*` variables name its stores. The external effect of a job is
-a line in a file, which cannot be undone and must not be written twice.
+a line in a file, which cannot be undone and must not be written twice. A job that ends its process first adds a line
+to another file.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import time
 from pathlib import Path
 from random import Random
@@ -25,6 +29,8 @@ from holdfast.guard.decisions import RequireApproval
 
 SIDE_QUEUE: Final = "side"
 TENANTS: Final = ("default", "north", "south")
+
+_CRASHES: Final = "crashes.jsonl"
 
 _RETRY: Final = Retry(max_retries=3, base=0.05, cap=0.5, jitter=0.05)
 
@@ -100,6 +106,50 @@ async def long(number: int, seconds: float) -> int:
     return number
 
 
+@app.task
+async def crash(ctx: Context, how: str, folder: str, pause_s: float) -> None:
+    """Ends its process."""
+    await asyncio.sleep(pause_s)
+    _end_process(ctx.job_id, how, folder)
+
+
+@app.task(queue=SIDE_QUEUE)
+def crash_threaded(ctx: Context, how: str, folder: str, pause_s: float) -> None:
+    """Ends its process, from a thread."""
+    time.sleep(pause_s)
+    _end_process(ctx.job_id, how, folder)
+
+
+#: Tasks that become poison pills, and no others.
+PILLS: Final = frozenset({"crash", "crash_threaded"})
+
+
+class Crash(msgspec.Struct, frozen=True):
+    """A process that a job has ended."""
+
+    job_id: str
+    pid: int
+    #: Wall clock time.
+    at: float
+
+
+def crashes(folder: str | Path) -> list[Crash]:
+    """All processes that jobs have ended."""
+    path = Path(folder) / _CRASHES
+    return msgspec.json.Decoder(Crash).decode_lines(path.read_bytes()) if path.exists() else []
+
+
+def _end_process(job_id: str, how: str, folder: str) -> None:
+    _append(Path(folder) / _CRASHES, msgspec.json.encode(Crash(job_id, os.getpid(), time.time())) + b"\n")
+    match how:
+        case "abort":
+            os.abort()
+        case "exit":
+            os._exit(3)
+        case _:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 def effects_file(folder: str | Path) -> Path:
     """The file that records external effects."""
     return Path(folder) / "outside.txt"
@@ -113,15 +163,19 @@ def external_effects(folder: str | Path) -> list[str]:
 
 def _write_outside(key: str, folder: str, pause_s: float) -> str:
     time.sleep(pause_s)
+    _append(effects_file(folder), f"{key}\n".encode())
+    time.sleep(pause_s)
+    return key
+
+
+def _append(path: Path, line: bytes) -> None:
     # One short write with O_APPEND is atomic among concurrent writers; synced before it is reported.
-    file = os.open(effects_file(folder), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     try:
-        os.write(file, f"{key}\n".encode())
+        os.write(file, line)
         os.fsync(file)
     finally:
         os.close(file)
-    time.sleep(pause_s)
-    return key
 
 
 async def _add(number: int, more: int) -> int:
@@ -248,3 +302,54 @@ def probe(seed: int, number: int) -> WorkItem:
         decision="",
         may_end=_ENDED_WELL,
     )
+
+
+#: Jobs of one `crash` fault: one ends its process, the others run at the same time.
+CRASH_JOBS: Final = 9
+_HOW: Final = ("abort", "exit", "kill")
+#: The numbers from here down belong to crashes, those above to probes.
+_CRASHES_FROM: Final = -1_000_000
+_NUMBERS_OF_A_CRASH: Final = 100
+#: Never replayed: each replay would end more processes.
+_PILL: Final = 5
+
+
+def crash_items(seed: int, number: int, folder: str | Path) -> list[WorkItem]:
+    """The jobs of the `number`-th fault, if that is a `crash`: one that ends its worker, among others that do not."""
+    random = Random(f"{seed}:crash:{number}")
+    threaded, how = random.random() < 0.5, random.choice(_HOW)
+    items = []
+    for index in range(CRASH_JOBS):
+        is_pill = index == _PILL
+        pause_s = round(random.uniform(0.1, 0.3) if is_pill else random.uniform(0.2, 1.0), 3)
+        task = ("crash" if is_pill else "plain", "crash_threaded" if is_pill else "threaded")[threaded]
+        first: dict[str, Any] = {"how": how, "folder": str(folder)} if is_pill else {"number": index}
+        items.append(
+            WorkItem(
+                number=_CRASHES_FROM - _NUMBERS_OF_A_CRASH * number - index,
+                kind="pill" if is_pill else "neighbour",
+                task=task,
+                arguments={**first, "pause_s": pause_s},
+                key=f"chaos-{seed}-crash-{number}-{index}",
+                queue=SIDE_QUEUE if threaded else DEFAULT_QUEUE,
+                tenant_id=TENANTS[0],
+                priority=Priority.NORMAL,
+                delay_s=0.0,
+                way="bulk",
+                durable=False,
+                twice=False,
+                decision="",
+                may_end=_FAILED if is_pill else _ENDED_WELL,
+            )
+        )
+    return items
+
+
+def item_of(seed: int, number: int, folder: str | Path) -> WorkItem:
+    """The work item of this number: of the load, a probe, or of a `crash` fault."""
+    if number >= 0:
+        return work_item(seed, number, folder)
+    if number > _CRASHES_FROM:
+        return probe(seed, -1 - number)
+    fault, index = divmod(_CRASHES_FROM - number, _NUMBERS_OF_A_CRASH)
+    return crash_items(seed, fault, folder)[index]
