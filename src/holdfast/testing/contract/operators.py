@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from holdfast.core.history import check_history
+from holdfast.core.job import Lease
 from holdfast.core.states import OPERATOR_TARGETS, State, is_legal
 from holdfast.core.verdict import Release, RetryLater, SettleResult, Suspend
 from holdfast.engine.port import Engine
@@ -198,6 +199,16 @@ class ControlContract(Contract):
         assert await rig.claim() == []
         await rig.engine.set_control(rig.queue, QueueControl())
         assert ids(await rig.claim_due()) == [job_id]
+
+    async def test_no_expired_lease_of_a_paused_queue_is_offered(self, rig: Rig) -> None:
+        await rig.start_one()
+        await rig.lose_leases()
+        await rig.engine.set_control(rig.queue, QueueControl(paused=True))
+
+        def only(lease: Lease) -> bool:
+            raise AssertionError(f"{lease} was offered")
+
+        assert await rig.engine.reclaim("w2", [rig.queue], 1, only) == []
 
     async def test_expired_leases_of_a_paused_queue_are_reclaimed_after_it_is_resumed(self, rig: Rig) -> None:
         claim = await rig.start_one("w1")

@@ -7,7 +7,7 @@
 --        visibility timeout after an outage, then stream index, message id, owner, delivery count, job id for each}. No job id: deleted, or a foreign message without one.
 local streams = declared_streams()
 local group, timeout, limit, filter, retry_consumer = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4] == '1', ARGV[5]
-local controls = redis.call('HMGET', KEYS[5], 'lanes', 'outage')
+local controls = redis.call('HMGET', KEYS[5], 'lanes', 'outage', 'paused')
 local missing = undeclared_lanes(streams, numbers_in(controls[1]))
 if missing then return missing end
 
@@ -35,6 +35,8 @@ for lane = 0, math.floor(indexes[#indexes] / STREAMS_PER_LANE) do
 end
 local reply = { continuations, leased, is_recent(controls[2], timeout) and 1 or 0 }
 local function continue_at(index, start) continuations[#continuations + 1], continuations[#continuations + 2] = index, start end
+
+if controls[3] == '1' then return reply end -- `reclaim` would claim none
 
 for _, index in ipairs(indexes) do
   local stream, start, rows, after = streams[index + 1], starts[index] or '-', {}, nil
