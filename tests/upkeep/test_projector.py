@@ -209,7 +209,7 @@ async def test_another_feed_at_the_same_position_is_detected_by_its_nonce(
         await rig.wait_settled()
         await rig.stop()
         async with redis.asyncio.from_url(server.url) as client:
-            (feed,) = [key async for key in client.scan_iter(match="*feed*")]
+            (feed,) = [key async for key in client.scan_iter(match="*:feed")]
             found: Any = await client.xrevrange(feed, count=1)
             ((position, fields),) = found
             await client.delete(feed)

@@ -44,6 +44,7 @@ from holdfast.engine.port.feed import FeedReadPort
 from holdfast.engine.port.reads import QueueStats
 from holdfast.errors import EngineUnavailable, LedgerUnavailable
 from holdfast.observe.visible import flatten
+from holdfast.upkeep.loop import pause
 
 if TYPE_CHECKING:
     from holdfast.ledger.queries.jobs import Queries
@@ -299,6 +300,7 @@ class LiveEventView:
         #: Only the first event of a job carries the task's name.
         self._names: dict[str, str] = {}
         self._task: asyncio.Task[None] | None = None
+        self._ending = asyncio.Event()
 
     async def __aenter__(self) -> LiveEventView:
         await self._engine.open()
@@ -310,16 +312,16 @@ class LiveEventView:
 
     async def __aexit__(self, *_: object) -> None:
         if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+            # Not cancelled: that would lose events which are read and not printed yet.
+            self._ending.set()
+            await self._task
         with suppress(EngineUnavailable):
             await self._show()
         await self._engine.close()
 
     async def _show_loop(self) -> None:
         unreachable = False
-        while True:
+        while not self._ending.is_set():
             try:
                 await self._show()
                 unreachable = False
@@ -327,7 +329,7 @@ class LiveEventView:
                 if not unreachable:
                     note(f"engine unreachable, the worker keeps retrying: {exc}")
                 unreachable = True
-            await asyncio.sleep(_POLL_INTERVAL_S)
+            await pause(_POLL_INTERVAL_S, self._ending)
 
     async def _show(self) -> None:
         events = [event for follower in self._followers for event in await follower.read()]
