@@ -36,6 +36,8 @@ _MAX_PROCESSES: Final = 3
 _ROUNDS: Final = 12
 _ATTEMPTS: Final = 3
 _STUCK_S: Final = 30.0
+#: Rounded to 0 ms: the tests control time, and a process waits for one interval in real time before it reclaims.
+_SETTINGS: Final = {"heartbeat_interval_s": 0.0004}
 
 
 class NotReached(AssertionError):
@@ -95,7 +97,7 @@ async def _run_process(seam: Seam, stores: Stores, scenario: Scenario, record: R
     """Run one process until the scenario ends or the process crashes. Return whether the scenario ended."""
     crashed, loop = asyncio.Event(), asyncio.get_running_loop()
     seam.restart(lambda: loop.call_soon_threadsafe(crashed.set))
-    app = Holdfast(clock=stores.clock, **(stores.settings | scenario.settings))
+    app = Holdfast(clock=stores.clock, **(stores.settings | _SETTINGS | scenario.settings))
     scenario.tasks(app, record)
     process = Process(stores, app, number, scenario.specs(app, record))
     scenario_task, crash_task = (

@@ -11,8 +11,10 @@ from holdfast.core.job import Claim, Envelope, Failure, new_job_ids
 from holdfast.core.states import State
 from holdfast.core.verdict import Release, RetryLater, Settlement, SettleResult, Succeed
 from holdfast.engine.port.operators import QueueControl
+from holdfast.engine.port.worker_ids import WorkerIdStatus, WorkerStart
 from holdfast.errors import ControlChanged, TransitionInvalid, Unavailable
 from holdfast.execution.backend import backend_of
+from holdfast.upkeep.lost_leases import LostLeases
 from tests.crash_points.process import Process, retry_call
 from tests.crash_points.scenarios.scenario import QUEUE, RunRecord, Scenario, Step, expire_leases, run_upkeep, work
 from tests.crash_points.stores import Stores
@@ -91,6 +93,37 @@ class Verbs(Scenario):
             release = [Settlement(claim, Release("released"), claim.claimed_at_ms) for claim in new]
             assert SettleResult.STALE not in await retry_call(lambda: engine.settle(release))
 
+    async def end_worker(self, process: Process, record: RunRecord) -> None:
+        """A worker ends before its job has started: the lease expires now, and the job is released."""
+        engine, dead = process.engine, "dead-worker"
+        await self._claims(process, lambda: engine.claim(dead, [QUEUE], 1, 0), dead)
+        while await retry_call(lambda: engine.expire_leases(dead, [QUEUE])):
+            pass
+        lost = LostLeases(engine, process.name, lambda worker, job_id: False)
+        try:
+            claims = await lost.reclaim([QUEUE], 10)
+        except Unavailable:
+            found = await retry_call(lambda: engine.recover_claims(process.name, [QUEUE], ()))
+            claims = await retry_call(lambda: lost.release_lost(found))
+        assert not claims, "a job that had not started is not released"
+
+    async def keep_id(self, process: Process, record: RunRecord) -> None:
+        """An id has two starts: the second one has it, although the first one asks again."""
+        engine = process.engine
+
+        async def start(worker: str) -> WorkerStart:
+            return WorkerStart("id", worker, await retry_call(lambda: engine.next_generation("id", [QUEUE])))
+
+        async def keep(start: WorkerStart) -> WorkerIdStatus:
+            status: WorkerIdStatus = await retry_call(lambda: engine.keep_worker_id(start, [QUEUE]))
+            return status
+
+        first = record.notes.setdefault("first start", await start("first-start"))
+        await keep(first)
+        second = await start("second-start")
+        assert (await keep(second)).successor == ""
+        assert (await keep(first)).successor == second.worker
+
     async def expedite(self, process: Process, record: RunRecord) -> None:
         with suppress(TransitionInvalid):
             await retry_call(
@@ -165,6 +198,8 @@ class Verbs(Scenario):
             self.reclaim,
             self.settle_late,
             self.reclaim_own_job,
+            self.end_worker,
+            self.keep_id,
             self.control,
             run_upkeep,
             self.deregister,
