@@ -100,7 +100,8 @@ async def test_a_worker_does_not_reclaim_the_expired_lease_of_its_own_run(
         await go.wait()
         return "done"
 
-    async with app, working(app) as worker:
+    # Not even if it counts as not started, so that it would be released.
+    async with app, working(app, has_started=lambda worker, job_id: False) as worker:
         faults.down.add("renew")
         job = await wait.submit()
         await eventually(lambda: worker.running == 1)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from holdfast import Holdfast, State
+from holdfast.core.job import Claim
+from holdfast.errors import EngineUnavailable
 from holdfast.testing.inline import ManualClock
-from holdfast.upkeep.lost_leases import HasStarted, assume_started
+from holdfast.upkeep.lost_leases import HasStarted, LostLeases, assume_started
 from holdfast.worker.isolated_processes import IsolationLocks
 from holdfast.worker.suspects import IdleIsolation
 from holdfast.worker.worker import Worker, WorkerExit
@@ -33,6 +36,12 @@ class Overlap:
             self.running -= 1
 
         self.task = count
+
+
+async def _count(app: Holdfast, event_type: str) -> int:
+    """How many events of a type there are."""
+    entries = await app.engine.read_feed("default", "", 1_000)
+    return sum(event.type == event_type for entry in entries for event in entry.events)
 
 
 async def _lose(app: Holdfast, clock: ManualClock, count: int) -> None:
@@ -68,7 +77,32 @@ async def test_jobs_that_had_not_started_are_released(
             for job in jobs:
                 await job.result(60)
                 assert (await job.info()).meta.lost_leases == 1
+        assert await _count(app, "task.released") == (4 if highest > 1 else 0)
     assert overlap.highest == highest
+
+
+async def test_a_suspect_whose_claim_lost_its_reply_does_not_run_among_others(
+    app: Holdfast, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker learns of the lease later, when other jobs may run."""
+    overlap, lost = Overlap(app), list[Claim]()
+    real = LostLeases.claim_suspect
+
+    async def claim_suspect(leases: LostLeases, queues: Sequence[str]) -> list[Claim]:
+        claims = await real(leases, queues)
+        if claims and not lost:
+            lost.extend(claims)
+            raise EngineUnavailable("the reply was lost")
+        return claims
+
+    monkeypatch.setattr(LostLeases, "claim_suspect", claim_suspect)
+    async with app:
+        suspect = await overlap.task.submit()
+        await _lose(app, clock, 1)
+        async with working(app):
+            await suspect.result(60)
+        assert [claim.job_id for claim in lost] == [suspect.id]
+        assert await _count(app, "task.released") == 1
 
 
 async def test_other_jobs_run_after_a_suspect(app: Holdfast, clock: ManualClock) -> None:

@@ -43,14 +43,20 @@ class Rig:
             self.begun.append(name)
             await self.ends.setdefault(name, asyncio.Event()).wait()
 
+        @self.app.task(name="work_in_thread")
+        def work_in_thread(name: str) -> None:
+            if not self.has_started(name):
+                self.wrong.append(name)
+            self.begun.append(name)
+
         self.runner = Runner(backend_of(self.app).specs, settler, self.in_flight, 2, cancel_grace_s=0.05, record=record)
 
-    def accept(self, *names: str) -> None:
+    def accept(self, *names: str, task: str = "work") -> None:
         claims = []
         for name in names:
             lease = Lease("default", name, "1-0", 1, "me")
             payload = f'{{"name":"{name}"}}'.encode()
-            claims.append(Claim(lease, "work", payload, "default", "", "", 1, 0, 1_000, EMPTY_META))
+            claims.append(Claim(lease, task, payload, "default", "", "", 1, 0, 1_000, EMPTY_META))
         self.runner.accept(claims)
 
     def lose(self, name: str) -> None:
@@ -95,6 +101,17 @@ async def test_only_jobs_that_wait_have_not_started(rig: Rig) -> None:
     assert rig.unstarted() == ["g"]
     rig.runner.set_concurrency(3)
     assert rig.unstarted() == []
+    assert rig.wrong == []
+
+
+async def test_a_job_is_recorded_before_its_thread_starts(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As fast as a thread can be.
+    monkeypatch.setattr(rig.runner._threads, "start", lambda work: work())
+    rig.accept("a", "b")
+    rig.accept("c", task="work_in_thread")
+    assert rig.unstarted() == ["c"]
+    await eventually(lambda: len(rig.begun) == 2)
+    await rig.end("a", then="c")
     assert rig.wrong == []
 
 

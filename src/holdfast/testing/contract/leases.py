@@ -10,7 +10,7 @@ import pytest
 from holdfast.core.job import Claim, Lease
 from holdfast.core.states import State
 from holdfast.core.verdict import POISON_PILL, Release, RetryLater, SettleResult, Verdict
-from holdfast.engine.port.jobs import RetryVia
+from holdfast.engine.port.jobs import EXPIRY_BATCH, RetryVia
 from holdfast.engine.port.operators import QueueControl
 from holdfast.testing.contract.harness import (
     EVERY_VERDICT,
@@ -373,6 +373,11 @@ class LeaseContract(Contract):
         assert {claim.lease.deliveries for claim in found} == {2}
         assert await rig.engine.expire_leases("w9", [rig.queue]) == 0
         assert await rig.succeed(of_living) == [SettleResult.APPLIED]
+
+    async def test_leases_of_a_worker_that_has_ended_expire_in_steps(self, rig: Rig) -> None:
+        for count in (EXPIRY_BATCH, 1):
+            await rig.start(count, "w1")
+        assert [await rig.engine.expire_leases("w1", [rig.queue]) for _ in range(3)] == [EXPIRY_BATCH, 1, 0]
 
     async def test_a_worker_that_lives_after_all_keeps_the_leases_that_it_renews(self, rig: Rig) -> None:
         kept, other = await rig.start(2, "w1")
