@@ -73,7 +73,7 @@ endurance: $(STAMP) ## half an hour at half of the top rate: detect growth
 	@$(BIN)/python tools/servers.py ensure
 	$(BIN)/python -m benchmarks.endurance $(ARGS)
 
-mutants: $(STAMP) ## remove each safety check, one at a time; the contract suite must fail
+mutants: $(STAMP) ## remove each safety check, one at a time; a test must fail
 	@$(BIN)/python tools/servers.py ensure
 	$(BIN)/python -m tools.mutants $(ARGS)
 

@@ -1,7 +1,8 @@
-"""Remove one safety check at a time and verify that the contract suite fails.
+"""Remove one safety check at a time and verify that a test fails.
 
-`tools/mutants.toml` lists the mutants: for each engine, exact texts to replace. Each is applied to a copy of `src` in a
-temporary folder, and the engine's contract tests run against that copy. A mutant is *killed* when a test fails while
+`tools/mutants.toml` lists the mutants: for each suite of tests, exact texts to replace. Each is applied to a copy of
+`src` in a temporary folder, and the suite runs against that copy: an engine's contract tests, the tests of what
+processes do around an engine, or those of Sentinel and Cluster. A mutant is *killed* when a test fails while
 the smoke test still passes: a copy that cannot run at all proves nothing. Exit 0 only if every mutant was killed.
 """
 
