@@ -13,7 +13,7 @@ from holdfast.cli.live_view import LiveEventView
 
 
 class _SlowEngine:
-    """An engine that reads the feed of one queue when told to."""
+    """An engine that reads the feed of one queue only while a gate is open."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
