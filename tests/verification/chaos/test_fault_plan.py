@@ -128,6 +128,14 @@ PINNED = [
 ]
 
 
+def test_a_process_for_lost_jobs_does_not_make_its_worker_ready(tmp_path: Path) -> None:
+    program, log = Program("worker-1", ["worker"], tmp_path, {}), tmp_path / "worker-1.log"
+    log.write_text("worker isolated@vm-3142-6aff2de24cff5add started on redis://…\n")
+    assert not program._answers()
+    log.write_text(log.read_text() + "worker vm-3283-6aff2de9bf9c05a5 started on redis://…\n")
+    assert program._answers()
+
+
 def test_failed_attempts_are_not_defects_and_other_tracebacks_are(tmp_path: Path) -> None:
     stack = "Traceback (most recent call last):\n  File …\nValueError: no"
     records = [

@@ -256,7 +256,8 @@ class Program(ServerProcess):
     def _answers(self) -> bool:
         with self._log_file.open("rb") as log:
             log.seek(self._log_begins)
-            return b" started on " in log.read()
+            # A process for lost jobs, also of a worker that was killed before, writes to the same log.
+            return any(b" started on " in line and b"isolated@" not in line for line in log)
 
 
 class WebProgram(Program):
