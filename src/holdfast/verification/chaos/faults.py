@@ -42,6 +42,8 @@ _WEIGHTS: Final[Mapping[tuple[FaultKind, str], int]] = {
     (FaultKind.LOSE_REPLY, "redis"): 4,
     (FaultKind.LOSE_REPLY, "postgres"): 4,
     (FaultKind.LOSE_REPLY, "server"): 3,
+    (FaultKind.CRASH, "worker"): 3,
+    (FaultKind.OUTAGES, "redis"): 3,
     (FaultKind.STOP, "redis"): 2,
     (FaultKind.STOP, "postgres"): 2,
 }
