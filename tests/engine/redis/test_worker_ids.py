@@ -45,8 +45,8 @@ async def test_names_of_other_programs_are_only_text(redis_harness: RedisHarness
     start = WorkerStart("web-0", "w1", await rig.engine.next_generation("web-0", [QUEUE]))
     assert await rig.engine.keep_worker_id(start, [QUEUE]) == WorkerIdStatus(("\ufffd\n w9",))
     now_ms = await rig.engine.now_ms()
-    strange = [b"", b"7", b"7 \xff", b"x web-0", b"9" * 400 + b" web-0", b"7 " + b"x" * 1_000]
-    await redis_harness.redis.zadd(keys.replaced_workers, dict.fromkeys(strange, now_ms) | {b"8 web-0": float("inf")})
+    strange = [b"", b"web-0", b"web-0 ", b"\xff w1", b"9" * 400 + b" w1", b"web-0 " + b"x" * 2_000, b"web-0 \xff\n"]
+    await redis_harness.redis.zadd(keys.replaced_workers, dict.fromkeys(strange, now_ms) | {b"web-0 w2": float("inf")})
     assert not any(each.check.startswith("worker id") for each in await rig.engine.diagnose([QUEUE]))
 
 

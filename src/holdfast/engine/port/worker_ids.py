@@ -56,8 +56,8 @@ class WorkerIdPort(Protocol):
         ...
 
 
-def replaced_findings(replaced: Iterable[tuple[str, int]]) -> list[Finding]:
-    """A finding for each id that is replaced often, from id and generation of the starts that were replaced."""
+def replaced_findings(replaced: Iterable[tuple[str, str]]) -> list[Finding]:
+    """A finding for each id that is replaced often, from id and worker of the starts that were replaced."""
     counts = Counter(worker_id for worker_id, _ in set(replaced))
     many = sorted((worker_id, count) for worker_id, count in counts.items() if count >= MANY_REPLACED)
     return [

@@ -304,7 +304,7 @@ class RedisEngine(Engine):
         return await self._store.now_ms()
 
     async def diagnose(self, queues: Sequence[str]) -> list[Finding]:
-        diagnosis, replaced = Diagnosis(self._store), list[tuple[str, int]]()
+        diagnosis, replaced = Diagnosis(self._store), list[tuple[str, str]]()
 
         async def check(queue: str) -> list[Finding]:
             findings = [await diagnosis.consumers(queue), feed_finding(await self.stats(queue))]

@@ -21,8 +21,8 @@ from holdfast.engine.redis.store import RedisStore
 
 #: Replaced starts that are read.
 _MAX_REPLACED: Final = 1_000
-#: A replaced start: its generation and its id.
-_START: Final = re.compile(rb"(\d{1,15}) ([!-~]{1,128})")
+#: A replaced start: its id and its worker.
+_START: Final = re.compile(rb"([!-~]{1,128}) (.{1,1000})", re.DOTALL)
 
 
 class WorkerIds:
@@ -55,8 +55,8 @@ class WorkerIds:
         await self._store.outages.for_each(queues, step)
         return WorkerIdStatus(tuple(predecessors), successor)
 
-    async def replaced(self, queue: str) -> list[tuple[str, int]]:
-        """Id and generation of the starts that were replaced while they ran."""
+    async def replaced(self, queue: str) -> list[tuple[str, str]]:
+        """Id and worker of the starts that were replaced while they ran."""
         store, key = self._store, self._store.keys(queue).replaced_workers
         try:
             rows = await store.client.call(Purpose.OTHER, b"ZRANGE", key, 0, _MAX_REPLACED - 1, b"WITHSCORES")
@@ -65,7 +65,8 @@ class WorkerIds:
             return []
         since = await store.now_ms(queue) - KEEP_REPLACED_MS if rows else 0
         recent = [member for member, at in zip(rows[::2], rows[1::2], strict=True) if float(at) > since]
-        return [(wire.printable(start[2]), int(start[1])) for member in recent if (start := _START.fullmatch(member))]
+        starts = [start for member in recent if (start := _START.fullmatch(member))]
+        return [(wire.printable(start[1]), wire.printable(start[2])) for start in starts]
 
     async def _call(self, queue: str, worker_id: str, worker: str, generation: int | str) -> Any:
         keys, keep_ms = self._store.keys(queue), KEEP_ID_MS + self._store.options.visibility_timeout_ms

@@ -34,7 +34,7 @@ _STATS: Final = msgspec.json.Decoder(
 )
 _NOTICES: Final = msgspec.json.Decoder(list[tuple[int, str, str, str, int]])
 _WORKERS: Final = msgspec.json.Decoder(list[tuple[str, str, int, int]])
-_REPLACED: Final = msgspec.json.Decoder(list[tuple[str, int]])
+_REPLACED: Final = msgspec.json.Decoder(list[tuple[str, str]])
 _ANNOUNCED: Final = msgspec.json.Decoder(list[tuple[str, str, str, int, str, int]])
 
 

@@ -59,6 +59,15 @@ class WorkerIdContract(Contract):
         await rig.harness.advance(KEEP_REPLACED_MS + 1)
         assert await _findings(rig) == []
 
+    async def test_starts_at_the_same_time_are_counted_each(self, rig: Rig) -> None:
+        await rig.submit_one()
+        generation = await _next(rig)
+        starts = [WorkerStart("web-0", f"w{number}", generation) for number in range(MANY_REPLACED + 1)]
+        for _ in range(2):
+            for start in starts:
+                await rig.engine.keep_worker_id(start, _BOTH)
+        assert len(await _findings(rig)) == 1
+
     async def test_restarts_are_not_reported(self, rig: Rig) -> None:
         for number in range(MANY_REPLACED + 2):
             await rig.engine.keep_worker_id(await _start(rig, f"w{number}"), [QUEUE])

@@ -1,5 +1,5 @@
 -- keep_worker_id: take or keep a worker's id for one start, unless a later start has it.
--- KEYS   1 worker ids: `<generation> <time of the last call> <worker>`  2 replaced starts: `<generation> <id>`, by time
+-- KEYS   1 worker ids: `<generation> <time of the last call> <worker>`  2 replaced starts: `<id> <worker>`, by time
 -- ARGV   1 id  2 worker  3 generation ('': only return the next one)  4 ms to keep an id  5 ms to keep a replaced start
 -- Reply  {'next', generation} | {'kept'} | {'taken', previous worker or ''} | {'replaced', worker} | {'unreadable', key}
 local ids, replaced = KEYS[1], KEYS[2]
@@ -20,7 +20,7 @@ if not generation then return { 'next', format_integer(math.max(now, latest + 1)
 
 if latest > generation or (latest == generation and owner > worker) then
   redis.call('ZREMRANGEBYSCORE', replaced, '-inf', format_integer(now - keep_replaced))
-  redis.call('ZADD', replaced, 'NX', format_integer(now), format_integer(generation) .. ' ' .. id)
+  redis.call('ZADD', replaced, 'NX', format_integer(now), id .. ' ' .. worker)
   redis.call('PEXPIRE', replaced, keep_replaced)
   return { 'replaced', owner }
 end

@@ -239,7 +239,7 @@ DELETE FROM worker_starts WHERE queue = :queue AND seen_at < :before
 -- name: replaced_workers
 -- The starts that were replaced while they ran.
 -- Takes  :queues (a JSON list), :since
--- Gives  [[id, generation]…]
-SELECT json_group_array(json_array(worker_id, generation)) FROM json_each(:queues) AS input
+-- Gives  [[id, worker]…]
+SELECT json_group_array(json_array(worker_id, worker)) FROM json_each(:queues) AS input
   JOIN worker_starts ON worker_starts.queue = input.value
  WHERE replaced_at > :since
