@@ -156,32 +156,40 @@ async def test_a_suspect_that_runs_for_a_lease_is_cleared(engine_url: str, names
 
 
 class _Busy:
-    """A fetcher that is never idle."""
+    """A fetcher that is idle only when it has claimed nothing for some time."""
 
     is_idle = False
 
-    def __init__(self, now: list[float]) -> None:
+    def __init__(self, now: list[float], needs_s: float) -> None:
         self._now = now
-        self.waits: list[float] = []
+        self._needs_s = needs_s
+        self.stopped_s = 0.0
+        self.runs = 0
 
     async def wait_idle(self, timeout_s: float) -> bool:
-        self.waits.append(timeout_s)
-        self._now[0] += timeout_s
-        return False
+        waited_s = min(timeout_s, self._needs_s)
+        self.stopped_s += waited_s
+        self._now[0] += waited_s
+        return timeout_s >= self._needs_s
+
+    async def run_suspect(self, lease_s: float) -> bool:
+        self.runs += 1
+        return True
 
 
-async def test_a_busy_worker_claims_most_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("needs_s", [10, 600])
+async def test_a_busy_worker_claims_most_of_the_time(monkeypatch: pytest.MonkeyPatch, needs_s: float) -> None:
+    """However long its jobs are, it runs the suspects at some time."""
     now = [1_000.0]
     monkeypatch.setattr("holdfast.worker.suspects.time.monotonic", lambda: now[0])
-    isolation, fetcher = IdleIsolation(30), _Busy(now)
-    for _ in range(600):
+    isolation, fetcher = IdleIsolation(30), _Busy(now, needs_s)
+    while now[0] < 50_000:
         began = now[0]
         await isolation.run_suspects(fetcher)  # type: ignore[arg-type]
         if now[0] == began:
             now[0] += 1
-    stopped = sum(fetcher.waits)
-    assert stopped > 0
-    assert stopped / (now[0] - 1_000) <= 0.2
+    assert fetcher.runs > 0
+    assert fetcher.stopped_s / (now[0] - 1_000) <= 0.2
 
 
 def _acquire(locks: IsolationLocks) -> int:

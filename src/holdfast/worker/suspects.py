@@ -26,11 +26,14 @@ _REST: Final = 4
 class IdleIsolation:
     """The worker itself runs suspects while it is idle, for apps that no other process can load.
 
-    If it is not idle for a lease, it claims nothing until it is, but for one lease at most.
+    If it is not idle for a lease, it claims nothing until it is, but for one lease at most; if that is too short for
+    the jobs that run, for twice as long the next time, and so on.
     """
 
     def __init__(self, lease_s: float) -> None:
         self._lease_s = lease_s
+        #: How long it may claim nothing.
+        self._stop_s = lease_s
         #: Since when suspects wait, and until when other jobs have the worker.
         self._since = math.inf
         self._rest_until = -math.inf
@@ -43,8 +46,11 @@ class IdleIsolation:
         self._since = min(self._since, began)
         if not fetcher.is_idle and began < self._since + self._lease_s:
             return self._lease_s
-        if await fetcher.wait_idle(self._lease_s):
+        if await fetcher.wait_idle(self._stop_s):
             await fetcher.run_suspect(self._lease_s)
+            self._stop_s = self._lease_s
+        else:
+            self._stop_s *= 2
         self._since = math.inf
         rest_s = _REST * (time.monotonic() - began)
         self._rest_until = time.monotonic() + rest_s

@@ -188,7 +188,8 @@ async def test_upkeep_continues_while_a_node_is_down(outage: OutageRig) -> None:
     assert [info.queue for info in await engine.workers(outage.queues)] == sorted(outage.up_queues)
     for queue in outage.up_queues:
         await harness.age_queue(queue, 120_000)
-    reclaimer = Reclaimer(engine, QueueSelection(engine, outage.queues), _settings(), "upkeep-1")
+    selection = QueueSelection(engine, outage.queues)
+    reclaimer = Reclaimer(engine, selection, _settings(), "upkeep-1", lambda worker, job_id: False)
     await reclaimer._run_once()
     for queue in outage.up_queues:
         assert (await engine.stats(queue)).states[State.QUEUED] == 2, "released, and promoted"
