@@ -191,6 +191,20 @@ async def test_engines_of_one_process_share_a_writer(path: Path) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("holdfast-writer")]
 
 
+async def test_no_engine_of_a_process_is_always_the_first_to_claim(path: Path) -> None:
+    first: list[str] = []
+    async with open_engine(path) as one, open_engine(path) as two:
+        for _ in range(40):
+            waiting = [asyncio.create_task(engine.claim("w", [QUEUE], 1, 30_000)) for engine in (one, two)]
+            # The writer answers in order: after this, both have found nothing and wait for a commit.
+            assert await one.claim("w", [QUEUE], 1, 0) == []
+            receipt = await one.submit([envelope()])
+            await one.submit([envelope()])
+            claimed = [claims[0].job_id for claims in await asyncio.gather(*waiting)]
+            first.append(("one", "two")[claimed.index(receipt[0].job_id)])
+    assert set(first) == {"one", "two"}
+
+
 async def test_the_file_is_durable(path: Path) -> None:
     def pragmas(transaction: Transaction) -> tuple[str, int]:
         connection: sqlite3.Connection = transaction._connection

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import random
 import sqlite3
 import threading
 import time
@@ -323,6 +324,8 @@ class Writer:
         if effects:
             with self._wake:
                 listening = [subscriber for subscriber in self._subscribers if subscriber.waiting]
+            # At random: if the same engine were always first, it would claim most of the jobs that become due.
+            random.shuffle(listening)
             for subscriber in listening:
                 by_loop.setdefault(subscriber.loop, ([], []))[1].append(subscriber)
         for loop, (answers, subscribers) in by_loop.items():
