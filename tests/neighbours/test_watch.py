@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
 import logging
 import os
 import signal
@@ -202,6 +204,11 @@ async def test_records_of_ended_processes_are_removed_in_time(folder: Path, star
     (folder / garbage).touch()
     (folder / "not-a-record").touch()
     age("not-a-record", 100 * 3_600)
+    free, held = (f"isolation-0-{number:032x}" for number in range(2))
+    for name in (free, held):
+        (folder / name).touch()
+    lock = os.open(folder / held, os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_EX)
     watch = Watch(folder)
     age(ours, 700)
     await watch.check()
@@ -214,14 +221,32 @@ async def test_records_of_ended_processes_are_removed_in_time(folder: Path, star
     assert len(watch.neighbours.dead) == 2
     await watch.check()
     assert len(watch.neighbours.dead) == 1
-    for each in (others, elsewhere, running, garbage):
+    for each in (others, elsewhere, running, garbage, free, held):
         age(each, 23 * 3_600)
     await Watch(folder).check()
-    assert len(os.listdir(folder)) == 6
-    for each in (others, elsewhere, running, garbage, fresh):
+    assert len(os.listdir(folder)) == 8
+    for each in (others, elsewhere, running, garbage, fresh, free, held):
         age(each, 25 * 3_600)
     await Watch(folder).check()
-    assert set(os.listdir(folder)) == {running.file_name, "not-a-record"}
+    assert set(os.listdir(folder)) == {running.file_name, "not-a-record", held}
+    os.close(lock)
+
+
+async def test_an_unexpected_error_of_the_first_check_is_logged(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A worker makes that check before it claims: it must not end the worker."""
+    write(dead_facts(), folder)
+    watch = Watch(folder)
+
+    async def refuse(worker: str, queues: Sequence[str]) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(watch.leases, "expire_leases", refuse)
+    await watch.check()
+    assert "failed unexpectedly" in caplog.text
+    monkeypatch.undo()
+    assert len(await watch.check()) > 0
 
 
 async def test_a_running_process_touches_its_record(folder: Path) -> None:

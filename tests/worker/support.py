@@ -12,7 +12,7 @@ from holdfast import Holdfast, Worker
 from holdfast.engine.port import Engine
 from holdfast.errors import EngineUnavailable
 from holdfast.observe.counters import Counters
-from holdfast.worker.worker import WorkerExit
+from holdfast.worker.recycling import WorkerExit
 
 TIMEOUT_S = 60.0
 

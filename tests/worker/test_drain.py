@@ -11,7 +11,7 @@ import pytest
 from holdfast import Context, Holdfast, State, Worker
 from holdfast.worker.fetcher import Fetcher
 from holdfast.worker.in_flight import Drain
-from holdfast.worker.worker import WorkerExit
+from holdfast.worker.recycling import WorkerExit
 from tests.worker.support import Faults, eventually, working
 
 

@@ -13,11 +13,12 @@ import pytest
 from holdfast import Holdfast, State
 from holdfast.core.job import Claim
 from holdfast.errors import EngineUnavailable
+from holdfast.neighbours.isolation_locks import IsolationLocks
 from holdfast.testing.inline import ManualClock
 from holdfast.upkeep.lost_leases import HasStarted, LostLeases, assume_started
-from holdfast.worker.isolated_processes import IsolationLocks
+from holdfast.worker.recycling import WorkerExit
 from holdfast.worker.suspects import IdleIsolation
-from holdfast.worker.worker import Worker, WorkerExit
+from holdfast.worker.worker import Worker
 from tests.worker.support import working
 
 
@@ -198,7 +199,7 @@ def _acquire(locks: IsolationLocks) -> int:
     return lock
 
 
-def test_a_place_is_free_when_its_last_descriptor_is_closed(tmp_path: Path) -> None:
+def test_a_lock_is_free_when_its_last_descriptor_is_closed(tmp_path: Path) -> None:
     locks, others = IsolationLocks("store", tmp_path / "records", 2), IsolationLocks("other", tmp_path / "records", 2)
     first, second = _acquire(locks), _acquire(locks)
     assert locks.acquire() is None
@@ -214,7 +215,7 @@ def test_a_place_is_free_when_its_last_descriptor_is_closed(tmp_path: Path) -> N
     assert list((tmp_path / "records").iterdir()) == []
 
 
-def test_a_removed_place_is_not_taken_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_removed_lock_is_not_acquired_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another worker removes the file between the opening and the lock."""
     locks = IsolationLocks("store", tmp_path / "records", 1)
     flock, removed = fcntl.flock, list[Path]()

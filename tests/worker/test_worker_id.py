@@ -10,7 +10,7 @@ import pytest
 from holdfast import Holdfast, Worker
 from holdfast.engine.port.worker_ids import WorkerStart
 from holdfast.errors import InvalidOption
-from holdfast.worker.worker import WorkerExit
+from holdfast.worker.recycling import WorkerExit
 from tests.worker.support import TIMEOUT_S, Faults, eventually, working
 
 LEASE_S = 30

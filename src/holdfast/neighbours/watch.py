@@ -26,6 +26,7 @@ from holdfast.errors import EngineUnavailable
 from holdfast.neighbours.directory import DirectoryRefused, default_directory, open_directory
 from holdfast.neighbours.exits import ExitWatch
 from holdfast.neighbours.host import read_host
+from holdfast.neighbours.isolation_locks import is_isolation_lock, remove_free_lock
 from holdfast.neighbours.liveness import Liveness, check_liveness
 from holdfast.neighbours.record import (
     FACTS_END,
@@ -165,10 +166,7 @@ class Neighbours:
         """Check repeatedly until cancelled."""
         try:
             while True:
-                try:
-                    await self.run_once()
-                except Exception:  # noqa: BLE001 - top of a loop
-                    _log.exception("checking the workers of this host failed unexpectedly, retrying")
+                await self.run_once()
                 raise_if_cancelled()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_INTERVAL_S):
@@ -177,8 +175,14 @@ class Neighbours:
             self._exits.keep(())
 
     async def run_once(self) -> None:
-        """Check all, and let the leases of ended workers expire."""
+        """Check all, and let the leases of ended workers expire. An unexpected error is logged, and not raised."""
         self._wake.clear()
+        try:
+            await self._run_once()
+        except Exception:  # noqa: BLE001 - top of a loop
+            _log.exception("checking the workers of this host failed unexpectedly, retrying")
+
+    async def _run_once(self) -> None:
         now = time.monotonic()
         if self._record is not None and now >= self._touch_at:
             self._touch_at = now + _TOUCH_S
@@ -253,15 +257,30 @@ class Neighbours:
         cleans = now >= self._clean_at
         if cleans:
             self._clean_at = now + _CLEAN_S
+            _remove_old_locks(directory)
         for name, entry in self._entries.items():
             if entry.dead is None and not cleans:
                 continue
             keep_s = _KEEP_S if entry.dead is not None and entry.dead.is_quiet else _KEEP_AT_MOST_S
             with suppress(OSError):
-                age_s = time.time() - os.stat(name, dir_fd=directory, follow_symlinks=False).st_mtime
+                age_s = _age_s(name, directory)
                 # Processes that run touch theirs. Whether one in another container runs cannot be checked.
                 if age_s > keep_s and (entry.facts is None or self._check(entry.facts) is not Liveness.ALIVE):
                     os.unlink(name, dir_fd=directory)
+
+
+def _remove_old_locks(directory: int) -> None:
+    """Remove locks that workers which were killed have left, also those of other stores."""
+    with os.scandir(directory) as files:
+        names = list(islice((file.name for file in files if is_isolation_lock(file.name)), _MAX_RECORDS))
+    for name in names:
+        with suppress(OSError):
+            if _age_s(name, directory) > _KEEP_AT_MOST_S:
+                remove_free_lock(name, directory)
+
+
+def _age_s(name: str, directory: int) -> float:
+    return time.time() - os.stat(name, dir_fd=directory, follow_symlinks=False).st_mtime
 
 
 def _parse_named(name: str, data: bytes) -> ProcessFacts | None:

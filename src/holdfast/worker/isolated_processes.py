@@ -8,29 +8,23 @@ process drains when its parent ends.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
 import math
 import os
-import shutil
 import signal
-import tempfile
 import time
 from asyncio.subprocess import Process
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Final, Protocol
 
 from holdfast.core.retry import Backoff
-from holdfast.neighbours.directory import DirectoryRefused, default_directory, open_directory
+from holdfast.neighbours.isolation_locks import IsolationLocks
 from holdfast.worker.fetcher import Fetcher
 
 _log: Final = logging.getLogger("holdfast.worker")
 
 #: Processes of one worker, most of them with a suspect that is cleared but still runs. Each takes about 60 MB.
 _MAX_PROCESSES: Final = 16
-#: Processes whose suspect is not cleared yet, of all workers of a store on this host.
-_LOCKS: Final = max(2, os.cpu_count() or 1)
 #: Time for a process to claim a suspect, before another one is started for what is left.
 _START_S: Final = 2.0
 #: How long an ending process may exceed the grace time before it is killed.
@@ -48,48 +42,6 @@ class IsolatedCommand(Protocol):
     def variables(self) -> Mapping[str, str]:
         """What the process gets by environment."""
         ...
-
-
-class IsolationLocks:
-    """Locks on files. All workers of a store share them."""
-
-    def __init__(self, store: str, directory: Path | None = None, count: int = _LOCKS) -> None:
-        self._names = [f"isolation-{number}-{store}" for number in range(count)]
-        self._private: str | None = None
-        try:
-            self._directory = open_directory(directory or default_directory())
-        except DirectoryRefused as exc:
-            _log.warning("processes for suspects are counted for this worker only: %s", exc)
-            self._private = tempfile.mkdtemp(prefix="holdfast-")
-            self._directory = open_directory(Path(self._private))
-
-    def acquire(self) -> int | None:
-        """A descriptor of a free lock, which is held until its last copy is closed; None if all are held."""
-        return next((lock for name in self._names if (lock := self._acquire(name)) is not None), None)
-
-    def close(self) -> None:
-        """Remove the files of free locks; those that are held stay so."""
-        for name in self._names:
-            if (lock := self._acquire(name)) is not None:
-                os.unlink(name, dir_fd=self._directory)
-                os.close(lock)
-        os.close(self._directory)
-        if self._private is not None:
-            shutil.rmtree(self._private, ignore_errors=True)
-
-    def _acquire(self, name: str) -> int | None:
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        while True:
-            lock = os.open(name, flags, 0o600, dir_fd=self._directory)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.fstat(lock).st_nlink:
-                    return lock
-            except BlockingIOError:
-                os.close(lock)
-                return None
-            # Another worker has removed the file since it was opened.
-            os.close(lock)
 
 
 class IsolatedProcesses:

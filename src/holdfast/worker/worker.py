@@ -11,13 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import resource
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
 from holdfast.core.announcement import AnnouncedTask
@@ -34,8 +29,6 @@ from holdfast.guard.runner import GuardRunner
 from holdfast.identity import check_worker_id, new_identity
 from holdfast.ledger.port.ledger import Ledger
 from holdfast.ledger.port.messages import OutboxOpener
-from holdfast.neighbours.record import ProcessRecord
-from holdfast.neighbours.watch import Neighbours, identify_store
 from holdfast.observe.counters import Counters
 from holdfast.observe.logs import log_fields
 from holdfast.observe.redact import redact
@@ -46,13 +39,15 @@ from holdfast.upkeep.backlog_monitor import BacklogMonitor
 from holdfast.upkeep.engine_tasks import EnginePruner, Promoter
 from holdfast.upkeep.ledger_tasks import LedgerTasks
 from holdfast.upkeep.loop import QueueSelection
-from holdfast.upkeep.lost_leases import HasStarted, LostLeases, assume_started
+from holdfast.upkeep.lost_leases import HasStarted, LostLeases
 from holdfast.upkeep.relay_service import run_relay
 from holdfast.worker.announcer import run_announcer
 from holdfast.worker.fetcher import Fetcher
+from holdfast.worker.host_parts import HostParts
 from holdfast.worker.id_keeper import IdKeeper
 from holdfast.worker.in_flight import Drain, InFlight, Run, StopReason
-from holdfast.worker.isolated_processes import IsolatedCommand, IsolatedProcesses, IsolationLocks
+from holdfast.worker.isolated_processes import IsolatedCommand, IsolatedProcesses
+from holdfast.worker.recycling import RecycleLimits, WorkerExit
 from holdfast.worker.renewer import LeaseListener, Renewer
 from holdfast.worker.runner import CANCEL_GRACE_S, Runner
 from holdfast.worker.settler import Settler
@@ -62,35 +57,9 @@ from holdfast.worker.unknown_jobs import UnknownJobs
 if TYPE_CHECKING:
     from holdfast.worker.webhook_worker import WebhookWorker
 
-
-_STATM: Final = Path("/proc/self/statm")
-_PAGE: Final = os.sysconf("SC_PAGE_SIZE")
-
-
-def resident_bytes() -> int:
-    """Current resident set size; on systems without /proc, its peak."""
-    try:
-        return int(_STATM.read_text().split()[1]) * _PAGE
-    except OSError:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
-
-
 _log: Final = logging.getLogger("holdfast.worker")
 
 _HOUSEKEEPING_S: Final = 1.0
-
-
-class WorkerExit(StrEnum):
-    """Why a worker ended."""
-
-    DRAINED = "drained"
-    #: It has run `max_jobs` jobs.
-    MAX_JOBS = "max_jobs"
-    #: Its process uses more memory than `max_rss`.
-    MAX_RSS = "max_rss"
-    #: Another process has its id.
-    REPLACED = "replaced"
 
 
 class WorkerBackend(Protocol):
@@ -144,9 +113,6 @@ class Worker(LeaseListener):
         """
         if isinstance(queues, str) or not queues or not all(queues):
             raise InvalidOption(f"a worker needs a list of queue names, not {queues!r}")
-        for limit, value in (("max_jobs", max_jobs), ("max_rss", max_rss)):
-            if value is not None and value < 1:
-                raise InvalidOption(f"{limit} must be 1 or more, got {value!r}")
         backend = backend_of(app)
         if upkeep and backend.settings.delivers:
             require("sending webhooks", "httpcore")
@@ -155,8 +121,7 @@ class Worker(LeaseListener):
         self._queues = tuple(dict.fromkeys(queues))
         self._concurrency = _require_concurrency(backend.settings.concurrency if concurrency is None else concurrency)
         self._upkeep = upkeep
-        self._max_jobs = max_jobs
-        self._max_rss = max_rss
+        self._limits = RecycleLimits(max_jobs, max_rss)
         self._cancel_grace_s = cancel_grace_s
         self._isolated_command = isolated_command
         self._on_cleared = on_cleared
@@ -175,7 +140,7 @@ class Worker(LeaseListener):
         self._runner: Runner | None = None
         self._fetcher: Fetcher | None = None
         self._promoter: Promoter | None = None
-        self._record: ProcessRecord | None = None
+        self._host: HostParts | None = None
 
     # Public interface ------------------------------------------------------------------------------
 
@@ -251,8 +216,8 @@ class Worker(LeaseListener):
             return await self._work()
         finally:
             self._fetcher = None
-            if self._record is not None:
-                self._record.close()
+            if self._host is not None:
+                self._host.close()
 
     # From start to drained ---------------------------------------------------------------------------
 
@@ -282,11 +247,18 @@ class Worker(LeaseListener):
         ledger_tasks = self._ledger_tasks(engine)
         if ledger_tasks is not None:
             await ledger_tasks.prepare()
-        self._record = self._create_record()
-        neighbours = Neighbours.from_settings(engine, self._backend.settings, self._reclaim_soon, self._record)
-        if neighbours is not None:
+        host = self._host = HostParts.create(
+            engine,
+            self._backend.settings,
+            self.incarnation,
+            self._queues,
+            self._reclaim_soon,
+            isolated_command=self._isolated_command,
+            isolated=self._on_cleared is not None,
+        )
+        if host.neighbours is not None:
             # Before the first claim, so that a restarted worker reclaims the jobs of its predecessor at once.
-            await neighbours.run_once()
+            await host.neighbours.run_once()
         id_keeper = await self._take_id(engine)
         relay = AsyncExitStack()
         await relay.enter_async_context(
@@ -304,13 +276,10 @@ class Worker(LeaseListener):
             cancel_grace_s=self._cancel_grace_s,
             in_memory=self._backend.settings.in_memory,
             unknown=UnknownJobs(engine, self._backend.settings.unknown_task_grace_s),
-            record=self._record,
+            record=host.record,
         )
-        processes = self._start_isolated_processes()
-        has_started = self._has_started or (assume_started if neighbours is None else neighbours.has_started)
-        fetcher = self._fetcher = self._build_fetcher(
-            LostLeases(engine, self.incarnation, has_started), runner, processes
-        )
+        lost = LostLeases(engine, self.incarnation, self._has_started or host.has_started)
+        fetcher = self._fetcher = self._build_fetcher(lost, runner, host.processes)
         renewer = Renewer(
             engine.clone(),
             self._queues,
@@ -325,8 +294,8 @@ class Worker(LeaseListener):
         announcing = run_announcer(engine, self._backend.announcements(), on_announced)
         helpers = [asyncio.create_task(each) for each in (self._housekeep(), announcing)]
         helpers += self._start_upkeep(engine)
-        if neighbours is not None:
-            helpers.append(asyncio.create_task(neighbours.run()))
+        if host.neighbours is not None:
+            helpers.append(asyncio.create_task(host.neighbours.run()))
         if ledger_tasks is not None:
             ledger_tasks.start()
         webhooks = self._start_webhook_worker(engine)
@@ -337,9 +306,9 @@ class Worker(LeaseListener):
             # these jobs for as long as the process runs.
             async with AsyncExitStack() as last:
                 last.push_async_callback(ending.deregister, engine, self.incarnation, self._queues)
-                if processes is not None:
-                    last.push_async_callback(processes.stop, self._stop_now)
-                    processes.drain()
+                if host.processes is not None:
+                    last.push_async_callback(host.processes.stop, self._stop_now)
+                    host.processes.drain()
                 last.push_async_callback(runner.close)
                 last.push_async_callback(renewer.stop)
                 if ledger_tasks is not None:
@@ -362,13 +331,6 @@ class Worker(LeaseListener):
             await self._wait_drained(asyncio.create_task(end()))
         return self._ended
 
-    def _start_isolated_processes(self) -> IsolatedProcesses | None:
-        if self._isolated_command is None:
-            return None
-        settings = self._backend.settings
-        locks = IsolationLocks(identify_store(settings.url, settings.namespace))
-        return IsolatedProcesses(self._isolated_command, locks, settings.drain_grace_s)
-
     def _build_fetcher(self, lost: LostLeases, runner: Runner, processes: IsolatedProcesses | None) -> Fetcher:
         assert self._engine is not None
         settings = self._backend.settings
@@ -377,14 +339,7 @@ class Worker(LeaseListener):
             self._engine.skip_first_wait()
             return SuspectFetcher(*common, on_cleared=self._on_cleared, on_end=self.drain)
         isolation = processes or IdleIsolation(settings.visibility_timeout_s)
-        return Fetcher(*common, isolation, quota=self._max_jobs)
-
-    def _create_record(self) -> ProcessRecord | None:
-        settings = self._backend.settings
-        if settings.in_memory:
-            return None
-        store = identify_store(settings.url, settings.namespace)
-        return ProcessRecord.create(self.incarnation, store, self._queues, isolated=self._on_cleared is not None)
+        return Fetcher(*common, isolation, quota=self._limits.max_jobs)
 
     def _reclaim_soon(self) -> None:
         if self._fetcher is not None:
@@ -483,20 +438,12 @@ class Worker(LeaseListener):
         return webhooks
 
     async def _housekeep(self) -> None:
-        while not self._is_at_limit():
+        while (reached := self._limits.find_reached(self.finished)) is None:
             await asyncio.sleep(_HOUSEKEEPING_S)
             self._release_prefetched()
+        _log.info("worker reached its limit, draining for a restart: %s", reached)
+        self._ended = reached
         self.drain()
-
-    def _is_at_limit(self) -> bool:
-        if self._max_jobs is not None and self.finished >= self._max_jobs:
-            self._ended = WorkerExit.MAX_JOBS
-        elif self._max_rss is not None and resident_bytes() > self._max_rss:
-            self._ended = WorkerExit.MAX_RSS
-        else:
-            return False
-        _log.info("worker reached its limit, draining for a restart: %s", self._ended)
-        return True
 
     def _release_prefetched(self) -> None:
         """Release prefetched jobs if none has started for a second: other workers may be free."""

@@ -29,8 +29,9 @@ from holdfast.operations.metrics import render_metrics
 from holdfast.operations.readiness import upkeep_readiness, worker_readiness
 from holdfast.upkeep.relay_service import run_relay
 from holdfast.upkeep.upkeep import Upkeep
+from holdfast.worker.recycling import WorkerExit
 from holdfast.worker.webhook_worker import run_webhook_worker
-from holdfast.worker.worker import Worker, WorkerExit
+from holdfast.worker.worker import Worker
 
 _log: Final = logging.getLogger("holdfast.cli")
 
