@@ -14,9 +14,10 @@ from holdfast.core.verdict import SettleResult
 from holdfast.engine.port import Engine
 from holdfast.engine.redis.engine import RedisEngine
 from holdfast.engine.redis.keys import KeyNames
-from holdfast.engine.redis.net.client import Purpose, RedisClient, translate
+from holdfast.engine.redis.net.client import Purpose, RedisClient
 from holdfast.engine.redis.net.cluster import ClusterClient, key_of, slot_of
 from holdfast.engine.redis.net.connection import ClusterSeeds, PipelinedConnection, RedisAddress, parse_url
+from holdfast.engine.redis.net.errors import translate
 from holdfast.errors import EngineUnavailable
 from holdfast.testing.contract import Rig
 from holdfast.verification.chaos.redis_nodes import call_redis as ask

@@ -14,7 +14,7 @@ from holdfast import Holdfast, State
 from holdfast.core.verdict import Settlement, SettleResult, Succeed
 from holdfast.engine.port import PartialFailure
 from holdfast.engine.redis.engine import RedisEngine
-from holdfast.engine.redis.net.client import ConnectionLost
+from holdfast.engine.redis.net.errors import ConnectionLost
 from holdfast.errors import EngineUnavailable
 from holdfast.testing.contract import Rig
 from holdfast.upkeep.backlog_monitor import BacklogMonitor

@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from holdfast.engine.redis.net.client import Purpose, RedisClient, Unreachable
+from holdfast.engine.redis.net.client import Purpose, RedisClient
 from holdfast.engine.redis.net.connection import SILENT_S, RedisAddress
+from holdfast.engine.redis.net.errors import Unreachable
 from holdfast.verification.chaos.servers import RedisServer
 from tests.conftest import MakeServer
 from tests.worker.support import eventually

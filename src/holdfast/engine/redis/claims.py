@@ -13,7 +13,8 @@ from holdfast.engine.port import PartialFailure
 from holdfast.engine.redis import wire
 from holdfast.engine.redis.intake import Adopter, PendingMessage
 from holdfast.engine.redis.keys import RETRY_CONSUMER, STREAMS_PER_LANE, WAKE_GROUP, lanes_of
-from holdfast.engine.redis.net.client import Purpose, ScriptError
+from holdfast.engine.redis.net.client import Purpose
+from holdfast.engine.redis.net.errors import ScriptError
 from holdfast.engine.redis.store import RedisStore
 from holdfast.errors import EngineRefused, EngineUnavailable
 

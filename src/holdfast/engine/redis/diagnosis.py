@@ -11,7 +11,8 @@ from holdfast.core.key_names import owner_of, queues_key
 from holdfast.engine.port.reads import Finding
 from holdfast.engine.redis import wire
 from holdfast.engine.redis.keys import RETRY_CONSUMER
-from holdfast.engine.redis.net.client import Purpose, RedisClient, ScriptError
+from holdfast.engine.redis.net.client import Purpose, RedisClient
+from holdfast.engine.redis.net.errors import ScriptError
 from holdfast.engine.redis.store import RedisStore
 from holdfast.errors import EngineUnavailable
 

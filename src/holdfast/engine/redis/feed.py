@@ -7,7 +7,8 @@ from typing import Final
 
 from holdfast.engine.port.feed import FeedEntry
 from holdfast.engine.redis.feed_entry import parse_feed_entry
-from holdfast.engine.redis.net.client import Purpose, ScriptError
+from holdfast.engine.redis.net.client import Purpose
+from holdfast.engine.redis.net.errors import ScriptError
 from holdfast.engine.redis.store import RedisStore
 
 #: A feed tail up to this length is trimmed on every call.

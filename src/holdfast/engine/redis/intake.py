@@ -29,7 +29,8 @@ from holdfast.engine.port.jobs import (
 )
 from holdfast.engine.redis import wire
 from holdfast.engine.redis.keys import RETRY_CONSUMER, STREAMS_PER_LANE, QueueKeys
-from holdfast.engine.redis.net.client import ConnectionLost, Purpose
+from holdfast.engine.redis.net.client import Purpose
+from holdfast.engine.redis.net.errors import ConnectionLost
 from holdfast.engine.redis.store import RedisStore
 from holdfast.errors import (
     EngineUnavailable,

@@ -27,8 +27,9 @@ from holdfast.engine.redis import wire
 from holdfast.engine.redis.claims import merge_record
 from holdfast.engine.redis.controls import control_from
 from holdfast.engine.redis.keys import OWNED_QUEUE, RETRY_CONSUMER, parse_lanes
-from holdfast.engine.redis.net.client import ConnectionLost, Purpose, ScriptError, Unreachable, translate
+from holdfast.engine.redis.net.client import Purpose
 from holdfast.engine.redis.net.connection import PubSubConnection
+from holdfast.engine.redis.net.errors import ConnectionLost, ScriptError, Unreachable, translate
 from holdfast.engine.redis.store import RedisStore
 from holdfast.errors import EngineUnavailable, InvalidOption
 

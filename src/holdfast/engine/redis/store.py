@@ -20,7 +20,8 @@ from holdfast.engine.redis.keys import (
     QueueKeys,
     parse_lanes,
 )
-from holdfast.engine.redis.net.client import ConnectionLost, Purpose, RedisClient, ScriptError
+from holdfast.engine.redis.net.client import Purpose, RedisClient
+from holdfast.engine.redis.net.errors import ConnectionLost, ScriptError
 from holdfast.engine.redis.net.outages import Outages
 from holdfast.engine.redis.net.script import Script
 from holdfast.errors import EngineUnavailable, QueueLimitReached

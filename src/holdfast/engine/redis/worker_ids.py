@@ -16,7 +16,8 @@ from holdfast.engine.port.worker_ids import (
     WorkerStart,
 )
 from holdfast.engine.redis import wire
-from holdfast.engine.redis.net.client import Purpose, ScriptError
+from holdfast.engine.redis.net.client import Purpose
+from holdfast.engine.redis.net.errors import ScriptError
 from holdfast.engine.redis.store import RedisStore
 
 #: Replaced starts that are read.

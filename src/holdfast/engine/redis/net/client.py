@@ -1,7 +1,7 @@
 """Redis client of the engine: connections by purpose, scripts and error translation.
 
 Each purpose has its own connection, opened on first use and again after a failure, so that a blocking wait never delays
-a settle. Driver errors are translated here.
+a settle. Driver errors are translated (`errors`).
 
 A server is silent while one of its connections is (`connection`). `run_unless_silent` abandons work on a silent server,
 for callers that have other servers to serve. Clients of several servers find out which of them is the master now, and
@@ -25,8 +25,17 @@ from holdfast.engine.redis.net.connection import (
     PubSubConnection,
     RedisAddress,
 )
+from holdfast.engine.redis.net.errors import (
+    DEMOTED,
+    DOUBTFUL,
+    FULL,
+    ConnectionLost,
+    ScriptError,
+    Unreachable,
+    translate,
+)
 from holdfast.engine.redis.net.script import Script
-from holdfast.errors import EngineRefused, EngineUnavailable
+from holdfast.errors import EngineUnavailable
 
 T = TypeVar("T")
 
@@ -42,64 +51,10 @@ class Purpose(StrEnum):
     OTHER = "other"
 
 
-#: Fragments of Redis errors that mean unavailable, and what to do.
-_UNAVAILABLE: Final[Mapping[str, str]] = {
-    "OOM ": "Redis is full (maxmemory); free memory or raise the limit. Accepted jobs are kept and still run",
-    "READONLY": "this Redis is a read-only replica; connect to the master",
-    "LOADING": "Redis is still loading its data; retry soon",
-    "MASTERDOWN": "this replica has lost its master",
-    "CLUSTERDOWN": "the Redis Cluster is down",
-    "TRYAGAIN": "the Redis Cluster is moving the queue's slot; retry soon",
-    "BUSY ": "Redis is busy running another script",
-    "MISCONF": "Redis cannot write to its disk and refuses writes; see its log",
-    "NOREPLICAS": "Redis has too few replicas to accept writes (min-replicas-to-write)",
-    "NOAUTH": "Redis requires a password; put it in the URL",
-    "WRONGPASS": "Redis refuses this user name or password",
-    "NOPERM": "the Redis user lacks permissions for holdfast's commands or keys",
-    "invalid username-password": "Redis refuses this user name or password",
-    "exhausted the last possible ID": "a program has written the highest possible id to a stream of the queue; "
-    "delete the stream when it is empty, it is created again",
-    "max number of clients": "Redis has no room for another connection (maxclients)",
-}
-
-
 #: Purposes whose connections read the epoch of the server.
 _EPOCH_AWARE: Final = frozenset({Purpose.SUBMIT, Purpose.OTHER})
 
-#: The error of a full server, which refuses submissions only: leases are renewed.
-_FULL: Final = "OOM "
-
-#: Errors of a server that is no longer the master.
-_DEMOTED: Final = ("READONLY", "MASTERDOWN")
-#: Errors of a server that may no longer be the master.
-_DOUBTFUL: Final = ("NOREPLICAS", "LOADING")
 _SILENT: Final = "Redis keeps the connection open but does not reply"
-
-
-class ScriptError(EngineRefused):
-    """A command or script failed for a reason other than the health of the server."""
-
-    @property
-    def is_wrong_type(self) -> bool:
-        """Whether a key has another type: another program has replaced it."""
-        return "WRONGTYPE" in str(self)
-
-
-class Redirected(ScriptError):
-    """Another Cluster node has the slot (`MOVED`), or has the migrated key (`ASK`). Nothing was applied."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(f"this Redis is a node of a Cluster; start the URL with redis+cluster:// ({text})")
-        kind, _, self.address = text.split(" ")[:3]
-        self.is_ask = kind == "ASK"
-
-
-class Unreachable(EngineUnavailable):
-    """The server did not answer at all. Another call to it would wait as long again."""
-
-
-class ConnectionLost(Unreachable):
-    """The connection broke during a call. It is unknown whether the call was applied."""
 
 
 class RedisClient(ConnectionObserver):
@@ -442,16 +397,16 @@ class RedisClient(ConnectionObserver):
 
     def _on_error(self, connection: PipelinedConnection, exc: Exception) -> EngineUnavailable:
         error = translate(exc)
-        if not isinstance(error, ScriptError) and _FULL not in str(exc):
+        if not isinstance(error, ScriptError) and FULL not in str(exc):
             self._on_interruption()
         if isinstance(exc, OSError):
             if isinstance(exc, ConnectionError) and not isinstance(exc, NoReply):
                 error = ConnectionLost(str(error))
             connection.close()
-        elif any(word in str(exc) for word in _DEMOTED):
+        elif any(word in str(exc) for word in DEMOTED):
             # The server is now a replica: drop all connections, also those for reads, to find the master again.
             self._drop_server(connection.address)
-        elif any(word in str(exc) for word in _DOUBTFUL):
+        elif any(word in str(exc) for word in DOUBTFUL):
             self.on_doubt()
         return error
 
@@ -470,21 +425,6 @@ def _with_epoch(connection: PipelinedConnection, script: Script, arguments: Sequ
     if at is None or not arguments[at]:
         return arguments
     return [*arguments[:at], connection.epoch_id, *arguments[at + 1 :]]
-
-
-def translate(exc: Exception) -> EngineUnavailable:
-    """Convert a driver error."""
-    text = str(exc)
-    if isinstance(exc, hiredis.ReplyError):
-        if text.startswith(("MOVED ", "ASK ")):
-            return Redirected(text)
-        for word, advice in _UNAVAILABLE.items():
-            if word in text:
-                return EngineUnavailable(f"{advice} (Redis says: {text})")
-        return ScriptError(f"Redis refused a command: {text}")
-    if isinstance(exc, TimeoutError):
-        return Unreachable("Redis did not accept a connection in time; check that it runs and is reachable")
-    return Unreachable(f"cannot reach Redis: {text or type(exc).__name__}; check that it runs at HOLDFAST_URL")
 
 
 def _expire(limits: set[asyncio.Timeout]) -> None:

@@ -19,8 +19,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from holdfast.engine.redis.net.client import Purpose, Redirected, RedisClient, ScriptError, Unreachable
+from holdfast.engine.redis.net.client import Purpose, RedisClient
 from holdfast.engine.redis.net.connection import ClusterSeeds, PubSubConnection, split_host_port
+from holdfast.engine.redis.net.errors import Redirected, ScriptError, Unreachable
 from holdfast.engine.redis.net.script import Script
 from holdfast.errors import EngineUnavailable
 

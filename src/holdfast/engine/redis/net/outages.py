@@ -18,7 +18,8 @@ from functools import partial
 from typing import Final, TypeVar
 
 from holdfast.core.retry import Backoff
-from holdfast.engine.redis.net.client import ConnectionLost, RedisClient, Unreachable
+from holdfast.engine.redis.net.client import RedisClient
+from holdfast.engine.redis.net.errors import ConnectionLost, Unreachable
 from holdfast.errors import EngineRefused, EngineUnavailable
 
 _log: Final = logging.getLogger("holdfast.engine.redis")

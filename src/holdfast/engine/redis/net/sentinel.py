@@ -22,8 +22,9 @@ from typing import Final
 
 import hiredis
 
-from holdfast.engine.redis.net.client import RedisClient, translate
+from holdfast.engine.redis.net.client import RedisClient
 from holdfast.engine.redis.net.connection import PipelinedConnection, RedisAddress, SentinelAddresses
+from holdfast.engine.redis.net.errors import translate
 from holdfast.errors import EngineUnavailable
 
 _log: Final = logging.getLogger("holdfast.engine.redis")
