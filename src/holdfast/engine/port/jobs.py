@@ -235,9 +235,9 @@ class JobPort(EnginePart, Protocol):
         """Claim jobs with expired leases, as a new attempt, and due retries in the pending list.
 
         At most `retries` of those retries, if it is given. With `only`, only leases for which it returns True; the
-        others stay as they are. Returned jobs that had
-        started must run alone, because they may be what ended their worker (`Claim.is_suspect`). Those that lost
-        `max_deliveries` leases while they ran alone are dead-lettered as poison pills and not returned.
+        others stay as they are. Returned jobs that had started must run alone, because they may be what ended their
+        worker (`Claim.is_suspect`). Those that lost `max_deliveries` leases while they ran alone are dead-lettered as
+        poison pills and not returned.
 
         For `settle_ms` after the first call and after an outage, only leases of workers passed to `expire_leases`.
         Jobs lost within one lease after an outage that another worker survived are released and not returned, so that

@@ -4,7 +4,8 @@
 --        5 consumer that holds retries in the pending list  6 packed: stream index, start, … ('-' for other streams)
 --        7 declared lanes
 -- Reply  {'lanes', …} | {where to continue ({stream index, start, …}), number of pending messages, 1 within the
---        visibility timeout after an outage, then stream index, message id, owner, delivery count, job id for each}. No job id: deleted, or a foreign message without one.
+--        visibility timeout after an outage, then stream index, message id, owner, delivery count, job id for each}. No
+--        job id: deleted, or a foreign message without one.
 local streams = declared_streams()
 local group, timeout, limit, filter, retry_consumer = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4] == '1', ARGV[5]
 local controls = redis.call('HMGET', KEYS[5], 'lanes', 'outage', 'paused')
