@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,7 @@ def test_events_are_published_in_the_order_of_time(settings: dict[str, Any], mon
 
         found = deployment.call(receive)
         assert sorted(each["job_id"] for each in found) == sorted(submitted)
-        instants = [each["at"] for each in found]
+        instants = [datetime.fromisoformat(each["at"]) for each in found]
         assert instants == sorted(instants)
 
 
@@ -308,6 +309,4 @@ def test_events_have_the_time_of_their_id(deployment: Deployment) -> None:
 
 
 def deployment_ms(at: str) -> int:
-    from datetime import datetime
-
     return round(datetime.fromisoformat(at).timestamp() * 1000)
