@@ -7,11 +7,13 @@ import fcntl
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from holdfast import Holdfast, State
 from holdfast.core.job import Claim
+from holdfast.core.verdict import Settlement, SettleResult
 from holdfast.errors import EngineUnavailable
 from holdfast.neighbours.isolation_locks import IsolationLocks
 from holdfast.testing.inline import ManualClock
@@ -131,6 +133,28 @@ async def test_a_worker_for_suspects_ends_when_there_are_none(app: Holdfast, clo
         assert [await job.state() for job in jobs] == [State.SUCCEEDED] * 3
         assert await ready.state() is State.QUEUED
     assert cleared == []
+
+
+async def test_a_worker_for_suspects_waits_after_an_outage(
+    app: Holdfast, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine reclaims nothing for a moment, but there are more suspects."""
+    overlap = Overlap(app)
+    async with app:
+        jobs = [await overlap.task.submit() for _ in range(2)]
+        await _lose(app, clock, 2)
+        engine: Any = app.engine
+        settle, policy = engine.settle, engine._policy
+
+        async def settle_late(settlements: Sequence[Settlement]) -> list[SettleResult]:
+            policy.watch.interruptions += 1
+            answers: list[SettleResult] = await settle(settlements)
+            return answers
+
+        monkeypatch.setattr(engine, "settle", settle_late)
+        async with asyncio.timeout(60):
+            await Worker(app, upkeep=False, on_cleared=lambda: None).run()
+        assert [await job.state() for job in jobs] == [State.SUCCEEDED] * 2
 
 
 async def test_a_suspect_that_runs_for_a_lease_is_cleared(engine_url: str, namespace: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from holdfast.core.job import Lease
@@ -58,6 +58,11 @@ class OutageWatch:
             is_settled = last is _NEVER and self.starts_settled
             self._settled_at[queue] = now if is_settled else now + self._settle_s
         return now < self._settled_at[queue]
+
+    def is_settling(self, queues: Sequence[str]) -> bool:
+        """Whether the last answer about one of these queues was to wait, and the time has not passed yet."""
+        now = self._clock()
+        return any(now < self._settled_at.get(queue, now) for queue in queues)
 
     def only_ended(self, only: LeaseFilter | None) -> LeaseFilter:
         """A filter for leases of workers that have certainly ended, and that `only` allows."""

@@ -73,6 +73,10 @@ class SuspectFetcher(Fetcher):
             # The next suspect belongs to another process: this one has released its lock.
             self._on_cleared()
             await self.wait_idle(math.inf)
+        elif self._engine.is_settling(self._queues):
+            # After an outage, there may be suspects that are not reclaimed yet.
+            await asyncio.sleep(self._reclaim_pause())
+            return
         self._on_end()
         await asyncio.Event().wait()
 

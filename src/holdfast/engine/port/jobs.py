@@ -249,6 +249,10 @@ class JobPort(EnginePart, Protocol):
         """Let `reclaim` not wait after the start: the process that started this one has waited already."""
         ...
 
+    def is_settling(self, queues: Sequence[str]) -> bool:
+        """Whether `reclaim` waits after an outage, so that it may have left out leases of these queues."""
+        ...
+
     async def expire_leases(self, worker: str, queues: Sequence[str]) -> int:
         """Let leases of a worker expire now, because it has certainly ended; return how many.
 

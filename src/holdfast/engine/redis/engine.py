@@ -193,6 +193,9 @@ class RedisEngine(Engine):
     def skip_first_wait(self) -> None:
         self._upkeep.watch.starts_settled = True
 
+    def is_settling(self, queues: Sequence[str]) -> bool:
+        return self._upkeep.watch.is_settling(queues)
+
     async def expire_leases(self, worker: str, queues: Sequence[str]) -> int:
         return await self._upkeep.expire_leases(worker, queues)
 

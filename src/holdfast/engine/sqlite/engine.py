@@ -223,6 +223,9 @@ class SqliteEngine(SqliteReads, Engine):
     def skip_first_wait(self) -> None:
         self._policy.watch.starts_settled = True
 
+    def is_settling(self, queues: Sequence[str]) -> bool:
+        return self._policy.watch.is_settling(queues)
+
     async def expire_leases(self, worker: str, queues: Sequence[str]) -> int:
         self._policy.watch.note_ended(worker)
         return await self._store.write(upkeep.expire_leases, self._policy, worker, list(queues), lazy=True)

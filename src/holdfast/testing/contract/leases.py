@@ -438,6 +438,7 @@ class LeaseContract(Contract):
         of_dead, other = await rig.start_one("w1"), await rig.start_one("w2")
         await rig.lose_leases()
         assert await rig.reclaim("w3") == []
+        assert rig.engine.is_settling([rig.queue])
         await rig.engine.expire_leases("w1", [rig.queue])
         assert ids(await rig.reclaim("w3")) == [of_dead.job_id]
         assert await rig.succeed(other) == [SettleResult.APPLIED]
@@ -448,6 +449,7 @@ class LeaseContract(Contract):
         await rig.lose_leases()
         rig.engine.skip_first_wait()
         assert ids(await rig.reclaim("w3")) == [claim.job_id]
+        assert not rig.engine.is_settling([rig.queue])
 
     # Deregistering ---------------------------------------------------------------------------------
 
