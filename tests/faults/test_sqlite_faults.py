@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from holdfast import Holdfast, State
+from holdfast import Holdfast, State, Worker
 from holdfast.errors import EngineUnavailable, HoldfastError, InvalidOption
+from holdfast.operations.readiness import STARTING
 from holdfast.sqlite import connection
 from tests.faults.conftest import MakeSite
 from tests.faults.support import Site, eventually
@@ -162,10 +163,18 @@ async def test_a_full_disk(tmp_path: Path, make_site: MakeSite, caplog: pytest.L
             await site.tasks.work.submit_many((number,) for number in range(1_000))
         assert sum((await site.app.engine.stats("default")).states.values()) == len(accepted)
 
-        async with working(site.app):
+        # It may not be ready, not even for a moment, while the disk is full.
+        worker = Worker(site.app)
+        running = asyncio.create_task(worker.run())
+        try:
+            await eventually(lambda: worker.status != STARTING, "an attempt to claim")
             remount(disk, "size=16m")
             another = await site.tasks.work.submit(2)
             await site.assert_all_ended([*accepted, another.id])
+            await eventually(lambda: worker.ready, "the worker to be ready")
+        finally:
+            worker.drain()
+            await running
         assert len(site.runs()) == len(accepted) + 1
         await site.app.close()
         assert is_sound(disk / "holdfast.db")
