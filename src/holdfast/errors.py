@@ -38,7 +38,7 @@
     │   ├─ QueueLimitReached    … because it is new, and its tenant has too many queues
     │   ├─ FeedFull             … because the reader of its feed is behind
     │   └─ FeedDetached         … because its feed has no reader yet; the submitter attaches one
-    ├─ NotDurableYet            accepted, but the ledger has not confirmed it in time
+    ├─ NotDurableYet            in the engine, but the ledger has not confirmed it in time
     ├─ Unavailable              a dependency of holdfast or of a task is down; safe to retry
     │   ├─ EngineUnavailable
     │   │   └─ EngineRefused    … and a retry may not help
@@ -420,18 +420,18 @@ class StepMismatch(HoldfastError):
 
 
 class NotDurableYet(HoldfastError):
-    """The engine accepted a durable submission, but the ledger has not confirmed it in time.
+    """The engine has a durable submission, but the ledger has not confirmed it in time.
 
-    The job continues.
+    The job continues, unless the engine loses its data before the ledger has it.
     """
 
     code = "NOT_DURABLE_YET"
 
     def __init__(self, job_id: str, waited: timedelta) -> None:
         super().__init__(
-            f"job {job_id} is accepted, but the ledger did not confirm it within {waited.total_seconds():g} s; "
-            "check that the ledger is up and that a worker or `holdfast upkeep` runs; submitting again with the "
-            "same idempotency key is safe"
+            f"the ledger did not confirm job {job_id} within {waited.total_seconds():g} s; the engine has it, but may "
+            "still lose it; check that the ledger is up and that a worker or `holdfast upkeep` runs; submitting again "
+            "with the same idempotency key is safe"
         )
         self.job_id = job_id
 

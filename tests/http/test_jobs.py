@@ -6,11 +6,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
+from holdfast.client.submitter import BatchingSubmitter
+from holdfast.core.job import JobInfo
 from holdfast.core.principal import Role
 from holdfast.core.verdict import Settlement, Succeed
 from holdfast.engine.port.operators import QueueControl, TenantControl
+from holdfast.errors import EngineUnavailable, LedgerUnavailable
 from tests.cli.harness import eventually
 from tests.http.deployment import Deployment, sample, serving
 
@@ -74,6 +78,37 @@ def test_a_wait_that_times_out_is_a_202_with_the_location(deployment: Deployment
     reply = deployment.client().post("/api/v1/jobs?wait=0.1", json={"task": "add", "payload": {"a": 1}})
     assert reply.status_code == 202
     assert reply.headers["location"].endswith(reply.json()["job_id"])
+
+
+@pytest.mark.parametrize("end", [None, EngineUnavailable("stopped"), LedgerUnavailable("stopped")])
+def test_a_wait_ends_if_nothing_is_known_of_the_job(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch, end: Exception | None
+) -> None:
+    """It was accepted, so the answer is where to ask for it: no error, and no busy loop."""
+    calls = 0
+
+    async def wait_final(self: BatchingSubmitter, queue: str, job_id: str, wait_ms: int) -> None:
+        nonlocal calls
+        calls += 1
+        if end is not None:
+            raise end
+
+    monkeypatch.setattr(BatchingSubmitter, "wait_final", wait_final)
+    reply = deployment.client().post("/api/v1/jobs?wait=20", json={"task": "add", "payload": {"a": 1}})
+    assert (reply.status_code, calls) == (202, 1)
+    assert reply.headers["location"].endswith(reply.json()["job_id"])
+
+
+def test_a_wait_does_not_show_the_job_of_another_tenant(working: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_final = BatchingSubmitter.wait_final
+
+    async def of_another_tenant(self: BatchingSubmitter, queue: str, job_id: str, wait_ms: int) -> JobInfo | None:
+        view = await wait_final(self, queue, job_id, wait_ms)
+        return None if view is None else msgspec.structs.replace(view, tenant_id="zeta")
+
+    monkeypatch.setattr(BatchingSubmitter, "wait_final", of_another_tenant)
+    reply = working.client().post("/api/v1/jobs?wait=20", json={"task": "add", "payload": {"a": 1, "b": 2}})
+    assert (reply.status_code, set(reply.json())) == (202, {"job_id", "queue", "duplicate", "location"})
 
 
 def test_a_second_submission_with_the_key_is_the_first_job(deployment: Deployment) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -10,10 +11,18 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from holdfast.core.codec import decode_json
 from holdfast.core.job import Attempt, JobInfo
-from holdfast.core.retry import Duration, duration_ms
+from holdfast.core.retry import Backoff, Duration, duration_ms
 from holdfast.core.states import State
 from holdfast.core.verdict import OUTBOX_DEAD
-from holdfast.errors import JobCancelled, JobFailed, UnknownJob, WaitTimeout
+from holdfast.errors import (
+    EngineRefused,
+    JobCancelled,
+    JobFailed,
+    LedgerRefused,
+    Unavailable,
+    UnknownJob,
+    WaitTimeout,
+)
 from holdfast.ledger.port.messages import OutboxStatus
 from holdfast.outbox.writer import original_job_id
 
@@ -27,6 +36,9 @@ R = TypeVar("R")
 _WAIT_MS: Final = 5_000
 #: How often to check whether a relay has submitted a job.
 _POLL_S: Final = 0.05
+#: How long `result` waits for a store that does not answer, and its longest pause between two attempts.
+_OUTAGE_S: Final = 60.0
+_MAX_PAUSE_S: Final = 0.5
 
 
 def decode_plain(result: bytes) -> Any:
@@ -61,7 +73,10 @@ class Job(Generic[R]):
         self._outbox_of = outbox_of
 
     async def info(self) -> JobInfo:
-        """The engine's record of the job; raises `UnknownJob` once it has expired."""
+        """What is known about the job: the engine's record of it, or what the ledger has once that has expired.
+
+        Raises `UnknownJob` if neither has it.
+        """
         submitter = await self._backend.connections.submitter()
         view = await submitter.get(self.queue, self.id)
         if view is None and self._outbox_of and await self._is_submitted():
@@ -85,22 +100,30 @@ class Job(Generic[R]):
         """Wait for its end; returns the function's result, or raises `JobFailed` or `JobCancelled`.
 
         Raises `WaitTimeout` after `timeout`; the job continues. A suspended job is waited for, since an operator may
-        resume it.
+        resume it. While the store does not answer, it is asked again, for a minute or until the timeout.
         """
         submitter = await self._backend.connections.submitter()
         timeout_ms = None if timeout is None else duration_ms(timeout, "timeout")
         began = time.monotonic()
         left_ms = _WAIT_MS
+        outage: _OutageLimit | None = None
         while True:
             if timeout_ms is not None:
                 left_ms = max(0, timeout_ms - round((time.monotonic() - began) * 1000))
-            view = await submitter.wait_final(self.queue, self.id, min(left_ms, _WAIT_MS))
+            try:
+                view = await submitter.wait_final(self.queue, self.id, min(left_ms, _WAIT_MS))
+            except Unavailable as exc:
+                outage = outage or _OutageLimit()
+                await outage.pause(exc, math.inf if timeout_ms is None else left_ms / 1000)
+                continue
+            outage = None
             if view is None and self._outbox_of and not await self._is_submitted():
                 if timeout_ms is not None and left_ms <= 0:
                     raise WaitTimeout(self.id, "in the outbox", timedelta(milliseconds=timeout_ms))
                 await asyncio.sleep(_POLL_S)
                 continue
-            view = self._require(view or await submitter.get(self.queue, self.id))
+            # The relay may have submitted it since then, or its key may be another job's.
+            view = self._require(view or (await submitter.get(self.queue, self.id) if self._outbox_of else None))
             match view.state:
                 case State.SUCCEEDED:
                     value: R = self._decode(view.result or b"null")
@@ -140,6 +163,20 @@ class Job(Generic[R]):
 
     def __repr__(self) -> str:
         return f"<Job {self.id} in {self.queue!r}{' (duplicate)' if self.duplicate else ''}>"
+
+
+class _OutageLimit:
+    """How long a wait continues while the store does not answer."""
+
+    def __init__(self) -> None:
+        self._backoff = Backoff(cap_s=_MAX_PAUSE_S)
+        self._until = time.monotonic() + _OUTAGE_S
+
+    async def pause(self, error: Unavailable, left_s: float) -> None:
+        """Wait before the next attempt. Raises the error if another one may not help, or it lasts for too long."""
+        if isinstance(error, EngineRefused | LedgerRefused) or left_s <= 0 or time.monotonic() > self._until:
+            raise error
+        await asyncio.sleep(min(self._backoff.next_s(), left_s))
 
 
 def _to_error(error: type[JobFailed], view: JobInfo) -> JobFailed:

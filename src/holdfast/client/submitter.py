@@ -26,12 +26,13 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from holdfast.core.job import MAX_BATCH, Envelope, JobInfo, JobKey, Receipt
 from holdfast.core.retry import Backoff
-from holdfast.core.states import State
+from holdfast.core.states import FINAL, State
 from holdfast.engine.port import Engine
 from holdfast.errors import EngineUnavailable, FeedDetached, FeedFull, InvalidOption, LedgerUnavailable, NotDurableYet
 from holdfast.guard.runner import GuardRunner
 from holdfast.ledger.reopen_intake import LedgerProbe, reopen_intake
 from holdfast.observe.tracing import Tracer
+from holdfast.operations.jobs import read_from_ledger
 from holdfast.webhooks.deliveries import WebhookPolicy
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ _MAX_BULK_CALLS: Final = 4
 #: Most restores of idempotency keys for one call, in case the store is wiped repeatedly.
 _MAX_RESTORES: Final = 5
 _DURABLE_TIMEOUT_S: Final = 30.0
+#: Interval at which a job that only the ledger has is read again while a caller waits for its end.
+_LOOKUP_INTERVAL_S: Final = 0.5
 
 _Waiting = tuple[Envelope, "asyncio.Future[Receipt]"]
 
@@ -59,8 +62,17 @@ class Submitter(Protocol):
 
     async def submit(self, envelope: Envelope) -> Receipt: ...
     async def submit_many(self, envelopes: Iterable[Envelope]) -> list[Receipt]: ...
-    async def get(self, queue: str, job_id: str) -> JobInfo | None: ...
-    async def wait_final(self, queue: str, job_id: str, wait_ms: int) -> JobInfo | None: ...
+    async def get(self, queue: str, job_id: str) -> JobInfo | None:
+        """Return the job as the engine has it, or as the ledger does; None if neither knows it.
+
+        Raises `LedgerUnavailable` if the engine does not know it and the ledger does not answer.
+        """
+        ...
+
+    async def wait_final(self, queue: str, job_id: str, wait_ms: int) -> JobInfo | None:
+        """Return the job once it has ended, or as it is after at most `wait_ms`; otherwise like `get`."""
+        ...
+
     async def cancel(self, queue: str, job_id: str, actor: str, reason: str) -> None: ...
 
 
@@ -159,10 +171,19 @@ class BatchingSubmitter(Submitter):
         return receipts
 
     async def get(self, queue: str, job_id: str) -> JobInfo | None:
-        return (await self._engine.get(queue, [job_id]))[0]
+        (view,) = await self._engine.get(queue, [job_id])
+        return view or await self._find_in_ledger(queue, job_id)
 
     async def wait_final(self, queue: str, job_id: str, wait_ms: int) -> JobInfo | None:
-        return await self._engine.wait_final(queue, job_id, wait_ms)
+        view = await self._engine.wait_final(queue, job_id, wait_ms)
+        if view is None and (view := await self._find_in_ledger(queue, job_id)) and view.state not in FINAL:
+            # The engine has lost it; it is restored from the ledger, or the ledger is about to learn its end.
+            await asyncio.sleep(min(_LOOKUP_INTERVAL_S, wait_ms / 1000))
+        return view
+
+    async def _find_in_ledger(self, queue: str, job_id: str) -> JobInfo | None:
+        """A job that the engine does not know: its record has expired, or the engine has lost its data."""
+        return None if self._ledger is None else await read_from_ledger(self._ledger, queue, job_id)
 
     async def cancel(self, queue: str, job_id: str, actor: str, reason: str) -> None:
         await self._engine.move(queue, job_id, State.CANCELLED, actor=actor, reason=reason)

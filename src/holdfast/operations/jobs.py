@@ -24,7 +24,6 @@ from holdfast.engine.port.reads import ReadPort
 from holdfast.errors import (
     EngineUnavailable,
     LedgerUnavailable,
-    NoLedger,
     TransitionInvalid,
     UnknownJob,
 )
@@ -33,7 +32,6 @@ from holdfast.operations.access import require_reason
 
 if TYPE_CHECKING:
     from holdfast.ledger.port.ledger import LedgerReadPort
-    from holdfast.ledger.queries.jobs import Queries
 
 
 async def find_in_queues(engine: ReadPort, queues: Iterable[str], job_id: str, principal: Principal) -> JobInfo | None:
@@ -77,10 +75,10 @@ class JobOperations:
         if live is not None:
             return await self.add_arguments(live)
         row = await self._find_in_ledger(principal, job_id, queue)
-        if row is None:
+        if row is None or self._ledger is None:
             raise UnknownJob(job_id)
         (view,) = await self._engine.get(row.queue, [job_id])
-        return view if view is not None and principal.can_see(view.tenant_id) else await self._rebuild(row)
+        return view if view is not None and principal.can_see(view.tenant_id) else await _rebuild(self._ledger, row)
 
     async def add_arguments(self, view: JobInfo) -> JobInfo:
         """Return the job with its arguments, from the ledger if the engine no longer has them.
@@ -190,18 +188,25 @@ class JobOperations:
                 continue
         return None
 
-    async def _rebuild(self, row: JobDetail) -> JobInfo:
-        try:
-            return rebuild_job(
-                row.queue, [event.event() for event in await self._queries("a job's history").events(row.key)]
-            )
-        except IncompleteHistory:
-            return info_from_row(row)
 
-    def _queries(self, what: str) -> Queries:
-        if self._ledger is None:
-            raise NoLedger(what)
-        return self._ledger.queries
+async def read_from_ledger(ledger: LedgerReadPort, queue: str, job_id: str) -> JobInfo | None:
+    """Return the job as the ledger has it; None if it has none of this id in this queue."""
+    try:
+        row = await ledger.queries.job(job_id, queue=queue)
+    except UnknownJob:
+        return None
+    return await _rebuild(ledger, row)
+
+
+async def _rebuild(ledger: LedgerReadPort, row: JobDetail) -> JobInfo:
+    """Build a job from its row, with the attempts from its events."""
+    view, histories = info_from_row(row), await ledger.recovery.histories([row.key])
+    try:
+        rebuilt = rebuild_job(row.queue, histories[row.key])
+    except IncompleteHistory:
+        return view
+    # It may have moved since the row was read, and only the row has the result.
+    return msgspec.structs.replace(rebuilt, result=view.result) if rebuilt.state is view.state else view
 
 
 def with_arguments(view: JobInfo, row: JobDetail) -> JobInfo:

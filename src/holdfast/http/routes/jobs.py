@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from datetime import timedelta
 from typing import Final
 from urllib.parse import quote
@@ -31,6 +32,7 @@ from holdfast.errors import (
     PayloadTooLarge,
     TaskNotAnnounced,
     TransitionInvalid,
+    Unavailable,
     UnknownJob,
     UnknownTask,
 )
@@ -60,6 +62,8 @@ from holdfast.http.wire import (
     submitted_job,
 )
 from holdfast.ledger.queries.job_list import JobFilter
+
+_log: Final = logging.getLogger("holdfast.http")
 
 _TAG: Final = "jobs"
 _PATH: Final = "/api/v1/jobs"
@@ -146,7 +150,8 @@ async def submit(call: Call) -> Reply:
         raise
     if query.wait:
         view = await _wait_ended(call, envelope.queue, receipt.job_id, query.wait)
-        if view is not None:
+        # The ledger can have a job of another tenant with this id, if another program chose it.
+        if view is not None and view.tenant_id == envelope.tenant_id:
             if not view.payload and not receipt.duplicate:
                 # The ledger may be behind.
                 view = msgspec.structs.replace(view, payload=envelope.payload)
@@ -392,7 +397,8 @@ def _webhook(service: Service, url: str) -> str:
 async def _wait_ended(call: Call, queue: str, job_id: str, wait_s: float) -> JobInfo | None:
     """Wait for a job to end.
 
-    None on timeout, if the client disconnects, if its token becomes invalid, or at shutdown.
+    None on timeout, if the client disconnects, if its token becomes invalid, at shutdown, if the stores do not answer,
+    or if the job was lost.
     """
     token_ended = asyncio.Event()
     with call.ending_with_token(token_ended.set, token_ended.set):
@@ -415,8 +421,13 @@ async def _wait_until(call: Call, queue: str, job_id: str, wait_s: float, ended:
                 waiting.cancel()
                 await asyncio.gather(waiting, return_exceptions=True)
                 return None
-            view = waiting.result()
-            if view is not None and view.state in FINAL:
+            try:
+                view = waiting.result()
+            except Unavailable as exc:
+                # It is accepted: that must not be answered with an error.
+                _log.info("waiting for job %s ended: %s", job_id, exc)
+                return None
+            if view is None or view.state in FINAL:
                 return view
     finally:
         for each in endings:
