@@ -70,8 +70,10 @@ def _acquire(name: str, directory: int, create: int = 0) -> int | None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(lock).st_nlink:
                 return lock
-        except BlockingIOError:
+        except OSError as exc:
             os.close(lock)
-            return None
+            if isinstance(exc, BlockingIOError):
+                return None
+            raise
         # Another process has removed the file since it was opened.
         os.close(lock)
