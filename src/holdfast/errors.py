@@ -173,7 +173,7 @@ class IdempotencyKeyReused(UsageError):
 
 
 class UnknownJob(UsageError):
-    """The engine has no job of this id in this queue."""
+    """Neither the engine nor the ledger has a job of this id in this queue."""
 
     code = "UNKNOWN_JOB"
 

@@ -172,18 +172,24 @@ class BatchingSubmitter(Submitter):
 
     async def get(self, queue: str, job_id: str) -> JobInfo | None:
         (view,) = await self._engine.get(queue, [job_id])
-        return view or await self._find_in_ledger(queue, job_id)
+        return view or await self._find_in_ledger(queue, job_id, until_final=False)
 
     async def wait_final(self, queue: str, job_id: str, wait_ms: int) -> JobInfo | None:
         view = await self._engine.wait_final(queue, job_id, wait_ms)
-        if view is None and (view := await self._find_in_ledger(queue, job_id)) and view.state not in FINAL:
+        if (
+            view is None
+            and (view := await self._find_in_ledger(queue, job_id, until_final=True))
+            and view.state not in FINAL
+        ):
             # The engine has lost it; it is restored from the ledger, or the ledger is about to learn its end.
             await asyncio.sleep(min(_LOOKUP_INTERVAL_S, wait_ms / 1000))
         return view
 
-    async def _find_in_ledger(self, queue: str, job_id: str) -> JobInfo | None:
+    async def _find_in_ledger(self, queue: str, job_id: str, *, until_final: bool) -> JobInfo | None:
         """A job that the engine does not know: its record has expired, or the engine has lost its data."""
-        return None if self._ledger is None else await read_from_ledger(self._ledger, queue, job_id)
+        if self._ledger is None:
+            return None
+        return await read_from_ledger(self._ledger, queue, job_id, until_final=until_final)
 
     async def cancel(self, queue: str, job_id: str, actor: str, reason: str) -> None:
         await self._engine.move(queue, job_id, State.CANCELLED, actor=actor, reason=reason)

@@ -189,12 +189,19 @@ class JobOperations:
         return None
 
 
-async def read_from_ledger(ledger: LedgerReadPort, queue: str, job_id: str) -> JobInfo | None:
-    """Return the job as the ledger has it; None if it has none of this id in this queue."""
+async def read_from_ledger(
+    ledger: LedgerReadPort, queue: str, job_id: str, *, until_final: bool = False
+) -> JobInfo | None:
+    """Return the job as the ledger has it; None if it has none of this id in this queue.
+
+    With `until_final`, an open job comes without its attempts: callers that wait read it often.
+    """
     try:
         row = await ledger.queries.job(job_id, queue=queue)
     except UnknownJob:
         return None
+    if until_final and row.state not in FINAL:
+        return info_from_row(row)
     return await _rebuild(ledger, row)
 
 
