@@ -568,6 +568,23 @@ class EngineRefused(EngineUnavailable):
     code = "ENGINE_REFUSED"
 
 
+class QueueUnverified(EngineUnavailable):
+    """The engine was restarted or replaced, and has not been compared with the ledger since.
+
+    Until then no job of the queue is claimed or moved, so that nothing runs again that the ledger knows as ended. Every
+    worker and upkeep process compares them as soon as the ledger answers.
+    """
+
+    code = "QUEUE_UNVERIFIED"
+
+    def __init__(self, queue: str) -> None:
+        super().__init__(
+            f"the jobs of queue {queue!r} wait until engine and ledger have been compared, because the engine was "
+            "started or replaced; retry, and check that a worker or `holdfast upkeep` runs and reaches the ledger"
+        )
+        self.queue = queue
+
+
 class LedgerUnavailable(Unavailable):
     """The ledger does not answer. Submission and work continue; effects, steps and queries wait for it."""
 

@@ -134,6 +134,10 @@ class Settings(BaseSettings):
     projector: bool = True
     #: How often to search for jobs that the engine has lost; 0 disables the search.
     reconcile_interval_s: float = Field(300, ge=0)
+    #: With a ledger, jobs are not claimed after the engine was started or replaced until both have been compared. If
+    #: the ledger does not answer for `unverified_epoch_wait_s`: `run` claims them all the same, `wait` waits for it.
+    on_unverified_epoch: Literal["run", "wait"] = "run"
+    unverified_epoch_wait_s: float = Field(60, ge=0)
     #: How long a durable submission waits for the ledger.
     durable_timeout_s: float = Field(10, gt=0)
     #: How long a job is offered to other workers if its task, or the task with its schema, is unknown to a worker.
@@ -360,6 +364,11 @@ class Settings(BaseSettings):
     def webhooks_enabled(self) -> bool:
         """Whether webhooks can be sent: there is a subscription or a secret."""
         return bool(self.webhooks) or bool(_secret_text(self.webhook_secret))
+
+    @property
+    def opens_unverified_after_s(self) -> float | None:
+        """How long claims wait for the ledger in a new epoch of the engine; None: until it answers."""
+        return self.unverified_epoch_wait_s if self.on_unverified_epoch == "run" else None
 
     @property
     def delivers(self) -> bool:

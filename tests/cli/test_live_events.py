@@ -17,7 +17,7 @@ class _SlowEngine:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self.reading, self.gate = asyncio.Event(), asyncio.Event()
+        self.reading, self.may_read = asyncio.Event(), asyncio.Event()
 
     def clone(self) -> _SlowEngine:
         return self
@@ -31,7 +31,7 @@ class _SlowEngine:
     async def read_feed(self, queue: str, *arguments: Any) -> Any:
         if queue == "slow":
             self.reading.set()
-            await self.gate.wait()
+            await self.may_read.wait()
         return await self._engine.read_feed(queue, *arguments)
 
 
@@ -45,17 +45,17 @@ async def test_events_that_are_being_read_at_the_end_are_printed(
 
     async with app:
         engine = _SlowEngine(app.engine)
-        engine.gate.set()
+        engine.may_read.set()
         async with LiveEventView(engine, ["default", "slow"]):
-            engine.gate.clear()
+            engine.may_read.clear()
             engine.reading.clear()
             await engine.reading.wait()
-            engine.gate.set()
+            engine.may_read.set()
             await asyncio.sleep(0)
-            engine.gate.clear()
+            engine.may_read.clear()
             engine.reading.clear()
             job = await work.submit()
             # The next pass has read the event, and waits for the other queue.
             await engine.reading.wait()
-            asyncio.get_running_loop().call_later(0.05, engine.gate.set)
+            asyncio.get_running_loop().call_later(0.05, engine.may_read.set)
     assert job.id in capsys.readouterr().out

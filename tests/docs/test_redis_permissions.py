@@ -31,9 +31,19 @@ _CALLED: Final = re.compile(r"p?call\('([A-Z]+)'(?:, '([A-Z]+)')?")
 _WITH_SUBCOMMAND: Final = ("memory", "xgroup", "xinfo")
 
 CONNECTION: Final = {"evalsha", "script|load", "info", "select", "time"}
-LIBRARY: Final = CONNECTION | {"subscribe", "unsubscribe", "smembers", "hgetall", "xrange", "xread", "xrevrange"}
+LIBRARY: Final = CONNECTION | {
+    "subscribe",
+    "unsubscribe",
+    "smembers",
+    "hgetall",
+    "xrange",
+    "xread",
+    "xrevrange",
+    "zscan",
+}
 SUBMISSION: Final = {
     "submit", "create_groups", "register_queue", "get", "move", "attach_reader", "restore_keys", "snapshot",
+    "job_names", "restore", "open_gate",
 }  # fmt: skip
 RUNS: Final = {
     "claim", "adopt", "read_messages", "renew", "settle", "claim_due_retries", "find_due", "find_expired", "reclaim",

@@ -41,7 +41,7 @@ _CATALOGUE = {
 
 
 #: All migrations, the oldest first.
-VERSIONS = ["0001", "0002", "0003"]
+VERSIONS = ["0001", "0002", "0003", "0004"]
 #: Rows of the first version, with a value in every column that the second one renames.
 _FIRST_ROWS = (
     """INSERT INTO jobs (job_id, queue, job_type, state, priority, last_seq, idempotency_key, payload, created_at,

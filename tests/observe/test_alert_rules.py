@@ -84,6 +84,7 @@ def make_store_gauges() -> StoreGauges:
         concurrency=1,
         feed_lag_entries=1,
         feed_lag_s=1.0,
+        verified=1,
     )
     one = {"acme": 1}
     return StoreGauges(

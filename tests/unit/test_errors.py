@@ -113,6 +113,7 @@ def test_the_codes_are_stable() -> None:
         "Unavailable": "UNAVAILABLE",
         "EngineUnavailable": "ENGINE_UNAVAILABLE",
         "EngineRefused": "ENGINE_REFUSED",
+        "QueueUnverified": "QUEUE_UNVERIFIED",
         "LedgerUnavailable": "LEDGER_UNAVAILABLE",
         "LedgerRefused": "LEDGER_REFUSED",
         "Fatal": "FATAL",

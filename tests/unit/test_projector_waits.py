@@ -24,7 +24,7 @@ async def test_a_busy_feed_does_not_wait_for_an_idle_one(busy: bool, monkeypatch
     monkeypatch.setattr(projector, "_measure", Mock())
     projector._round_at = time.monotonic() + 60
     for queue in ("busy", "idle"):
-        projector._cursors[queue] = FeedCursor(queue, FeedPosition("1-0", "n"))
+        projector._cursors[queue] = FeedCursor(queue, FeedPosition("1-0", "n"), "")
     if busy:
         projector._cursors["busy"].ahead = asyncio.create_task(asyncio.sleep(0))  # type: ignore[arg-type]
     await projector._run_once()

@@ -16,6 +16,7 @@ from holdfast.engine.port import Engine
 from holdfast.factory import build_engine
 from holdfast.ledger.port.ledger import FeedPosition, Ledger
 from holdfast.ledger.reopen_intake import reopen_intake
+from holdfast.ledger.verification import Verifier
 from holdfast.settings import Settings
 from holdfast.upkeep.projector import Projector
 from tests.ledger.projection_rig import QUEUE, check_ledger, open_ledger, rows
@@ -64,6 +65,7 @@ class ProjectorRig:
 
     async def reopen_intake(self, queue: str = QUEUE) -> None:
         await reopen_intake(self.engine, self.ledger, queue)
+        await Verifier(self.engine, self.ledger).ensure(queue)
 
     async def submit(self, count: int, queue: str = QUEUE, **more: Any) -> list[str]:
         ids = new_job_ids(count)

@@ -73,7 +73,8 @@ async def project_all(rig: ProjectorRig) -> FeedPosition:
     at = await projection.acquire(QUEUE, "another", 1)
     assert at is not None
     fresh = [entry for entry in await rig.engine.read_feed(QUEUE, at.position, 100) if entry.position != at.position]
-    return (await projection.project(QUEUE, "another", 1, at, fresh)).at
+    epoch = await projection.engine_epoch(QUEUE)
+    return (await projection.project(QUEUE, "another", 1, at, fresh, epoch=epoch)).at
 
 
 async def wait_failed(rig: ProjectorRig, job_id: str) -> None:

@@ -358,7 +358,8 @@ async def _project_once(rig: ProjectorRig) -> Projection:
     projection = rig.ledger.projection
     at = await projection.acquire(QUEUE, "another", 1)
     assert at is not None
-    await projection.project(QUEUE, "another", 1, at, await rig.engine.read_feed(QUEUE, "", 100))
+    entries, epoch = await rig.engine.read_feed(QUEUE, "", 100), await projection.engine_epoch(QUEUE)
+    await projection.project(QUEUE, "another", 1, at, entries, epoch=epoch)
     return projection
 
 

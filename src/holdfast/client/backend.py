@@ -227,6 +227,7 @@ class Backend(Configurable):
             lambda ledger: WebhookPolicy(self.settings, ledger),
             self._wrap_submitter,
             self._build_outbox,
+            settings.opens_unverified_after_s,
             temporary=settings.isolated,
         )
 

@@ -23,6 +23,7 @@ from holdfast.engine.port import Engine, InspectionPort
 from holdfast.engine.port.feed import EngineSnapshot, FeedEntry
 from holdfast.errors import EngineUnavailable, InvalidOption, LedgerRefused, LedgerUnavailable
 from holdfast.guard.runner import GuardRunner
+from holdfast.ledger.verification import OPENS_AFTER_S, Verifier
 from holdfast.webhooks.deliveries import WebhookPolicy
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class LoopConnection:
         webhook_policy: WebhookPolicy | None,
         durable_timeout_s: float,
         build_outbox: Callable[[Ledger | None], OutboxHandle | None] = lambda _: None,
+        opens_after_s: float | None = OPENS_AFTER_S,
     ) -> None:
         self.loop = loop
         self.engine = engine
@@ -68,11 +70,16 @@ class LoopConnection:
         self.refusal: LedgerRefused | None = None
         #: Opens the ledger; a submission waits for it only briefly.
         self._ledger_opening: asyncio.Task[None] | None = None
+        self._opens_after_s = opens_after_s
+        self._verifier: Verifier | None = None
 
     async def open(self, timeout_s: float = _SUBMIT_TIMEOUT_S) -> BatchingSubmitter:
         async with self._opening:
             if self._batching is None:
                 await self.engine.open()
+                if self._verifier is None and self.ledger is not None and self.ledger.projection is not None:
+                    self._verifier = Verifier(self.engine, self.ledger, self._opens_after_s)
+                    self.engine.on_unverified(self._verifier.request)
                 await self._open_ledger(timeout_s)
                 self._batching = BatchingSubmitter(
                     self.engine,
@@ -88,6 +95,8 @@ class LoopConnection:
             if self._ledger_opening is not None:
                 self._ledger_opening.cancel()
                 await asyncio.wait({self._ledger_opening})
+            if self._verifier is not None:
+                await self._verifier.close()
             if self._batching is not None:
                 await self._batching.close()
             if self._outbox is not None:
@@ -206,11 +215,13 @@ class LoopConnections:
         build_webhook_policy: Callable[[Ledger | None], WebhookPolicy | None] = lambda _: None,
         front: Callable[[BatchingSubmitter], Submitter] = lambda submitter: submitter,
         build_outbox: Callable[[Ledger | None], OutboxHandle | None] = lambda _: None,
+        opens_after_s: float | None = OPENS_AFTER_S,
         *,
         temporary: bool = False,
     ) -> None:
         """`front` wraps a submitter after it is opened. `temporary`: only this app uses the store."""
         self._temporary = temporary
+        self._opens_after_s = opens_after_s
         self._build_outbox = build_outbox
         self._build = build
         self._build_ledger = build_ledger
@@ -319,7 +330,14 @@ class LoopConnections:
                 guards = self._build_guards(ledger)
                 webhook_policy = self._build_webhook_policy(ledger)
                 connection = self._connections[loop] = LoopConnection(
-                    loop, engine, ledger, guards, webhook_policy, self._durable_timeout_s, self._build_outbox
+                    loop,
+                    engine,
+                    ledger,
+                    guards,
+                    webhook_policy,
+                    self._durable_timeout_s,
+                    self._build_outbox,
+                    self._opens_after_s,
                 )
             return connection
 

@@ -152,7 +152,7 @@ async def _restore_keys(engine: FeedPort, ledger: Ledger, queue: str, probe: Led
     # A queue that the ledger does not know has no keys; a search in a large ledger would delay its first job.
     if queue not in await (queues if probe is None else probe.call(queues)):
         return 0
-    if await _has_read(engine, ledger.projection, queue):
+    if await has_what_was_read(engine, ledger.projection, queue):
         return 0
     count = 0
     async for keys in ledger.recovery.submission_keys(queue, engine.options.idempotency_window_ms, MAX_BATCH):
@@ -161,7 +161,7 @@ async def _restore_keys(engine: FeedPort, ledger: Ledger, queue: str, probe: Led
     return count
 
 
-async def _has_read(engine: FeedReadPort, projection: ProjectionReadPort, queue: str) -> bool:
+async def has_what_was_read(engine: FeedReadPort, projection: ProjectionReadPort, queue: str) -> bool:
     """Whether the engine has everything that the ledger has read.
 
     That is so if its feed has the entry that was read last.

@@ -159,6 +159,8 @@ class Counters:
     #: … those that could not be recorded as they came or could not be read, and the number of feed forks.
     anomalies: int = 0
     forks: int = 0
+    #: Jobs of an engine that went back in time which got the ledger's state.
+    corrected: int = 0
     #: Batches that could not be written directly and needed a query.
     slow_batches: int = 0
     #: Age of the oldest event not yet in the ledger, or its age when it was written in the last pass.

@@ -124,6 +124,8 @@ class QueueGauges:
     #: Lag of the ledger behind the feed; None without a separate ledger, or if it is unreachable.
     feed_lag_entries: int | None = None
     feed_lag_s: float | None = None
+    #: 1: engine and ledger were compared in this epoch of the engine; None without a ledger.
+    verified: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +173,7 @@ _PLAIN: Final = (
     ),
     ("ledger_anomalies", "Events that the ledger could not record as they came.", "anomalies"),
     ("feed_forks", "Feed forks detected.", "forks"),
+    ("engine_corrections", "Jobs of an engine that went back in time, set to the ledger's state.", "corrected"),
 )
 
 
@@ -278,6 +281,9 @@ class MetricsCollector(Collector):
         behind_s = self._gauge(
             "feed_lag_seconds", "Age of the oldest feed entry not yet in the ledger.", labels=["queue"]
         )
+        verified = self._gauge(
+            "queue_verified", "1 once engine and ledger were compared since the engine was started.", labels=["queue"]
+        )
         for queue in self._gauges.queues:
             for stream, number in queue.streams.items():
                 length.add_metric([stream], number)
@@ -294,12 +300,13 @@ class MetricsCollector(Collector):
                 (ratio, queue.retrying_ratio),
                 (behind, queue.feed_lag_entries),
                 (behind_s, queue.feed_lag_s),
+                (verified, queue.verified),
             )
             for family, value in pairs:
                 if value is not None:
                     family.add_metric([queue.queue], value)
         yield from (length, pending, jobs, lag, backlog, threshold, concurrency, workers, dead_letters, ratio)
-        yield from (behind, behind_s)
+        yield from (behind, behind_s, verified)
 
     def _counter(self, name: str, text: str, label: str, values: dict[str, int]) -> Metric:
         family = CounterMetricFamily(f"{self._prefix}_{name}", text, labels=[label])

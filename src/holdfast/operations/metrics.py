@@ -199,6 +199,7 @@ async def _queue_gauges(
         retrying_ratio=stats.states.get(State.RETRYING, 0) / work if work else 0.0,
         feed_lag_entries=None if lag is None else lag[0],
         feed_lag_s=None if lag is None else lag[1],
+        verified=int(stats.gate.is_open and not stats.gate.unverified_since_ms) if stats.gate.epoch else None,
     )
 
 

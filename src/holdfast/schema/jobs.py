@@ -326,6 +326,8 @@ feed_positions: Final = Table(
     Column("projector", NAME),
     Column("lease_expires_at", InstantColumn),
     Column("updated_at", InstantColumn, nullable=False),
+    #: The epoch of the engine in which the queue was verified last: batches that were read in another one are refused.
+    Column("engine_epoch", NAME, nullable=False, server_default=""),
     PrimaryKeyConstraint("feed"),
 )
 

@@ -52,6 +52,7 @@ from holdfast.core.verdict import (
 )
 from holdfast.engine.port import Engine
 from holdfast.errors import TransitionInvalid
+from holdfast.testing.contract.harness import open_queue
 from holdfast.testing.model import MAX_DELIVERIES, UNIT_MS, VISIBILITY_MS, Model
 from holdfast.testing.operator_rules import REQUESTS, TENANTS, OperatorRules
 
@@ -129,7 +130,7 @@ class EngineMachine(OperatorRules):
         self.queue = f"{'pending' if pending else 'schedule'}-{number}"
         self.engine = self._run(self.world.make(ledger=ledger))
         if ledger:
-            self._run(self.engine.attach_reader(self.queue))
+            self._run(open_queue(self.engine, self.queue))
         self.model = Model(ledger, pending)
         self.envelopes: list[Envelope] = []
         #: Claims by worker and token, lost leases included: a worker learns of a loss only from the engine's answer.

@@ -73,8 +73,10 @@ class FeedFailure:
 class FeedCursor:
     """One feed, while this projector has its lease."""
 
-    def __init__(self, queue: str, at: FeedPosition, share: float = 1.0) -> None:
+    def __init__(self, queue: str, at: FeedPosition, epoch: str, share: float = 1.0) -> None:
         self.queue = queue
+        #: The epoch of the engine in which the feed is read.
+        self.epoch = epoch
         #: Share of a full batch that may be written in one transaction.
         self.share = share
         #: The ledger's position.

@@ -35,6 +35,7 @@ from holdfast.errors import HoldfastError, LedgerUnavailable, Unavailable
 from holdfast.identity import new_identity
 from holdfast.ledger.port.ledger import FeedPosition, Ledger, PositionMoved, ProjectionResult
 from holdfast.ledger.reopen_intake import reopen_intake
+from holdfast.ledger.verification import OPENS_AFTER_S, Verifier
 from holdfast.observe.counters import Counters
 from holdfast.upkeep.dead_letters import DeadLetterConfirmer
 from holdfast.upkeep.feed_cursor import SMALLEST_SHARE, FeedCursor, FeedFailure, FeedForked, PendingBatch, is_enough
@@ -82,6 +83,7 @@ class Projector:
         lease_ms: int = LEASE_MS,
         linger_s: float = LINGER_S,
         round_s: float = _ROUND_S,
+        opens_after_s: float | None = OPENS_AFTER_S,
     ) -> None:
         """`on_fork` is called with the queue of a feed that has forked, where jobs may be lost."""
         assert ledger.projection is not None
@@ -95,6 +97,9 @@ class Projector:
         self._lease_ms = lease_ms
         self._linger_s = linger_s
         self._round_s = round_s
+        self._verifier = Verifier(engine, ledger, opens_after_s)
+        #: Queue → an entry at or after the last one that the ledger has: the end of the last batch, written or not.
+        self._known: dict[str, FeedPosition] = {}
         self._cursors: dict[str, FeedCursor] = {}
         self._failures: dict[str, FeedFailure] = {}
         #: Feeds that other processes project, and when to check them again.
@@ -139,6 +144,7 @@ class Projector:
                 raise_if_cancelled()
                 positions = {queue: cursor.at.position for queue, cursor in self._cursors.items()} | positions
                 await self._drop_all()
+                await self._vouch()
                 await self._measure_unwritten(positions)
                 await asyncio.sleep(backoff.next_s())
         finally:
@@ -225,7 +231,9 @@ class Projector:
             return
         _log.info("projecting queue %s from %s", queue, at.position or "its start")
         failure = self._failures.get(queue)
-        cursor = self._cursors[queue] = FeedCursor(queue, at, failure.share if failure else 1.0)
+        epoch = await self._verifier.ensure(queue)
+        cursor = self._cursors[queue] = FeedCursor(queue, at, epoch, failure.share if failure else 1.0)
+        self._known[queue] = at
         self._extend_lease(cursor)
         if not at.position:
             # The feed's first reader. A feed that has our position already has our reader attached.
@@ -252,6 +260,7 @@ class Projector:
     def _apply_lease(self, cursor: FeedCursor, at: FeedPosition | None) -> None:
         if at is None:
             _log.info("queue %s was acquired by another projector", cursor.queue)
+            self._known.pop(cursor.queue, None)
             self._drop(cursor)
         elif at != cursor.at:
             self._restart(cursor, at)
@@ -289,7 +298,8 @@ class Projector:
         except FeedForked:
             await self._attempt(cursor, self._handle_fork)
         except PositionMoved:
-            _log.info("another projector has written queue %s", cursor.queue)
+            _log.info("another projector has written queue %s, or the engine has another epoch", cursor.queue)
+            self._known.pop(cursor.queue, None)
             self._drop(cursor)
         except Exception as exc:  # noqa: BLE001 - the other queues continue
             await self._fail_feed(cursor.queue, exc)
@@ -366,9 +376,10 @@ class Projector:
         if following.is_enough:
             # There is a backlog: read ahead while the ledger writes.
             cursor.ahead = asyncio.create_task(self._read_ahead(cursor, rest, (rest or batch)[-1]))
+        self._known[cursor.queue] = FeedPosition(batch[-1].position, batch[-1].nonce)
         try:
             done = await self._projection.project(
-                cursor.queue, self.name, self._lease_ms, cursor.at, batch, following.prepared
+                cursor.queue, self.name, self._lease_ms, cursor.at, batch, following.prepared, epoch=cursor.epoch
             )
         except BaseException:
             cursor.drop_ahead()
@@ -415,6 +426,7 @@ class Projector:
         cursor.drop_ahead()
         # Before the position moves: once a feed is read, its idempotency keys count as restored.
         await reopen_intake(self._engine, self._ledger, cursor.queue, insist=True)
+        cursor.epoch = await self._verifier.ensure(cursor.queue)
         cursor.detached = True
         self.counts.forks += 1
         _log.error(
@@ -453,7 +465,10 @@ class Projector:
         while entries:
             following = cursor.next_batch(entries)
             batch, entries = following.batch, following.rest
-            done = await self._projection.project(cursor.queue, self.name, self._lease_ms, cursor.at, batch)
+            self._known[cursor.queue] = FeedPosition(batch[-1].position, batch[-1].nonce)
+            done = await self._projection.project(
+                cursor.queue, self.name, self._lease_ms, cursor.at, batch, epoch=cursor.epoch
+            )
             self._record_written(cursor, batch, done)
 
     # Besides batches ----------------------------------------------------------------------------------------
@@ -537,6 +552,14 @@ class Projector:
                     await self._projection.release(queue, self.name)
         except (TimeoutError, HoldfastError) as exc:
             _log.info("queues not released, other projectors acquire them when the leases expire: %r", exc)
+
+    async def _vouch(self) -> None:
+        """While the ledger does not answer, open the gates of feeds that have what it certainly read last."""
+        try:
+            for queue, position in self._known.items():
+                await self._verifier.vouch(queue, position)
+        except HoldfastError as exc:
+            _log.debug("cannot compare the feeds either: %s", exc)
 
     # Lag ------------------------------------------------------------------------------------------
 

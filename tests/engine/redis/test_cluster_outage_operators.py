@@ -26,6 +26,7 @@ from holdfast.ledger.port.ledger import FeedPosition
 from holdfast.ledger.port.operators import ReplayReservation
 from holdfast.ledger.queries.operator_filters import DeadLetterFilter
 from holdfast.ledger.reopen_intake import reopen_intake
+from holdfast.ledger.verification import Verifier
 from holdfast.operations.jobs import find_in_queues
 from holdfast.upkeep.dispatch import ReplaySubmission
 from holdfast.upkeep.projector import Projector
@@ -146,6 +147,7 @@ class LedgerRig:
         self._task = asyncio.create_task(run)
         for queue in self.scene.queues:
             await reopen_intake(self.engine, self.ledger, queue)
+            await Verifier(self.engine, self.ledger).ensure(queue)
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -14,7 +14,7 @@ from holdfast.core.verdict import MESSAGE_MALFORMED, RetryLater, SettleResult
 from holdfast.engine.port.jobs import RetryVia
 from holdfast.engine.port.operators import QueueControl
 from holdfast.errors import IdempotencyKeyReused
-from holdfast.testing.contract.harness import FAILURE, Rig, ids
+from holdfast.testing.contract.harness import FAILURE, Rig, ids, open_queue
 from tests.engine.harness import RedisHarness
 
 pytestmark = pytest.mark.redis
@@ -338,6 +338,7 @@ async def test_a_malformed_message_under_a_known_id_does_not_affect_the_job(fore
 
 async def test_with_a_ledger_a_malformed_message_stays_dlq_pending(redis_harness: RedisHarness) -> None:
     engine = await redis_harness.make(ledger=True)
+    await open_queue(engine, QUEUE)
     foreign = ForeignWriter(redis_harness, Rig(redis_harness, engine, QUEUE))
     await foreign.write({"task_id": "j1", "type": "print", "tenant_id": "acme"})
     assert await foreign.rig.claim() == []
@@ -438,6 +439,8 @@ async def test_a_message_that_became_unreadable_is_a_dead_letter(
 ) -> None:
     """It was adopted under a higher limit; its worker died."""
     rig = Rig(redis_harness, await redis_harness.make(ledger=with_ledger), QUEUE)
+    if with_ledger:
+        await open_queue(rig.engine, QUEUE)
     foreign = ForeignWriter(redis_harness, rig)
     await foreign.write({**WELL_FORMED, "payload": json.dumps({"text": "x" * 2_000})})
     await rig.claim_one()

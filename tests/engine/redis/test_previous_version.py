@@ -26,7 +26,7 @@ from holdfast.engine.port.operators import TenantControl
 from holdfast.engine.redis import wire
 from holdfast.engine.redis.claims import merge_record
 from holdfast.engine.redis.keys import STREAMS_PER_LANE
-from holdfast.testing.contract.harness import Rig
+from holdfast.testing.contract.harness import Rig, open_queue
 from tests.engine.harness import RedisHarness
 
 pytestmark = pytest.mark.redis
@@ -78,7 +78,7 @@ async def rigs(harness: RedisHarness) -> tuple[Rig, Rig]:
     engine = await harness.make(ledger=True, retry_via=via, pending_idle_ms=0)
     for queue in via:
         # As after a fail-over: the epoch is not the one in which they were written.
-        await engine.attach_reader(queue)
+        await open_queue(engine, queue)
     return Rig(harness, engine, "orders"), Rig(harness, engine, "parked")
 
 

@@ -15,7 +15,7 @@ from holdfast.engine.port.jobs import EngineOptions
 from holdfast.engine.redis.engine import RedisEngine
 from holdfast.engine.redis.keys import KeyNames, QueueKeys
 from holdfast.errors import EngineUnavailable, FeedDetached
-from holdfast.testing.contract.harness import LONG_WAIT_MS, Rig, ids, soon
+from holdfast.testing.contract.harness import LONG_WAIT_MS, Rig, ids, open_queue, soon
 from tests.conftest import MakeServer
 from tests.engine.harness import RedisHarness, closing
 
@@ -49,7 +49,7 @@ async def test_a_wipe_between_snapshot_and_restore_restores_nothing(
     snapshot = await rig.engine.snapshot(rig.queue, [info.job_id for info in infos])
     await harness.redis.flushall()
     if refilled:
-        await rig.engine.attach_reader(rig.queue)
+        await open_queue(rig.engine, rig.queue)
         await rig.submit_one()
     before = await rig.entries()
     assert await rig.engine.restore(rig.queue, snapshot, infos) == [False] * len(infos)
@@ -73,7 +73,7 @@ async def test_after_a_wipe_a_new_snapshot_restores_every_job(harness: RedisHarn
     await harness.redis.flushall()
     with pytest.raises(FeedDetached):
         await rig.submit_one()
-    await rig.engine.attach_reader(rig.queue)
+    await open_queue(rig.engine, rig.queue)
     snapshot = await rig.engine.snapshot(rig.queue, [info.job_id for info in infos])
     assert snapshot.unknown == [info.job_id for info in infos]
     assert await rig.engine.restore(rig.queue, snapshot, infos) == [True] * len(infos)

@@ -76,6 +76,8 @@ async def test_a_blocked_loop_is_not_silence(client: RedisClient) -> None:
 
 
 async def test_connections_being_opened_are_abandoned_too(server: RedisServer, client: RedisClient) -> None:
+    # It waits for the epoch of the server.
+    client.sends_epoch = True
     server.pause()
     opening = asyncio.create_task(client.connect(Purpose.SUBMIT))
     await eventually(lambda: client.silent, "the connection attempt to be silent")

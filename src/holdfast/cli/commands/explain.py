@@ -114,10 +114,11 @@ async def _explain(
 
 async def _queue(session: StoreSession, queue: str) -> dict[str, Any]:
     """Controls of the queue, and its workers and running jobs, which only a principal of all tenants may see."""
-    if not session.principal.sees_all_tenants:
-        return {"paused": (await session.engine.get_control(queue)).paused}
     stats = await session.engine.stats(queue)
-    facts = {"paused": stats.control.paused, "workers": stats.workers}
+    facts: dict[str, Any] = {"paused": stats.control.paused, "unverified": not stats.gate.is_open}
+    if not session.principal.sees_all_tenants:
+        return facts
+    facts["workers"] = stats.workers
     return facts | {"concurrency": stats.control.concurrency, "running": stats.states.get(State.RUNNING, 0)}
 
 

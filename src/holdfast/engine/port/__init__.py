@@ -26,6 +26,7 @@ from holdfast.engine.port.feed import FeedPort, FeedReadPort
 from holdfast.engine.port.jobs import JobPort
 from holdfast.engine.port.operators import OperatorPort
 from holdfast.engine.port.reads import ReadPort
+from holdfast.engine.port.verification import VerificationPort
 from holdfast.engine.port.worker_ids import WorkerIdPort
 from holdfast.errors import EngineUnavailable
 
@@ -49,7 +50,7 @@ class OperationsPort(ReadPort, OperatorPort, Protocol):
     """What operations use: read jobs and controls, and change them for an operator."""
 
 
-class Engine(JobPort, OperatorPort, ReadPort, FeedPort, WorkerIdPort, Protocol):
+class Engine(JobPort, OperatorPort, ReadPort, FeedPort, VerificationPort, WorkerIdPort, Protocol):
     """Owns the live state of open jobs.
 
     An instance serves one event loop; use `clone` for a second one.

@@ -41,6 +41,33 @@ class ControlNotice(msgspec.Struct, frozen=True):
 Notice = CancelledNotice | DueNotice | ControlNotice
 
 
+_REMEDY: Final = "check that the ledger answers, and that a worker or `holdfast upkeep` runs, which compares them"
+
+
+class QueueGate(msgspec.Struct, frozen=True):
+    """Whether the jobs of a queue are claimed and moved: with a ledger, once both were compared in this epoch."""
+
+    #: The present epoch of the engine.
+    epoch: str
+    is_open: bool
+    #: Since when (by the engine's clock) it is open without a comparison, as the ledger did not answer; 0: it is not.
+    unverified_since_ms: int = 0
+
+
+def gate_finding(queue: str, gate: QueueGate) -> Finding:
+    """The finding of `holdfast doctor` about a queue's gate."""
+    check = f"comparison with the ledger, queue {queue}"
+    if not gate.is_open:
+        message = "jobs wait: the engine was started or replaced, and has not been compared with the ledger since"
+        return Finding(check, ok=False, message=message, remedy=_REMEDY)
+    if gate.unverified_since_ms:
+        message = (
+            "jobs run although the engine, which was started or replaced, has not been compared with the ledger since"
+        )
+        return Finding(check, ok=False, message=message, remedy=_REMEDY, warning=True)
+    return Finding(check, ok=True, message="the engine has everything that the ledger has read")
+
+
 class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
     """Gauges of a queue.
 
@@ -62,6 +89,7 @@ class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
     pending: int = 0
     #: Backlog by tenant, as far as the engine separates tenants. Only for principals that may see all tenants.
     tenants: dict[str, int] = {}
+    gate: QueueGate = QueueGate("", is_open=True)
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):

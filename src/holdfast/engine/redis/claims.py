@@ -16,7 +16,7 @@ from holdfast.engine.redis.keys import RETRY_CONSUMER, STREAMS_PER_LANE, WAKE_GR
 from holdfast.engine.redis.net.client import Purpose
 from holdfast.engine.redis.net.errors import ScriptError
 from holdfast.engine.redis.store import RedisStore
-from holdfast.errors import EngineRefused, EngineUnavailable
+from holdfast.errors import EngineRefused, EngineUnavailable, QueueUnverified
 
 #: Longest blocking wait: how long a ready job can stay unclaimed if the worker that was woken for it crashes.
 _MAX_BLOCK_MS: Final = 5_000
@@ -154,7 +154,12 @@ class Claims:
 
     async def _claim_queue(self, worker: str, queue: str, limit: int) -> list[Claim]:
         call = self._claim_call(worker, queue, limit)
-        reply = await self._store.run_with_lanes(Purpose.CLAIM, "claim", queue, *call)
+        try:
+            reply = await self._store.run_with_lanes(Purpose.CLAIM, "claim", queue, *call)
+        except QueueUnverified:
+            # Its verification writes a wake entry.
+            self._blocked.add(queue)
+            return []
         return await self._claims_from_reply(worker, queue, limit, reply)
 
     def _claim_call(self, worker: str, queue: str, limit: int) -> tuple[list[bytes], list[Any], Collection[int]]:
@@ -213,12 +218,22 @@ class Claims:
     # recover ---------------------------------------------------------------------------------------
 
     async def recover(self, worker: str, queues: Sequence[str], in_flight: Collection[Lease]) -> list[Claim]:
+        unverified: QueueUnverified | None = None
+
         async def step(queue: str) -> list[Claim]:
-            claims = await self._recover(worker, queue, in_flight)
+            nonlocal unverified
+            try:
+                claims = await self._recover(worker, queue, in_flight)
+            except QueueUnverified as exc:
+                unverified = exc
+                raise
             self._store.outages.confirm(queue)
             return claims
 
         found = await self._store.outages.for_each(queues, step)
+        if unverified is not None and not self._store.outages.apart:
+            # All queues are on one server, so that the others wait as well.
+            raise unverified
         return [claim for claims in found.values() for claim in claims]
 
     async def _recover(self, worker: str, queue: str, in_flight: Collection[Lease]) -> list[Claim]:

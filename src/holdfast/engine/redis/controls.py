@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import msgspec
 
 from holdfast.engine.port.operators import QueueControl, TenantControl, check_control
+from holdfast.engine.port.reads import QueueGate
 from holdfast.engine.redis.net.client import Purpose
 from holdfast.engine.redis.store import RedisStore
-from holdfast.engine.redis.wire import as_dict, encode_json
+from holdfast.engine.redis.wire import as_dict, encode_json, instant
 from holdfast.errors import InvalidOption
 
 _decode_tenants: Final = msgspec.json.Decoder(dict[str, TenantControl]).decode
@@ -65,6 +66,14 @@ def encode_control(control: QueueControl) -> dict[str, str]:
         "backlog_alert": count(control.backlog_alert),
         "tenants": encode_json(tenants).decode() if tenants else "",
     }
+
+
+def gate_from(values: Mapping[bytes, bytes], epoch: bytes) -> QueueGate:
+    """Decode the gate; `epoch` is empty without a ledger."""
+    unverified = values.get(b"unverified")
+    return QueueGate(
+        epoch.decode(), not epoch or values.get(b"cleared") == epoch, instant(unverified) if unverified else 0
+    )
 
 
 async def read_control(store: RedisStore, queue: str) -> tuple[QueueControl, list[bytes]]:

@@ -9,7 +9,8 @@ decode its reply.
     operators   move, expedite, claim_job, set_control
     reads       get, find, get_control, stats, workers, queues, listen, wait_final
     feed        epoch, attach_reader, read_feed, wait_feed, trim_feed
-    upkeep      promote, reclaim, prune, snapshot, restore, restore_keys
+    upkeep      promote, reclaim, prune
+    recovery    snapshot, restore, restore_keys; gate, job_names, correct, open_gate
     worker_ids  next_generation, keep_worker_id
     diagnosis   diagnose
     store       scripts, lanes and versions, for all of them
@@ -18,6 +19,7 @@ decode its reply.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, TypeVar, cast
@@ -31,7 +33,16 @@ from holdfast.engine.port import Engine
 from holdfast.engine.port.feed import EngineSnapshot, FeedEntry, SubmissionKey
 from holdfast.engine.port.jobs import EngineOptions, JobRefused, LeaseFilter, Promotion
 from holdfast.engine.port.operators import QueueControl
-from holdfast.engine.port.reads import Finding, Notice, QueueStats, WorkerInfo, feed_finding
+from holdfast.engine.port.reads import (
+    Finding,
+    Notice,
+    QueueGate,
+    QueueStats,
+    WorkerInfo,
+    feed_finding,
+    gate_finding,
+)
+from holdfast.engine.port.verification import JobName
 from holdfast.engine.port.worker_ids import WorkerIdStatus, WorkerStart, replaced_findings
 from holdfast.engine.redis.announcements import Announcements
 from holdfast.engine.redis.claims import Claims
@@ -46,11 +57,12 @@ from holdfast.engine.redis.net.connection import ClusterSeeds, SentinelAddresses
 from holdfast.engine.redis.net.sentinel import SentinelClient
 from holdfast.engine.redis.operators import AuditContext, Controls, Operators
 from holdfast.engine.redis.reads import CompletionWaiter, Reads
+from holdfast.engine.redis.recovery import EngineRecovery
 from holdfast.engine.redis.settlement import Settlements
 from holdfast.engine.redis.store import RedisStore
-from holdfast.engine.redis.upkeep import EngineRecovery, EngineUpkeep
+from holdfast.engine.redis.upkeep import EngineUpkeep
 from holdfast.engine.redis.worker_ids import WorkerIds
-from holdfast.errors import EngineRefused, EngineUnavailable
+from holdfast.errors import EngineRefused, EngineUnavailable, QueueUnverified
 from holdfast.observe.counters import Counters
 
 if TYPE_CHECKING:
@@ -61,6 +73,8 @@ T = TypeVar("T")
 
 _CONNECT_TIMEOUT_S: Final = 5.0
 _REPLY_TIMEOUT_S: Final = 10.0
+#: How long an operator waits for the verification of a queue.
+_VERIFICATION_S: Final = 5.0
 
 
 class RedisEngine(Engine):
@@ -230,7 +244,8 @@ class RedisEngine(Engine):
         audit: str = "",
     ) -> State:
         context = AuditContext(actor, reason, audit)
-        return await self._operators.move(queue, job_id, to, context, expected, event, approval, approval_id)
+        arguments = (queue, job_id, to, context, expected, event, approval, approval_id)
+        return await self._when_verified(queue, lambda: self._operators.move(*arguments))
 
     async def set_control(
         self,
@@ -245,10 +260,22 @@ class RedisEngine(Engine):
         await self._controls.set(queue, control, expected, AuditContext(actor, reason, audit))
 
     async def expedite(self, queue: str, job_id: str, *, actor: str, reason: str, audit: str = "") -> None:
-        await self._operators.expedite(queue, job_id, AuditContext(actor, reason, audit))
+        context = AuditContext(actor, reason, audit)
+        await self._when_verified(queue, lambda: self._operators.expedite(queue, job_id, context))
 
     async def claim_job(self, worker: str, queue: str, job_id: str) -> Claim:
-        return await self._operators.claim_job(worker, queue, job_id)
+        return await self._when_verified(queue, lambda: self._operators.claim_job(worker, queue, job_id))
+
+    async def _when_verified(self, queue: str, step: Callable[[], Awaitable[T]]) -> T:
+        """Run a step that an operator waits for, and again after a verification of the queue."""
+        try:
+            return await step()
+        except QueueUnverified:
+            verification = self._store.verify(queue)
+            if verification is None:
+                raise
+            await asyncio.wait({verification}, timeout=_VERIFICATION_S)
+            return await step()
 
     # Reads -----------------------------------------------------------------------------------------
 
@@ -310,7 +337,10 @@ class RedisEngine(Engine):
         diagnosis, replaced = Diagnosis(self._store), list[tuple[str, str]]()
 
         async def check(queue: str) -> list[Finding]:
-            findings = [await diagnosis.consumers(queue), feed_finding(await self.stats(queue))]
+            stats = await self.stats(queue)
+            findings = [await diagnosis.consumers(queue), feed_finding(stats)]
+            if self.options.ledger:
+                findings.append(gate_finding(queue, stats.gate))
             replaced.extend(await self._worker_ids.replaced(queue))
             return findings + await diagnosis.former_keys(queue)
 
@@ -348,6 +378,21 @@ class RedisEngine(Engine):
 
     async def restore(self, queue: str, snapshot: EngineSnapshot, jobs: Sequence[JobInfo]) -> list[bool]:
         return await self._recovery.restore(queue, snapshot, jobs)
+
+    def on_unverified(self, verify: Callable[[str], asyncio.Task[None]]) -> None:
+        self._store.verify = verify
+
+    async def gate(self, queue: str) -> QueueGate:
+        return await self._recovery.gate(queue)
+
+    async def job_names(self, queue: str, cursor: str, limit: int) -> tuple[list[JobName], str]:
+        return await self._recovery.job_names(queue, cursor, limit)
+
+    async def correct(self, queue: str, epoch: str, jobs: Sequence[JobInfo]) -> list[bool] | None:
+        return await self._recovery.correct(queue, epoch, jobs)
+
+    async def open_gate(self, queue: str, epoch: str, *, verified: bool = True) -> bool:
+        return await self._recovery.open_gate(queue, epoch, verified=verified)
 
     async def restore_keys(self, queue: str, keys: Sequence[SubmissionKey]) -> None:
         await self._recovery.restore_keys(queue, keys)

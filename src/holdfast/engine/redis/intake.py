@@ -84,9 +84,7 @@ class Intake:
         names += key_names
         durable = [position for position, envelope in enumerate(envelopes, 1) if envelope.durable]
         arguments = [store.nonce(), store.feed_limit, options.feed_max_bytes, len(envelopes), width, wire.pack(jobs)]
-        # With a ledger, the connection replaces `?` by the epoch of its server.
         arguments += (
-            b"?" if options.ledger else b"",
             wire.pack(durable) if durable else b"",
             store.names.group,
             RETRY_CONSUMER,

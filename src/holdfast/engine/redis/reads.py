@@ -25,7 +25,7 @@ from holdfast.core.verdict import MESSAGE_GONE, MESSAGE_MALFORMED
 from holdfast.engine.port.reads import CancelledNotice, ControlNotice, DueNotice, Notice, QueueStats, WorkerInfo
 from holdfast.engine.redis import wire
 from holdfast.engine.redis.claims import merge_record
-from holdfast.engine.redis.controls import control_from
+from holdfast.engine.redis.controls import control_from, gate_from
 from holdfast.engine.redis.keys import OWNED_QUEUE, RETRY_CONSUMER, parse_lanes
 from holdfast.engine.redis.net.client import Purpose
 from holdfast.engine.redis.net.connection import PubSubConnection
@@ -121,7 +121,7 @@ class Reads:
         lanes = self._store.lanes(queue).all()
         reply = await self._store.run_with_lanes(Purpose.OTHER, "stats", queue, names, arguments, lanes)
         in_streams, pending, parked, retry, suspended, waiting_approval, dead, delayed, *others = reply
-        entries, dead_letters, workers, control, size, lanes_by_tenant, backlogs = others
+        entries, dead_letters, workers, control, size, lanes_by_tenant, backlogs, epoch = others
         return QueueStats(
             queue=queue,
             states={
@@ -141,6 +141,7 @@ class Reads:
             backlog=in_streams - parked,
             pending=pending,
             tenants=_group_by_tenant(lanes_by_tenant, backlogs),
+            gate=gate_from(wire.as_dict(control), epoch),
         )
 
     async def workers(self, queues: Sequence[str]) -> list[WorkerInfo]:

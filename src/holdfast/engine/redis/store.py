@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import time
@@ -24,7 +25,7 @@ from holdfast.engine.redis.net.client import Purpose, RedisClient
 from holdfast.engine.redis.net.errors import ConnectionLost, ScriptError
 from holdfast.engine.redis.net.outages import Outages
 from holdfast.engine.redis.net.script import Script
-from holdfast.errors import EngineUnavailable, QueueLimitReached
+from holdfast.errors import EngineUnavailable, QueueLimitReached, QueueUnverified
 from holdfast.observe.counters import Counters
 
 T = TypeVar("T")
@@ -63,6 +64,9 @@ class RedisStore:
         self._lanes: dict[str, LaneCache] = {}
         #: Values whose unreadable content was logged.
         self._unreadable: set[tuple[str, str, str]] = set()
+        client.sends_epoch = options.ledger
+        #: Called with a queue whose jobs wait until it is verified.
+        self.verify: Callable[[str], asyncio.Task[None] | None] = lambda queue: None
         self.outages = Outages(
             lambda queue: client.call(Purpose.OTHER, b"HGET", self.keys(queue).control, b"lanes"),
             lambda queue: client.node_of(self.keys(queue).control),
@@ -204,15 +208,35 @@ class RedisStore:
     ) -> Any:
         """Run a script on one queue.
 
-        If a group or the marker is missing (a new queue, or a wipe), create them and run the script again, once.
+        If a group or the marker is missing (a new queue, or a wipe), create them and run the script again, once. Raises
+        `QueueUnverified` if the script moves jobs and the queue is not verified.
         """
         try:
-            return await self.client.run(purpose, _script(name), keys, arguments)
+            return await self._run_verified(purpose, name, queue, keys, arguments)
         except ScriptError as exc:
             if not any(missing in str(exc) for missing in _MISSING):
                 raise
         await self.create_groups(queue)
-        return await self.client.run(purpose, _script(name), keys, arguments)
+        return await self._run_verified(purpose, name, queue, keys, arguments)
+
+    async def _run_verified(
+        self, purpose: Purpose, name: str, queue: str, keys: Sequence[bytes], arguments: Sequence[Any]
+    ) -> Any:
+        try:
+            return await self.client.run(purpose, _script(name), keys, arguments)
+        except ScriptError as exc:
+            if not exc.is_unverified:
+                raise
+        try:
+            # The connection may have the epoch from before: a master that has had no replicas for a while gets a new
+            # one, and so does a replica that becomes the master, and both keep their connections.
+            await self.client.epoch(purpose, self.keys(queue).control)
+            return await self.client.run(purpose, _script(name), keys, arguments)
+        except ScriptError as exc:
+            if not exc.is_unverified:
+                raise
+        self.verify(queue)
+        raise QueueUnverified(queue)
 
     async def run_with_lanes(
         self,
@@ -243,7 +267,13 @@ class RedisStore:
     ) -> Any:
         """Pipeline a script with lanes behind a blocking read. None: it did not run; call `run_with_lanes`."""
         names, values = self._declare(queue, keys, arguments, lanes)
-        waited, reply = await self.client.run_after_read(Purpose.WAIT, read, blocks_s, _script(name), names, values)
+        try:
+            waited, reply = await self.client.run_after_read(Purpose.WAIT, read, blocks_s, _script(name), names, values)
+        except ScriptError as exc:
+            if not exc.is_unverified:
+                raise
+            await self.client.epoch(Purpose.WAIT, self.keys(queue).control)
+            return None
         if not waited:
             # NOGROUP or UNBLOCKED: the store is new, or was wiped. Without groups, no wait can succeed.
             await self.create_groups(queue)

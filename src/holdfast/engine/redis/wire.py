@@ -427,3 +427,19 @@ def record_from_info(view: JobInfo, meta: Meta, **more: Any) -> JobBody:
         run_at=str(run_at_ms),
         **more,
     )
+
+
+def record_from_ledger(job: JobInfo) -> JobBody:
+    """The record of a job that was rebuilt from the ledger, open or ended."""
+    meta, more = job.meta, {}
+    if job.failure:
+        more["failure"] = encode_failure(job.failure)
+    if job.state is State.SUCCEEDED and meta.history:
+        # The last attempt of a succeeded job is in separate fields.
+        last, result = meta.history[-1], printable(job.result or b"null")
+        meta = msgspec.structs.replace(meta, history=meta.history[:-1])
+        times = {"claimed_at_ms": last.started_at_ms, "finished_at_ms": last.finished_at_ms, "deliveries": 1}
+        return msgspec.structs.replace(
+            record_from_info(job, meta), result=result, payload="", worker=last.worker, **times
+        )
+    return record_from_info(job, meta, finished_at_ms=job.finished_at_ms, **more)

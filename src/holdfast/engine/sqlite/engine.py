@@ -23,6 +23,8 @@ from holdfast.engine.port import Engine
 from holdfast.engine.port.feed import EngineSnapshot, FeedEntry, SubmissionKey
 from holdfast.engine.port.jobs import EngineOptions, JobRefused, LeaseFilter, Promotion
 from holdfast.engine.port.operators import QueueControl, check_control
+from holdfast.engine.port.reads import QueueGate
+from holdfast.engine.port.verification import JobName
 from holdfast.engine.port.worker_ids import WorkerIdStatus, WorkerStart
 from holdfast.engine.sqlite import claims, feed, intake, operators, upkeep, worker_ids
 from holdfast.engine.sqlite import settlement as settling
@@ -336,6 +338,23 @@ class SqliteEngine(SqliteReads, Engine):
     async def restore(self, queue: str, snapshot: EngineSnapshot, jobs: Sequence[JobInfo]) -> list[bool]:
         upkeep.check_jobs(jobs)
         return await self._store.write(upkeep.restore, self._policy, queue, snapshot, jobs)
+
+    # Engine and ledger are one file: there is nothing to compare.
+
+    def on_unverified(self, verify: Callable[[str], asyncio.Task[None]]) -> None:
+        pass
+
+    async def gate(self, queue: str) -> QueueGate:
+        return QueueGate("", is_open=True)
+
+    async def job_names(self, queue: str, cursor: str, limit: int) -> tuple[list[JobName], str]:
+        return [], ""
+
+    async def correct(self, queue: str, epoch: str, jobs: Sequence[JobInfo]) -> list[bool] | None:
+        return None
+
+    async def open_gate(self, queue: str, epoch: str, *, verified: bool = True) -> bool:
+        return True
 
     async def restore_keys(self, queue: str, keys: Sequence[SubmissionKey]) -> None:
         for start in range(0, len(keys), MAX_BATCH):

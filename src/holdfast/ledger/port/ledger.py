@@ -142,6 +142,17 @@ class Projection(ProjectionReadPort, Protocol):
         """
         ...
 
+    async def engine_epoch(self, queue: str) -> str:
+        """Return the epoch of the engine in which the queue was verified last; empty before the first time."""
+        ...
+
+    async def begin_epoch(self, queue: str, epoch: str, expected: str) -> FeedPosition | None:
+        """Refuse batches of other epochs from now on; return how far the feed was read before.
+
+        Returns None and changes nothing unless the last epoch was `expected`.
+        """
+        ...
+
     async def project(
         self,
         queue: str,
@@ -150,10 +161,13 @@ class Projection(ProjectionReadPort, Protocol):
         old: FeedPosition,
         entries: Sequence[FeedEntry],
         prepared: Any = None,
+        *,
+        epoch: str = "",
     ) -> ProjectionResult:
         """Write entries, number each job's events, move the position and renew the lease.
 
-        All in one transaction. Raises `PositionMoved` and writes nothing unless the position is `old`. One event never
+        `epoch`: that of the engine in which the entries were read. All in one transaction. Raises `PositionMoved` and
+        writes nothing unless the position is `old` and the epoch the one that began last. One event never
         stops it: an event that does not fit the recorded history becomes an anomaly. Dead letters are written to
         `dlq_items`, unacknowledged.
         """
@@ -192,6 +206,16 @@ class OpenJob(msgspec.Struct, frozen=True):
     last_seq: int
 
 
+class RecordedState(msgspec.Struct, frozen=True):
+    """Where a job is, as the ledger knows it."""
+
+    state: State
+    attempt: int
+    retry_count: int
+    #: Of a job that succeeded, JSON. Its events do not have it.
+    result: str | None = None
+
+
 class Recovery(Protocol):
     """What the ledger knows about open jobs.
 
@@ -207,6 +231,10 @@ class Recovery(Protocol):
 
         A job that moves meanwhile may occur twice or not at all.
         """
+        ...
+
+    async def recorded(self, keys: Sequence[JobKey]) -> dict[JobKey, RecordedState]:
+        """Return what the ledger has of those of the jobs that it knows, open or ended."""
         ...
 
     async def still_open(self, keys: Sequence[JobKey]) -> list[OpenJob]:

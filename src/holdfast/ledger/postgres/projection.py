@@ -121,6 +121,8 @@ class PostgresProjection(Projection):
         old: FeedPosition,
         entries: Sequence[FeedEntry],
         prepared: Any = None,
+        *,
+        epoch: str = "",
     ) -> ProjectionResult:
         if not old.position:
             await self._store.execute(sql.FIRST, queue)
@@ -137,6 +139,7 @@ class PostgresProjection(Projection):
             payload(queue, at.position),
             [entry.position for entry in positioned],
             [entry.nonce for entry in positioned],
+            epoch,
         )
         events = list(feed_events(entries, queue))
         batch = _BatchWriter(queue, self._publishing)
@@ -177,6 +180,20 @@ class PostgresProjection(Projection):
         except LedgerUnavailable as exc:
             # The batch itself is committed.
             _log.info("could not analyse new tables: %s", exc)
+
+    # Epoch of the engine ---------------------------------------------------------------------------
+
+    async def engine_epoch(self, queue: str) -> str:
+        rows = await self._store.fetch(sql.ENGINE_EPOCH, queue)
+        return rows[0][0] if rows else ""
+
+    async def begin_epoch(self, queue: str, epoch: str, expected: str) -> FeedPosition | None:
+        rows = await self._store.fetch(sql.BEGIN_EPOCH, queue, epoch, expected)
+        if not rows and not expected:
+            # A new queue.
+            await self._store.execute(sql.FIRST, queue)
+            rows = await self._store.fetch(sql.BEGIN_EPOCH, queue, epoch, expected)
+        return FeedPosition(*rows[0]) if rows else None
 
     # Reading ---------------------------------------------------------------------------------------
 

@@ -57,7 +57,8 @@ ON CONFLICT DO NOTHING"""
 
 MOVE: Final = f"""
 WITH free AS (
-    SELECT feed FROM feed_positions WHERE feed = $1 AND position = $6 AND nonce = $7 FOR UPDATE SKIP LOCKED),
+    SELECT feed FROM feed_positions WHERE feed = $1 AND position = $6 AND nonce = $7 AND engine_epoch = $11
+       FOR UPDATE SKIP LOCKED),
 moved AS (
     UPDATE feed_positions AS p
        SET position = $2, nonce = $3, projector = $4, lease_expires_at = clock_timestamp() + $5,
@@ -70,6 +71,12 @@ entries AS (
       FROM moved, unnest($9::text[], $10::text[]) AS u (position, nonce)
     ON CONFLICT DO NOTHING)
 SELECT pg_notify('{CHANNEL}', $8) FROM moved"""  # noqa: S608 - a constant
+
+
+ENGINE_EPOCH: Final = "SELECT engine_epoch FROM feed_positions WHERE feed = $1"
+
+BEGIN_EPOCH: Final = """
+UPDATE feed_positions SET engine_epoch = $2 WHERE feed = $1 AND engine_epoch = $3 RETURNING position, nonce"""
 
 
 def _unnest(columns: Sequence[tuple[str, str]]) -> str:

@@ -98,6 +98,8 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
     queue: str = ""
     #: Whether an operator has paused the queue; None: unknown.
     paused: bool | None = None
+    #: Whether its jobs wait until engine and ledger have been compared.
+    unverified: bool = False
     #: How many workers claim from the queue; None: unknown.
     workers: int | None = None
     #: How many jobs of the queue may run at a time (None: no limit or unknown), and how many do.
@@ -145,6 +147,11 @@ def _obstacle(facts: JobFacts) -> _WhyAndThen:
     queue = shlex.quote(facts.queue)
     if facts.paused:
         return ["Its queue is paused."], [f"It runs after the queue is resumed: `holdfast queues resume {queue}`."]
+    if facts.unverified:
+        return (
+            ["Its queue waits: the engine was started or replaced, and has not been compared with the ledger since."],
+            ["It runs once they were compared, which a worker or `holdfast upkeep` does when the ledger answers."],
+        )
     if facts.workers == 0:
         return ["No worker serves its queue."], [f"It runs once a worker does: `holdfast worker APP --queue {queue}`."]
     if facts.concurrency is not None and facts.running >= facts.concurrency:

@@ -22,7 +22,7 @@ from holdfast.core.job import Event, JobKey, decode_meta
 from holdfast.core.states import FINAL, State
 from holdfast.engine.port.feed import SubmissionKey
 from holdfast.errors import LedgerUnavailable
-from holdfast.ledger.port.ledger import OpenJob, Recovery
+from holdfast.ledger.port.ledger import OpenJob, RecordedState, Recovery
 from holdfast.schema import feed_positions, job_events, jobs
 
 #: Jobs read by key in one statement.
@@ -46,7 +46,9 @@ class SqlRecovery(Recovery):
         self._engine = engine
 
     async def queues(self) -> list[str]:
-        return [row.feed for row in await self._rows(select(feed_positions.c.feed).order_by(feed_positions.c.feed))]
+        # A row without a position only has the lease of a projector, or the epoch of a verification.
+        query = select(feed_positions.c.feed).where(feed_positions.c.position != "").order_by(feed_positions.c.feed)
+        return [row.feed for row in await self._rows(query)]
 
     async def open_jobs(self, queue: str, limit: int) -> AsyncIterator[list[OpenJob]]:
         page: list[OpenJob] = []
@@ -58,6 +60,15 @@ class SqlRecovery(Recovery):
                 page = page[limit:]
         if page:
             yield page
+
+    async def recorded(self, keys: Sequence[JobKey]) -> dict[JobKey, RecordedState]:
+        key = (jobs.c.tenant_id, jobs.c.queue, jobs.c.job_id)
+        columns = (*key, jobs.c.state, jobs.c.attempt, jobs.c.retry_count, jobs.c.result)
+        found: dict[JobKey, RecordedState] = {}
+        for condition in _key_conditions(jobs.c, keys):
+            for row in await self._rows(select(*columns).where(condition)):
+                found[_key(row)] = RecordedState(State(row.state), row.attempt, row.retry_count, row.result)
+        return found
 
     async def still_open(self, keys: Sequence[JobKey]) -> list[OpenJob]:
         found: list[OpenJob] = []

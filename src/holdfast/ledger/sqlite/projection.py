@@ -102,6 +102,8 @@ class SqliteProjection(Projection):
         old: FeedPosition,
         entries: Sequence[FeedEntry],
         prepared: Any = None,
+        *,
+        epoch: str = "",
     ) -> ProjectionResult:
         events = [sanitize_event(event) for event in feed_events(entries, queue)]
         now_ms, last = self._clock.now_ms(), entries[-1]
@@ -114,6 +116,7 @@ class SqliteProjection(Projection):
             "now": now_ms,
             "old_position": old.position,
             "old_nonce": old.nonce,
+            "epoch": epoch,
         }
         positioned = [(entry.position, entry.nonce) for entry in entries if entry.position]
 
@@ -128,6 +131,24 @@ class SqliteProjection(Projection):
 
         anomalies, dead_letters = await self._store.write(write)
         return ProjectionResult(FeedPosition(last.position, last.nonce), len(events), anomalies, dead_letters)
+
+    # Epoch of the engine ---------------------------------------------------------------------------
+
+    async def engine_epoch(self, queue: str) -> str:
+        row = await self._store.write(
+            lambda transaction: transaction.execute(sql.ENGINE_EPOCH, (queue,)).fetchone(), lazy=True
+        )
+        return row[0] if row else ""
+
+    async def begin_epoch(self, queue: str, epoch: str, expected: str) -> FeedPosition | None:
+        values, now_ms = {"queue": queue, "epoch": epoch, "expected": expected}, self._clock.now_ms()
+
+        def write(transaction: Transaction) -> Any:
+            transaction.execute(sql.FIRST, (queue, now_ms))
+            return transaction.execute(sql.BEGIN_EPOCH, values).fetchone()
+
+        row = await self._store.write(write)
+        return FeedPosition(*row) if row else None
 
     # Reading ---------------------------------------------------------------------------------------
 

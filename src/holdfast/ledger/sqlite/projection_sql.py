@@ -51,7 +51,13 @@ INSERT INTO feed_positions (feed, position, nonce, updated_at) VALUES (?, '', ''
 MOVE: Final = """
 UPDATE feed_positions
    SET position = :position, nonce = :nonce, projector = :projector, lease_expires_at = :until, updated_at = :now
- WHERE feed = :queue AND position = :old_position AND nonce = :old_nonce"""
+ WHERE feed = :queue AND position = :old_position AND nonce = :old_nonce AND engine_epoch = :epoch"""
+
+ENGINE_EPOCH: Final = "SELECT engine_epoch FROM feed_positions WHERE feed = ?"
+
+BEGIN_EPOCH: Final = """
+UPDATE feed_positions SET engine_epoch = :epoch WHERE feed = :queue AND engine_epoch = :expected
+RETURNING position, nonce"""
 
 ENTRIES: Final = """
 INSERT INTO feed_entries (feed, position, nonce, at)

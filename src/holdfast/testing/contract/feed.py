@@ -22,6 +22,7 @@ from holdfast.testing.contract.harness import (
     EngineHarness,
     Rig,
     both_modes,
+    open_queue,
     soon,
 )
 
@@ -260,7 +261,7 @@ class FeedEventContract(Contract):
         assert engine.counters.intake_refused == 1
         assert await rig.claim() == []
         assert await rig.entries() == []
-        await engine.attach_reader(rig.queue)
+        await open_queue(engine, rig.queue)
         with pytest.raises(FeedDetached):
             await rig.submit_one(queue=OTHER_QUEUE)
         claim = await rig.start_one()

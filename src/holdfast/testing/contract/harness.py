@@ -56,6 +56,12 @@ class EngineHarness(Protocol):
         ...
 
 
+async def open_queue(engine: Engine, queue: str) -> None:
+    """Let an engine with a ledger accept and run jobs of a queue, as submitters and workers do after a comparison."""
+    await engine.attach_reader(queue)
+    await engine.open_gate(queue, await engine.epoch(queue))
+
+
 class Rig:
     """An engine under test and one of its queues."""
 
@@ -69,8 +75,7 @@ class Rig:
         """Create a rig on an engine with these `EngineOptions`."""
         rig = cls(harness, await harness.make(**options))
         if options.get("ledger"):
-            # A submitter attaches the reader: without one the engine refuses submissions.
-            await rig.engine.attach_reader(rig.queue)
+            await open_queue(rig.engine, rig.queue)
         return rig
 
     # Submitting ------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from holdfast.core.states import FINAL, RESTORED_EVENT, State
 from holdfast.core.verdict import Release, RetryLater
 from holdfast.engine.port.feed import EngineSnapshot, SubmissionKey
 from holdfast.errors import InvalidOption
-from holdfast.testing.contract.harness import FAILURE, OTHER_QUEUE, Contract, EngineHarness, Rig, ids
+from holdfast.testing.contract.harness import FAILURE, OTHER_QUEUE, Contract, EngineHarness, Rig, ids, open_queue
 
 OPEN = sorted(set(State) - FINAL)
 FIELDS: dict[str, Any] = {"tenant_id": "acme", "idempotency_key": "k", "trace_id": "t"}
@@ -38,7 +38,7 @@ class RecoveryContract(Contract):
     @pytest.fixture
     async def there(self, here: Rig) -> Rig:
         """The queue into which they are restored."""
-        await here.engine.attach_reader(OTHER_QUEUE)
+        await open_queue(here.engine, OTHER_QUEUE)
         return Rig(here.harness, here.engine, OTHER_QUEUE)
 
     # Snapshots -------------------------------------------------------------------------------------

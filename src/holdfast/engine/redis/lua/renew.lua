@@ -36,7 +36,9 @@ end
 
 -- The data of a heartbeat is in the message, except for retries that waited in the pending list.
 local moves = {}
-local controls = #beats > 0 and redis.call('HMGET', KEYS[6], 'reader', 'marker')
+local controls = #beats > 0 and redis.call('HMGET', KEYS[6], 'reader', 'marker', 'cleared')
+-- The ledger may know more of these jobs.
+if controls and EPOCH ~= '' and controls[3] ~= EPOCH then beats = {} end
 for _, position in ipairs(beats) do
   local index, id, deliveries, record_index = unpack(position)
   local entry = redis.call('XRANGE', streams[index], id, id)[1]

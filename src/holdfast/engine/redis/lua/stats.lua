@@ -4,7 +4,8 @@
 -- ARGV   1 group  2 consumer that holds retries in the pending list  3 milliseconds without a claim after which a worker does not count
 --        4 declared lanes
 -- Reply  {'lanes', …} | {messages, pending, waiting in the pending list, retry, suspended, held, dead, delayed, feed entries,
---         dead letters, workers, controls, unread bytes of the feed (0 without a reader), {tenant, lane, …}, {lane, backlog, …}}
+--         dead letters, workers, controls, unread bytes of the feed (0 without a reader), {tenant, lane, …}, {lane, backlog, …},
+--         epoch ('': there is no ledger)}
 local streams = declared_streams()
 local group, retry_consumer, control = ARGV[1], ARGV[2], KEYS[12]
 local active = numbers_in(redis.call('HGET', control, 'lanes'))
@@ -24,4 +25,4 @@ local reader = redis.call('HMGET', control, 'reader', 'feed_read')
 local bytes = reader[1] and math.max(0, (redis.call('MEMORY', 'USAGE', KEYS[5]) or 0) - read_bytes(reader[2])) or 0
 return { messages, waiting, parked, redis.call('ZCARD', KEYS[6]), redis.call('ZCARD', KEYS[8]), redis.call('ZCARD', KEYS[9]),
   redis.call('ZCARD', KEYS[10]), redis.call('ZCARD', KEYS[11]), redis.call('XLEN', KEYS[5]), redis.call('XLEN', KEYS[13]),
-  workers, redis.call('HGETALL', control), bytes, redis.call('HGETALL', KEYS[15]), backlogs }
+  workers, redis.call('HGETALL', control), bytes, redis.call('HGETALL', KEYS[15]), backlogs, EPOCH }

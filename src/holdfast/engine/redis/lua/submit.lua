@@ -5,12 +5,12 @@
 --        priority, job id, type, payload, due ('' | 'in <ms>' | 'at <ms>'; 'hold' before it: approval first),
 --        index of its idempotency key (0: none), tenant, idempotency key, trace, meta
 --        Four values if no job of the batch needs more, and no job id occurs twice.
---        7 epoch that the caller expects ('': there is no ledger)  8 packed indexes (from 1) of durable jobs ('' if none)
---        9 group  10 consumer that holds retries in the pending list
---        11 the token of new jobs (`-`, and `#` with the fingerprint of a schema), or packed, tokens by index of the job
---        12 'each' (jobs are judged one by one) | 'whole' (all are accepted, or none)
---        13 packed, 3 values per job with a key ('' if none): index of the job, fingerprint, whether a reused key returns the
---        first job (1) or is refused (0)  14 declared lanes
+--        7 packed indexes (from 1) of durable jobs ('' if none)
+--        8 group  9 consumer that holds retries in the pending list
+--        10 the token of new jobs (`-`, and `#` with the fingerprint of a schema), or packed, tokens by index of the job
+--        11 'each' (jobs are judged one by one) | 'whole' (all are accepted, or none)
+--        12 packed, 3 values per job with a key ('' if none): index of the job, fingerprint, whether a reused key returns the
+--        first job (1) or is refused (0)  13 declared lanes
 -- Reply  {'paused'} | {'detached'} | {'full'} (the feed) | {'lanes', …}
 --        'whole': {'reused', id of the first job, index} | {'limited', limit, backlog, tenant ('': the queue), number that fits}
 --        {'ok', feed id, then index and answer for each that is not new: 'known' | <id of the first job>
@@ -28,7 +28,7 @@ if controls[1] == '1' then return { 'paused' } end
 local marker = controls[7] or error('NOMARKER')
 -- With a ledger: without a reader the store is new or was wiped; with a reader of another epoch it was restarted, or a
 -- replica was promoted. The idempotency keys of the ledger must be restored first.
-if ARGV[7] ~= '' and controls[2] ~= ARGV[7] then return { 'detached' } end
+if EPOCH ~= '' and controls[2] ~= EPOCH then return { 'detached' } end
 if controls[2] and (redis.call('MEMORY', 'USAGE', feed_key) or 0) - read_bytes(controls[3]) > feed_bytes then
   return { 'full' }
 end
@@ -44,7 +44,7 @@ local function skip(i, answer)
 end
 
 -- Judge the jobs in order: which are known, which have the key of another request, which exceed a limit.
-local whole, differing = ARGV[12] == 'whole', {}
+local whole, differing = ARGV[11] == 'whole', {}
 if plain and not controls[4] and not controls[5] then
   for i = 1, n do
     if known[i] then skip(i, 'known') end
@@ -59,8 +59,8 @@ else
     local active = numbers_in(controls[6])
     undeclared = undeclared or undeclared_lanes(streams, active)
     if undeclared then return 0 end
-    local backlog = active_jobs_in(streams, 0, ARGV[9], ARGV[10])
-    for _, lane in ipairs(active) do backlog = backlog + active_jobs_in(streams, lane, ARGV[9], ARGV[10]) end
+    local backlog = active_jobs_in(streams, 0, ARGV[8], ARGV[9])
+    for _, lane in ipairs(active) do backlog = backlog + active_jobs_in(streams, lane, ARGV[8], ARGV[9]) end
     return backlog
   end
   local function limit_of(tenant)
@@ -72,7 +72,7 @@ else
       undeclared = undeclared or { 'lanes', tenant, lane }
       return { added = 0 }
     end
-    return { limit = limit.intake, backlog = active_jobs_in(streams, lane, ARGV[9], ARGV[10]), added = 0 }
+    return { limit = limit.intake, backlog = active_jobs_in(streams, lane, ARGV[8], ARGV[9]), added = 0 }
   end
   -- The refusal of a new job; nil if it fits. A ready job then counts for those after it.
   local function over_limit(tenant, is_ready)
@@ -124,7 +124,7 @@ else
   if not plain then
     undeclared = undeclared_positions(streams, { unpack(known, n + number_of_keys + 1, n + 2 * number_of_keys) })
     if undeclared then return undeclared end
-    local keyed = ARGV[13] ~= '' and cmsgpack.unpack(ARGV[13]) or {}
+    local keyed = ARGV[12] ~= '' and cmsgpack.unpack(ARGV[12]) or {}
     for at = 1, #keyed, 3 do fingerprints[keyed[at]], returned[keyed[at]] = keyed[at + 1], keyed[at + 2] == 1 end
   end
   for i = 1, n do
@@ -146,11 +146,11 @@ if #skipped == n then
 end
 
 local urgent = false
-for _, i in ipairs(ARGV[8] ~= '' and cmsgpack.unpack(ARGV[8]) or {}) do urgent = urgent or not known[i] end
+for _, i in ipairs(ARGV[7] ~= '' and cmsgpack.unpack(ARGV[7]) or {}) do urgent = urgent or not known[i] end
 
 local assignment
 if not plain then
-  assignment = new_assignment(streams, KEYS[11], control, ARGV[9])
+  assignment = new_assignment(streams, KEYS[11], control, ARGV[8])
   assignment.marker = marker
   for i = 1, n do
     local first = (i - 1) * width
@@ -165,8 +165,8 @@ local at = now_ms()
 local now = format_integer(at)
 local head = '1 queued 0 0 ' .. now
 local to_set, p, earliest = {}, 0, nil
-local same_token = string.byte(ARGV[11]) == 45 and ARGV[11]
-local tokens = not same_token and cmsgpack.unpack(ARGV[11])
+local same_token = string.byte(ARGV[10]) == 45 and ARGV[10]
+local tokens = not same_token and cmsgpack.unpack(ARGV[10])
 for i = 1, n do
   if not known[i] then
     local first = (i - 1) * width

@@ -51,9 +51,6 @@ class Purpose(StrEnum):
     OTHER = "other"
 
 
-#: Purposes whose connections read the epoch of the server.
-_EPOCH_AWARE: Final = frozenset({Purpose.SUBMIT, Purpose.OTHER})
-
 _SILENT: Final = "Redis keeps the connection open but does not reply"
 
 
@@ -93,6 +90,8 @@ class RedisClient(ConnectionObserver):
         self._closed = False
         #: A reply this late counts as an interruption.
         self.late_s = math.inf
+        #: Whether scripts get the epoch of the server, because there is a ledger.
+        self.sends_epoch = False
         self._interruptions = 0
 
     async def connect(self, purpose: Purpose) -> PipelinedConnection:
@@ -103,7 +102,7 @@ class RedisClient(ConnectionObserver):
         async with self._opening.setdefault(purpose, asyncio.Lock()):
             connection = self._connections.get(purpose)
             if connection is None or not connection.usable:
-                connection = await self._open(PipelinedConnection, epoch_aware=purpose in _EPOCH_AWARE)
+                connection = await self._open(PipelinedConnection, reads_epoch=self.sends_epoch)
                 self._connections[purpose] = connection
                 # Upkeep always has this one: the server, or the way to it, was lost before it was opened again.
                 self._interruptions += purpose is Purpose.OTHER
@@ -137,7 +136,7 @@ class RedisClient(ConnectionObserver):
         connection = self._connections.get(purpose)
         if connection is None or not connection.usable:
             connection = await self.connect(purpose)
-        arguments = _with_epoch(connection, script, arguments)
+        arguments = self._with_epoch(connection, script, arguments)
         try:
             return await connection.call(b"EVALSHA", script.sha, len(keys), *keys, *arguments)
         except hiredis.ReplyError as exc:
@@ -222,6 +221,7 @@ class RedisClient(ConnectionObserver):
         script; None if the script must be loaded first.
         """
         connection = await self.connect(purpose)
+        arguments = self._with_epoch(connection, script, arguments)
         waited = connection.call(*read, blocks_s=blocks_s)
         waited.add_done_callback(_retrieve_exception)
         try:
@@ -242,7 +242,7 @@ class RedisClient(ConnectionObserver):
         self, purpose: Purpose, script: Script, keys: Sequence[bytes], arguments: Sequence[Any]
     ) -> Any:
         """Run one script on a slot that is being migrated to this node."""
-        arguments = _with_epoch(await self.connect(purpose), script, arguments)
+        arguments = self._with_epoch(await self.connect(purpose), script, arguments)
         return await self.call_asking(purpose, b"EVAL", script.source, len(keys), *keys, *arguments)
 
     async def call_asking(self, purpose: Purpose, *command: Any) -> Any:
@@ -347,7 +347,7 @@ class RedisClient(ConnectionObserver):
 
     # Private ---------------------------------------------------------------------------------------
 
-    async def _open(self, kind: type[PipelinedConnection], *, epoch_aware: bool = False) -> PipelinedConnection:
+    async def _open(self, kind: type[PipelinedConnection], *, reads_epoch: bool = False) -> PipelinedConnection:
         self._require_open()
         self._pending += 1
         attempt = asyncio.timeout(None)
@@ -356,7 +356,7 @@ class RedisClient(ConnectionObserver):
                 self._attempts.add(attempt)
                 connection = await self._reach(kind)
                 try:
-                    if epoch_aware:
+                    if reads_epoch:
                         await self._read_epoch(connection)
                     self._require_open()
                 except BaseException:
@@ -379,6 +379,12 @@ class RedisClient(ConnectionObserver):
     async def _reach(self, kind: type[PipelinedConnection]) -> PipelinedConnection:
         """Open a connection to the server; subclasses find its address first."""
         return await self._connect(kind, self.address)
+
+    def _with_epoch(self, connection: PipelinedConnection, script: Script, arguments: Sequence[Any]) -> Sequence[Any]:
+        """The arguments of the script, with the epoch of this connection if the script needs it."""
+        if not script.needs_epoch:
+            return arguments
+        return [*arguments, connection.epoch_id if self.sends_epoch else b""]
 
     async def _read_epoch(self, connection: PipelinedConnection) -> None:
         try:
@@ -417,14 +423,6 @@ class RedisClient(ConnectionObserver):
 
     def on_doubt(self) -> None:
         """Called when a server refuses calls as one does that is no longer the master."""
-
-
-def _with_epoch(connection: PipelinedConnection, script: Script, arguments: Sequence[Any]) -> Sequence[Any]:
-    """The arguments with the epoch of this connection filled in."""
-    at = script.epoch_at
-    if at is None or not arguments[at]:
-        return arguments
-    return [*arguments[:at], connection.epoch_id, *arguments[at + 1 :]]
 
 
 def _expire(limits: set[asyncio.Timeout]) -> None:

@@ -346,7 +346,7 @@ class ClusterClient(RedisClient):
             address = replace(self._seeds[0], host=host, port=port)
             timeouts = self._connect_timeout_s, self._reply_timeout_s
             node = self._nodes[host, port] = RedisClient(address, *timeouts, unblocks=True)
-            node.late_s = self.late_s
+            node.late_s, node.sends_epoch = self.late_s, self.sends_epoch
             node.report_silence = self._on_silence
         return node
 

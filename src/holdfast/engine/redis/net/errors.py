@@ -36,6 +36,8 @@ _UNAVAILABLE: Final[Mapping[str, str]] = {
 #: The error of a full server, which refuses submissions only: leases are renewed.
 FULL: Final = "OOM "
 
+#: The error of a script that moves jobs of a queue that was not verified in the epoch of the server.
+UNVERIFIED: Final = "UNVERIFIED"
 #: Errors of a server that is no longer the master.
 DEMOTED: Final = ("READONLY", "MASTERDOWN")
 #: Errors of a server that may no longer be the master.
@@ -44,6 +46,11 @@ DOUBTFUL: Final = ("NOREPLICAS", "LOADING")
 
 class ScriptError(EngineRefused):
     """A command or script failed for a reason other than the health of the server."""
+
+    @property
+    def is_unverified(self) -> bool:
+        """Whether the script needs a queue that was verified in this epoch."""
+        return UNVERIFIED in str(self)
 
     @property
     def is_wrong_type(self) -> bool:

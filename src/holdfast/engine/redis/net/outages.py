@@ -20,7 +20,7 @@ from typing import Final, TypeVar
 from holdfast.core.retry import Backoff
 from holdfast.engine.redis.net.client import RedisClient
 from holdfast.engine.redis.net.errors import ConnectionLost, Unreachable
-from holdfast.errors import EngineRefused, EngineUnavailable
+from holdfast.errors import EngineRefused, EngineUnavailable, QueueUnverified
 
 _log: Final = logging.getLogger("holdfast.engine.redis")
 
@@ -80,9 +80,9 @@ class Outages:
     ) -> dict[str, _T]:
         """Run a step for each queue, in order. A step that did nothing returns None.
 
-        A queue that the store refuses to serve (another program has replaced one of its keys) does not affect the
-        others; nor does, on a Cluster, one that is unreachable. Such queues are skipped for a while. If all called
-        queues fail, the failure is raised. On one server, up to `together` steps run at a time.
+        A queue that is not verified, or that the store refuses to serve (another program has replaced one of its keys),
+        does not affect the others; nor does, on a Cluster, one that is unreachable. The latter are skipped for a while.
+        If all called queues fail, the failure is raised. On one server, up to `together` steps run at a time.
 
         A step on a silent node is abandoned if queues of other nodes are to be served, and always without `waits`.
         """
@@ -109,6 +109,9 @@ class Outages:
                     result = await step(queue)
                 else:
                     result = await node.run_unless_silent(partial(step, queue))
+            except QueueUnverified as exc:
+                failure = exc
+                self._in_doubt.add(queue)
             except EngineUnavailable as exc:
                 if not self.apart and not isinstance(exc, EngineRefused):
                     raise
@@ -129,7 +132,7 @@ class Outages:
         self, queues: Sequence[str], step: Callable[[str], Awaitable[_T | None]], together: int
     ) -> dict[str, _T]:
         done: dict[str, _T] = {}
-        failure: EngineRefused | None = None
+        failure: EngineRefused | QueueUnverified | None = None
         for start in range(0, len(queues), together):
             part = queues[start : start + together]
             results = await asyncio.gather(*map(step, part), return_exceptions=True)
@@ -138,6 +141,8 @@ class Outages:
                     failure = result
                     self._in_doubt.add(queue)
                     self._began(queue, result)
+                elif isinstance(result, QueueUnverified):
+                    failure = result
                 elif isinstance(result, BaseException):
                     raise result
                 elif result is not None:

@@ -13,9 +13,24 @@ from typing import Final
 
 from holdfast.core.states import MOVES
 from holdfast.engine.port.jobs import MAX_TENANTS
+from holdfast.engine.redis.net.errors import UNVERIFIED
 
-#: Scripts that receive the epoch, and the index of that argument; left alone if it is empty.
-_EPOCH_ARGUMENT: Final[Mapping[str, int]] = {"submit": 6}
+#: Scripts that move jobs or grant leases, and the index (from 1) of the key with the queue's controls. They answer
+#: `UNVERIFIED` until the queue has been verified in the epoch of the server.
+_GATED: Final[Mapping[str, int]] = {
+    "claim": 6,
+    "claim_due_retries": 6,
+    "claim_job": 9,
+    "reclaim": 6,
+    "settle": 14,
+    "move": 14,
+    "promote": 7,
+    "adopt": 9,
+    "read_messages": 5,
+    "expedite": 6,
+}
+#: Further scripts that compare the epoch themselves.
+_EPOCH_AWARE: Final = frozenset({"submit", "renew", "restore", "open_gate", "stats"})
 
 #: Files that scripts share, in this order; each may use what is before it.
 _SHARED: Final = ("_prelude", "_lanes")
@@ -33,10 +48,10 @@ class Script:
         own = (folder / f"{name}.lua").read_text()
         shared = [_constants(), *((folder / f"{part}.lua").read_text() for part in _SHARED)]
         self.name = name
-        self.source = "\n".join([*_used_statements(own, shared), own]).encode()
+        #: Whether its last argument is the epoch of the server ('': there is no ledger), which the connection adds.
+        self.needs_epoch = name in _GATED or name in _EPOCH_AWARE
+        self.source = "\n".join([*_gate(name), *_used_statements(own, shared), own]).encode()
         self.sha = hashlib.sha1(self.source, usedforsecurity=False).hexdigest().encode()
-        #: Index of the argument that is the epoch of the server.
-        self.epoch_at = _EPOCH_ARGUMENT.get(name)
 
 
 def _used_statements(own: str, shared: Sequence[str]) -> list[str]:
@@ -58,6 +73,17 @@ def _used_statements(own: str, shared: Sequence[str]) -> list[str]:
             words.update(_words(statement))
             used.append(statement)
     return used[::-1]
+
+
+def _gate(name: str) -> list[str]:
+    """The first lines of a script that needs the epoch. What follows does not have that argument."""
+    statements: list[str] = []
+    if name in _GATED or name in _EPOCH_AWARE:
+        statements.append("local EPOCH = table.remove(ARGV)")
+    if name in _GATED:
+        is_closed = f"EPOCH ~= '' and redis.call('HGET', KEYS[{_GATED[name]}], 'cleared') ~= EPOCH"
+        statements.append(f"if {is_closed} then return redis.error_reply('{UNVERIFIED}') end")
+    return statements
 
 
 def _constants() -> str:
