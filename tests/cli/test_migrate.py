@@ -36,7 +36,8 @@ def test_up_status_and_down() -> None:
     titles = {
         "0001": "The ledger's tables",
         "0002": "Columns are named after what they hold",
-        HEAD: "Tasks that workers have announced",
+        "0003": "Tasks that workers have announced",
+        HEAD: "The epoch of the engine in which each feed is read",
     }
     assert found["pending"] == [{"version": version, "title": title} for version, title in titles.items()]
     done = json.loads(call("up", *ledger, "--json").stdout)

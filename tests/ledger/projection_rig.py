@@ -103,7 +103,8 @@ class FeedWriter:
         self.at = FeedPosition()
 
     async def write(self, *entries: FeedEntry) -> Any:
-        done = await self.projection.project(self.queue, "me", LEASE_MS, self.at, entries)
+        epoch = await self.projection.engine_epoch(self.queue)
+        done = await self.projection.project(self.queue, "me", LEASE_MS, self.at, entries, epoch=epoch)
         self.at = done.at
         return done
 

@@ -117,7 +117,11 @@ async def test_submission_keys_are_those_in_their_window_and_of_open_jobs(store:
 async def test_queues_are_those_with_a_feed_position(store: AsyncEngine) -> None:
     async with store.begin() as connection:
         await connection.execute(
-            insert(feed_positions), [{"feed": feed, "position": "", "nonce": "", "updated_at": NOW} for feed in "ba"]
+            insert(feed_positions),
+            [
+                {"feed": feed, "position": position, "nonce": "", "updated_at": NOW}
+                for feed, position in (("b", "1-0"), ("a", "2-0"), ("unread", ""))
+            ],
         )
     assert await SqlRecovery(store).queues() == ["a", "b"]
 

@@ -158,8 +158,8 @@ class Model:
         scenario = self.scenario
         # In the order of the fields.
         jobs, workers = (0,) * scenario.jobs, (0,) * scenario.workers
-        engine = (jobs, (), 0, 1, 1, 0, workers, 0)
-        wiped = (jobs, (), 0, 0, 0, 0, workers, 0)
+        engine = (jobs, (), 0, 1, 1, 0, workers, 0, (0, 0))
+        wiped = (jobs, (), 0, 0, 0, 0, workers, 0, (0, 0))
         ledger = (jobs, 0, 0, ABSENT, workers, 1, 1, 1, 0)
         processes = (1, 1, 1, (IDLE,) * scenario.workers, IDLE, IDLE, (IDLE,) * scenario.verifiers, wiped, ledger)
         facts = (jobs, jobs, jobs, jobs, jobs, 0, 0, (0, 0), 0, (0, workers), tuple(scenario.budget))

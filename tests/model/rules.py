@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
-from tests.model.state import CLEARED, ENGINE_EPOCH, VERIFIED_LEDGER, Budget, State, Step
+from tests.model.state import CLEARED, COMPARED, ENGINE_EPOCH, VERIFIED_LEDGER, Budget, State, Step
 
 Rule: TypeAlias = Literal[
     "gate-claims",
     "gate-ends",
     "retire",
+    "compared",
     "closing-entry",
     "fence",
     "mark",
@@ -34,6 +35,7 @@ RULES: Final[dict[Rule, str]] = {
     "gate-claims": "claim, reclaim and resume work only while `cleared` is the engine's epoch",
     "gate-ends": "so do settle, suspend, cancel and the moves of operators",
     "retire": "after the engine went back, jobs that ended in the ledger are ended in it before the gates open",
+    "compared": "during the comparison, only jobs that were compared are claimed and ended",
     "closing-entry": "an empty feed entry ends a verification: a position behind it includes what was corrected",
     "fence": "a verification first writes the engine's epoch to the ledger; batches of another epoch are refused",
     "mark": "trimming writes what the ledger confirmed; a verification checks that the ledger still has it",
@@ -54,7 +56,7 @@ ALL_RULES: Final = frozenset(RULES)
 NO_RULES: Final[frozenset[Rule]] = frozenset()
 
 #: The tests explore scenarios with fewer states.
-SMALL: Final = 150_000
+SMALL: Final = 165_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,10 +96,14 @@ class Process(ABC):
     def steps(self, state: State) -> Iterator[Step]:
         """Every step that is possible in this state."""
 
-    def can_move(self, state: State, gate: Rule) -> bool:
-        """Whether the engine's gate for moves is open, or the rule taken out."""
-        is_open: bool = gate not in self.rules or state[CLEARED] == state[ENGINE_EPOCH]
-        return is_open
+    def can_move(self, state: State, gate: Rule, job: int | None = None) -> bool:
+        """Whether the engine's gate for moves is open, for all jobs or for this one, or the rule taken out."""
+        if gate not in self.rules or state[CLEARED] == state[ENGINE_EPOCH]:
+            return True
+        epoch, compared = state[COMPARED]
+        if job is None or epoch != state[ENGINE_EPOCH]:
+            return False
+        return "compared" not in self.rules or bool(compared >> job & 1)
 
     def is_verified(self, state: State, gate: Rule, ledger_epoch: int) -> bool:
         """Whether the ledger's gate is open for this epoch of the ledger, or the rule taken out."""

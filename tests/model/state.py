@@ -58,43 +58,44 @@ VERIFIED_LEDGER: Final = 4  # its ledger epoch; negative while a verification ha
 MARK: Final = 5  # position that the ledger has confirmed
 ACTS: Final = 6  # of each worker: its last marked reservation
 ENGINE_GENERATION: Final = 7  # number of the last recovery
+COMPARED: Final = 8  # epoch of a comparison, and the jobs that it has compared as bits
 
 # Ledger: what a backup contains.
-ROWS: Final = 8  # row of each job
-POSITION: Final = 9  # last entry that was read; 0 at the beginning
-ENTRIES: Final = 10  # entries that were written, as bits
-KEY: Final = 11
-RESERVATIONS: Final = 12  # of each worker: its last reservation
-FENCE: Final = 13  # engine epoch whose batches are accepted
-PROJECTED: Final = 14  # engine epoch of the last written batch; -1 while a recovery is unfinished
-PROJECTED_SERVER: Final = 15  # identity of the server that wrote it
-GENERATION: Final = 16  # number of the last recovery
+ROWS: Final = 9  # row of each job
+POSITION: Final = 10  # last entry that was read; 0 at the beginning
+ENTRIES: Final = 11  # entries that were written, as bits
+KEY: Final = 12
+RESERVATIONS: Final = 13  # of each worker: its last reservation
+FENCE: Final = 14  # engine epoch whose batches are accepted
+PROJECTED: Final = 15  # engine epoch of the last written batch; -1 while a recovery is unfinished
+PROJECTED_SERVER: Final = 16  # identity of the server that wrote it
+GENERATION: Final = 17  # number of the last recovery
 
 # Servers, processes and copies.
-ENGINE_EPOCH: Final = 17
-LEDGER_EPOCH: Final = 18
-SERVER: Final = 19  # identity of the ledger's server
-WORKERS: Final = 20  # of each worker: IDLE or its run
-PROJECTOR: Final = 21  # IDLE or its task
-RECONCILER: Final = 22  # IDLE or its task
-VERIFICATIONS: Final = 23  # of each verifier: IDLE or its stage
-SNAPSHOT: Final = 24  # copy of the engine
-BACKUP: Final = 25  # copy of the ledger
+ENGINE_EPOCH: Final = 18
+LEDGER_EPOCH: Final = 19
+SERVER: Final = 20  # identity of the ledger's server
+WORKERS: Final = 21  # of each worker: IDLE or its run
+PROJECTOR: Final = 22  # IDLE or its task
+RECONCILER: Final = 23  # IDLE or its task
+VERIFICATIONS: Final = 24  # of each verifier: IDLE or its stage
+SNAPSHOT: Final = 25  # copy of the engine
+BACKUP: Final = 26  # copy of the ledger
 
 # Facts that no fault changes. Of these, processes read only BORN, RUNS and WITNESS.
-ACCEPTED: Final = 26  # of each job: 0, or 1 + recoveries before its submission
-BORN: Final = 27  # of each job: the generation in which it was created
-RUNS: Final = 28  # of each job: runs that have begun; does not count past MAX_RUNS
-REACHED: Final = 29  # of each job: 1 if the ledger ever had it, 2 if it ever had its end
-END_RECORDED: Final = 30  # of each job: 1 if the ledger has had its end, and no operator resumed it since
-EXECUTED: Final = 31  # ACCEPTED of the job that executed the effect last, or 0
-EFFECT_LOST: Final = 32  # 1 if the ledger lost the key of an executed effect
-WENT_BACK: Final = 33  # whether engine and ledger went back and do not agree again yet
-RECOVERIES: Final = 34  # that finished
-WITNESS: Final = 35  # what a surviving process saw confirmed: a position, and reservations as in ACTS
-BUDGET: Final = 36  # faults that may still happen
+ACCEPTED: Final = 27  # of each job: 0, or 1 + recoveries before its submission
+BORN: Final = 28  # of each job: the generation in which it was created
+RUNS: Final = 29  # of each job: runs that have begun; does not count past MAX_RUNS
+REACHED: Final = 30  # of each job: 1 if the ledger ever had it, 2 if it ever had its end
+END_RECORDED: Final = 31  # of each job: 1 if the ledger has had its end, and no operator resumed it since
+EXECUTED: Final = 32  # ACCEPTED of the job that executed the effect last, or 0
+EFFECT_LOST: Final = 33  # 1 if the ledger lost the key of an executed effect
+WENT_BACK: Final = 34  # whether engine and ledger went back and do not agree again yet
+RECOVERIES: Final = 35  # that finished
+WITNESS: Final = 36  # what a surviving process saw confirmed: a position, and reservations as in ACTS
+BUDGET: Final = 37  # faults that may still happen
 
-FIELDS: Final = 37
+FIELDS: Final = 38
 ENGINE: Final = slice(RECORDS, ROWS)
 LEDGER: Final = slice(ROWS, ENGINE_EPOCH)
 

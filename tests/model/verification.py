@@ -13,6 +13,7 @@ from tests.model.rules import Process, Rule, Scenario
 from tests.model.state import (
     ACTS,
     CLEARED,
+    COMPARED,
     EFFECT_LOST,
     END_RECORDED,
     ENGINE_EPOCH,
@@ -37,6 +38,7 @@ from tests.model.state import (
     ROWS,
     SERVER,
     SUSPENDED,
+    UNKNOWN,
     VERIFICATIONS,
     VERIFIED_LEDGER,
     WENT_BACK,
@@ -64,7 +66,7 @@ Epochs: TypeAlias = tuple[int, int]
 StageAction: TypeAlias = Callable[..., Step]
 
 #: Stages that call the engine, and stages that call a ledger whose epoch an earlier stage has read.
-_ENGINE_STAGES: Final = ("read", "open", "retire", "open retired", "report", "catch up", "finish")
+_ENGINE_STAGES: Final = ("read", "open", "compare", "open retired", "report", "catch up", "finish")
 _LEDGER_STAGES: Final = ("judge", "catch up")
 #: From these on, a recovery has begun.
 RECOVERY_STAGES: Final = ("report", "catch up", "finish")
@@ -85,7 +87,7 @@ class Verification(Process):
             "begin": self._begin,
             "read": self._read,
             "judge": self._judge,
-            "retire": self._retire,
+            "compare": self._compare,
             "open": self._open,
             "open retired": self._open,
             "stopped": recovery.begin,
@@ -160,7 +162,7 @@ class Verification(Process):
             return "verification: open", _enter(draft, verifier, "open", epochs), WORK
         if state[WENT_BACK] == (0, 0):
             return "", Violation("I4", "a verification finds the engine older, and it is not"), WORK
-        return "verification: retire", _enter(draft, verifier, "retire", epochs, state[ROWS]), WORK
+        return "verification: compare", _enter(draft, verifier, "compare", epochs, state[ROWS], 0), WORK
 
     def _must_stop(self, state: State, new: int, mark: int, acts: Numbers) -> bool:
         if state[PROJECTED] < 0 or (new == _NEW_ENGINE + _NEW_LEDGER and "identity" in self.rules):
@@ -177,13 +179,20 @@ class Verification(Process):
             act > reserved for act, reserved in zip(acts, state[RESERVATIONS], strict=True)
         )
 
-    def _retire(self, state: State, verifier: int, epochs: Epochs, rows: Rows) -> Step:
-        """Engine: end the jobs that have ended in the ledger."""
+    def _compare(self, state: State, verifier: int, epochs: Epochs, rows: Rows, job: int) -> Step:
+        """Engine: end the next job if it has ended in the ledger. From then on it may be claimed."""
         draft = list(state)
+        engine_epoch = epochs[0]
+        if state[CLEARED] == engine_epoch:
+            # Another verification has compared all jobs since, and they move: their rows may be out of date.
+            return "verification: all jobs were compared", _enter(draft, verifier, "open retired", epochs), WORK
         if "retire" in self.rules:
-            retire_jobs(draft, rows)
-        after = _enter(draft, verifier, "open retired", epochs)
-        return "verification retires jobs that have ended", after, WORK
+            retire_jobs(draft, tuple(row if each == job else UNKNOWN for each, row in enumerate(rows)))
+        epoch, compared = state[COMPARED]
+        draft[COMPARED] = (engine_epoch, (compared if epoch == engine_epoch else 0) | 1 << job)
+        is_last = job + 1 == len(rows)
+        stage = ("open retired", epochs) if is_last else ("compare", epochs, rows, job + 1)
+        return f"verification compares job {job}", _enter(draft, verifier, *stage), WORK
 
     def _open(self, state: State, verifier: int, epochs: Epochs) -> Step:
         """Engine: open the gates unless another verification has closed or opened them since."""

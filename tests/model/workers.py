@@ -126,9 +126,9 @@ class Workers(Process):
     # Claim ---------------------------------------------------------------------------------------------------------
 
     def _claim(self, state: State, worker: int) -> Iterator[Step]:
-        if not self.can_move(state, "gate-claims"):
-            return
         for job, record in enumerate(state[RECORDS]):
+            if not self.can_move(state, "gate-claims", job):
+                continue
             verb, deliveries = _find_claim(record, worker)
             if not verb or deliveries > MAX_DELIVERIES:
                 continue
@@ -219,9 +219,9 @@ class Workers(Process):
     # End -----------------------------------------------------------------------------------------------------------
 
     def _settle(self, state: State, worker: int, run: Run) -> Step | None:
-        if not self.can_move(state, "gate-ends"):
-            return None
         job, deliveries, number, phase = run[:4]
+        if not self.can_move(state, "gate-ends", job):
+            return None
         draft = list(state)
         draft[WORKERS] = replace(state[WORKERS], worker, IDLE)
         if state[RECORDS][job] != (RUNNING, worker, deliveries):

@@ -284,7 +284,7 @@ class TestWithoutTheLedger:
     async def test_after_a_while_jobs_run_without_it(
         self, make_redis: MakeServer, make_postgres: MakePostgres, caplog: pytest.LogCaptureFixture
     ) -> None:
-        redis, postgres = make_redis(), make_postgres(fsync=False)
+        redis, postgres = make_redis(appendonly="yes", appendfsync="always"), make_postgres(fsync=False)
         app = app_on(redis, postgres.url, unverified_epoch_wait_s=0.2)
 
         @app.task

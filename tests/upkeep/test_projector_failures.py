@@ -104,7 +104,7 @@ async def test_a_queue_that_cannot_be_projected_does_not_stop_the_others_and_is_
     projector = rig.projector()
     failing = True
 
-    def refuse(queue: str, *_: Any) -> None:
+    def refuse(queue: str, *_: Any, **__: Any) -> None:
         if queue == "bad" and failing:
             raise RuntimeError("no")
 
@@ -261,7 +261,7 @@ async def test_a_batch_is_bounded_by_bytes(rig: ProjectorRig, monkeypatch: pytes
     projector = rig.projector()
     sizes: list[int] = []
     pages: list[int] = []
-    spy_on(projector).before["project"] = lambda *arguments: sizes.append(_payload_bytes(arguments[4]))
+    spy_on(projector).before["project"] = lambda *arguments, **_: sizes.append(_payload_bytes(arguments[4]))
     read = feed_cursor.FeedCursor.read
 
     async def read_recorded(*arguments: Any) -> list[FeedEntry]:
@@ -285,7 +285,7 @@ async def test_a_batch_that_takes_too_long_is_halved(rig: ProjectorRig, caplog: 
     projector = rig.projector()
     sizes: list[int] = []
 
-    def time_out(*arguments: Any) -> None:
+    def time_out(*arguments: Any, **_: Any) -> None:
         sizes.append(_payload_bytes(arguments[4]))
         if sizes[-1] > 800_000:
             raise LedgerUnavailable("it took too long")

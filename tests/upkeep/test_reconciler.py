@@ -23,6 +23,7 @@ from holdfast.errors import IdempotencyKeyReused, LedgerUnavailable
 from holdfast.execution.backend import backend_of
 from holdfast.factory import build_engine, build_ledger
 from holdfast.ledger.port.ledger import Ledger
+from holdfast.ledger.verification import Verifier
 from holdfast.ledger.verify import verify_ledger
 from holdfast.schema import anomalies, job_events
 from holdfast.settings import Settings
@@ -142,6 +143,7 @@ async def run_rig(
     await ledger.open()
     projector_engine, projector_ledger = engine.clone(), ledger.clone()
     await projector_engine.open()
+    engine.on_unverified(Verifier(engine, ledger).request)
     projector = Projector(projector_engine, projector_ledger, [QUEUE], linger_s=0.01, round_s=0.1)
     if not confirm_dead_letters:
         projector._confirmer.confirm_all = confirm_nothing  # type: ignore[method-assign]

@@ -31,7 +31,7 @@ import msgspec
 from holdfast.core.job import MAX_BATCH, JobInfo, JobKey
 from holdfast.core.rebuild import IncompleteHistory, rebuild_job
 from holdfast.core.retry import Backoff
-from holdfast.core.states import FINAL
+from holdfast.core.states import FINAL, State
 from holdfast.engine.port import Engine
 from holdfast.engine.port.verification import JobName
 from holdfast.errors import HoldfastError, Unavailable
@@ -169,11 +169,14 @@ class Verifier:
     async def _correct(self, queue: str, epoch: str) -> tuple[int, int] | None:
         """Correct all open jobs of the engine; return how many ended and how many moved, None if it is too late."""
         ended = moved = 0
-        cursor = ""
+        cursor, corrected = "", set[str]()
         while True:
             names, cursor = await self._engine.job_names(queue, cursor, MAX_BATCH)
             for start in range(0, len(names), MAX_BATCH):
-                jobs = await self._differing(queue, names[start : start + MAX_BATCH])
+                # One that became ready is at the end of its stream, where it is found again.
+                fresh = [name for name in names[start : start + MAX_BATCH] if name.job_id not in corrected]
+                jobs = await self._differing(queue, fresh)
+                corrected.update(job.job_id for job in jobs)
                 done = await self._engine.correct(queue, epoch, jobs) if jobs else []
                 if done is None:
                     return None
@@ -195,7 +198,7 @@ class Verifier:
         suspects = [
             key
             for key, known in recorded.items()
-            if _progress(present[key]) != (known.state, known.attempt, known.retry_count)
+            if not _agree(present[key], known.state, known.attempt, known.retry_count)
         ]
         histories = await self._ledger.recovery.histories(suspects) if suspects else {}
         differing: list[JobInfo] = []
@@ -205,11 +208,14 @@ class Verifier:
             except IncompleteHistory as exc:
                 _log.error("cannot compare job %s of queue %s: %s", key.job_id, queue, exc)
                 continue
-            if _progress(job) != _progress(present[key]):
+            if not _agree(present[key], job.state, job.attempt, job.meta.retry_count):
                 result = recorded[key].result
                 differing.append(job if result is None else msgspec.structs.replace(job, result=result.encode()))
         return differing
 
 
-def _progress(job: JobInfo | None) -> tuple[object, int, int] | None:
-    return None if job is None else (job.state, job.attempt, job.meta.retry_count)
+def _agree(job: JobInfo | None, state: State, attempt: int, retry_count: int) -> bool:
+    """Whether the engine has the job as the ledger does: a job whose lease is lost is ready again."""
+    if job is None or (job.attempt, job.meta.retry_count) != (attempt, retry_count):
+        return False
+    return job.state is state or (job.state is State.QUEUED and state is State.RUNNING)

@@ -67,8 +67,8 @@ class Feed:
         keys = self._store.keys(queue)
         # `again`: a wipe may have removed the queue from the list.
         await self._store.register_queue(queue, again=True)
-        names = [keys.control, keys.feed] if keys_restored else [keys.control]
-        arguments = [epoch or await self.epoch(queue), self._store.nonce()]
+        names = [*keys.streams, keys.control, keys.feed, keys.wake]
+        arguments = [epoch or await self.epoch(queue), self._store.nonce(), int(keys_restored)]
         await self._store.run(Purpose.OTHER, "attach_reader", queue, names, arguments)
 
     async def trim(self, queue: str, position: str) -> None:
