@@ -36,7 +36,7 @@ RULES: Final[dict[Rule, str]] = {
     "gate-ends": "so do settle, suspend, cancel and the moves of operators",
     "retire": "after the engine went back, jobs that ended in the ledger are ended in it before the gates open",
     "compared": "during the comparison, only jobs that were compared are claimed and ended",
-    "closing-entry": "an empty feed entry ends a verification: a position behind it includes what was corrected",
+    "closing-entry": "an empty feed entry ends a comparison: a position behind it includes what was corrected",
     "fence": "a verification first writes the engine's epoch to the ledger; batches of another epoch are refused",
     "mark": "trimming writes what the ledger confirmed; a verification checks that the ledger still has it",
     "act-mark": "before an effect is executed, the engine gets the number of its reservation; a verification checks it",
@@ -56,7 +56,7 @@ ALL_RULES: Final = frozenset(RULES)
 NO_RULES: Final[frozenset[Rule]] = frozenset()
 
 #: The tests explore scenarios with fewer states.
-SMALL: Final = 165_000
+SMALL: Final = 150_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

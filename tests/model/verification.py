@@ -7,6 +7,7 @@ another epoch by then: no step can read both stores.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Final, TypeAlias
 
 from tests.model.rules import Process, Rule, Scenario
@@ -88,8 +89,8 @@ class Verification(Process):
             "read": self._read,
             "judge": self._judge,
             "compare": self._compare,
-            "open": self._open,
-            "open retired": self._open,
+            "open": partial(self._open, corrected=False),
+            "open retired": partial(self._open, corrected=True),
             "stopped": recovery.begin,
             "report": recovery.report,
             "catch up": recovery.catch_up,
@@ -194,7 +195,7 @@ class Verification(Process):
         stage = ("open retired", epochs) if is_last else ("compare", epochs, rows, job + 1)
         return f"verification compares job {job}", _enter(draft, verifier, *stage), WORK
 
-    def _open(self, state: State, verifier: int, epochs: Epochs) -> Step:
+    def _open(self, state: State, verifier: int, epochs: Epochs, *, corrected: bool) -> Step:
         """Engine: open the gates unless another verification has closed or opened them since."""
         engine_epoch, ledger_epoch = epochs
         draft = list(state)
@@ -202,7 +203,7 @@ class Verification(Process):
             return "verification: another one was faster", _leave(draft, verifier), WORK
         draft[CLEARED], draft[VERIFIED_LEDGER] = engine_epoch, ledger_epoch
         draft[ENGINE_GENERATION] = max(state[ENGINE_GENERATION], state[GENERATION])
-        if "closing-entry" in self.rules:
+        if corrected and "closing-entry" in self.rules:
             append_entry(draft, "empty")
         name = "verification opens the gates"
         # A ledger that has another epoch by now is still behind a closed gate.

@@ -12,10 +12,13 @@ import pytest
 from redis.asyncio import Redis
 
 from holdfast import Holdfast, Retry, State
+from holdfast.cli.session import local_principal
 from holdfast.core.job import Claim, JobKey
 from holdfast.core.verdict import Settlement, SettleResult, Succeed
 from holdfast.errors import EngineUnavailable, JobCancelled, JobFailed, WaitTimeout
 from holdfast.execution.backend import backend_of
+from holdfast.ledger.queries.operator_filters import DeadLetterFilter
+from holdfast.operations.operations import Operations
 from holdfast.verification.chaos.servers import RedisServer
 from tests.conftest import MakePostgres, MakeServer
 from tests.worker.support import eventually, working
@@ -197,6 +200,25 @@ async def test_a_message_of_another_program_is_not_run_again(
 async def has_no_messages(redis: RedisServer) -> bool:
     async with Redis.from_url(redis.url) as client:
         return await client.xlen("stream:task") == 0
+
+
+async def test_a_replay_is_in_the_ledger_when_it_is_confirmed(make_redis: MakeServer, ledger_url: str) -> None:
+    """Until then the engine may lose it, and upkeep would not submit it again."""
+    app = app_on(make_redis(), ledger_url)
+
+    @app.task(retry=Retry(max_retries=0))
+    async def work(number: int) -> None:
+        raise ValueError("no funds")
+
+    async with app, working(app):
+        ledger = backend_of(app).ledger
+        assert ledger is not None
+        operations, ada = Operations.for_app(app).dead_letters, local_principal()
+        jobs = [await work.submit(number) for number in range(5)]
+        await wait_recorded(app, jobs, State.FAILED)
+        for row in (await operations.list(ada, DeadLetterFilter())).dead_letters:
+            done = await operations.replay(ada, row.dlq_id, reason="fixed")
+            assert await ledger.recovery.recorded([JobKey("default", "default", done.job_id)])
 
 
 async def test_a_restart_that_lost_nothing_changes_nothing(

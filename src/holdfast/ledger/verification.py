@@ -142,7 +142,8 @@ class Verifier:
 
     async def _compare(self, queue: str, epoch: str, position: FeedPosition) -> bool:
         """Correct the engine if it went back, and open the gate; False if another verification was faster."""
-        if position.position and not await self._has(queue, position):
+        went_back = bool(position.position) and not await self._has(queue, position)
+        if went_back:
             corrected = await self._correct(queue, epoch)
             if corrected is None:
                 return False
@@ -155,7 +156,7 @@ class Verifier:
                 ended,
                 moved,
             )
-        return await self._engine.open_gate(queue, epoch)
+        return await self._engine.open_gate(queue, epoch, corrected=went_back)
 
     async def _has(self, queue: str, position: FeedPosition) -> bool:
         """Whether the engine has everything that the ledger has read."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import msgspec
 
 from holdfast.core.codec import decode_json
-from holdfast.core.job import Envelope, KeyReuse, Meta, Receipt, ReplayOrigin
+from holdfast.core.job import Envelope, JobKey, KeyReuse, Meta, Receipt, ReplayOrigin
 from holdfast.core.principal import Permission, Principal
 from holdfast.core.text import check_text
 from holdfast.engine.port.jobs import JobPort
@@ -93,6 +93,8 @@ def _escape(name: str) -> str:
 
 
 _PAGE: Final = 200
+#: How long a replay waits until the ledger has its job.
+_RECORDED_MS: Final = 300
 
 
 class JobSubmitter(Protocol):
@@ -207,7 +209,9 @@ class DeadLetterOperations:
 
         async def act(dead_letter: DeadLetterRow) -> BulkResult:
             try:
-                replayed = await self._replay(principal, [dead_letter.tenant_id], dead_letter.dlq_id, reason)
+                replayed = await self._replay(
+                    principal, [dead_letter.tenant_id], dead_letter.dlq_id, reason, waits=False
+                )
             except AlreadyReplayed as exc:
                 # Another caller was faster.
                 return BulkResult(
@@ -329,6 +333,8 @@ class DeadLetterOperations:
         payload: bytes | None = None,
         key: ReplayKey | None = None,
         again: bool = False,
+        *,
+        waits: bool = True,
     ) -> ReplayResult:
         row = await self._operators.reserve_replay(
             tenants,
@@ -341,7 +347,7 @@ class DeadLetterOperations:
             again=again,
         )
         if row.pending:
-            await self._submit_replay(principal, row)
+            await self._submit_replay(principal, row, waits)
         return ReplayResult(
             dlq_id=row.dlq_id,
             tenant_id=row.tenant_id,
@@ -351,7 +357,7 @@ class DeadLetterOperations:
             duplicate=row.duplicate,
         )
 
-    async def _submit_replay(self, principal: Principal, row: ReplayReservation) -> None:
+    async def _submit_replay(self, principal: Principal, row: ReplayReservation, waits: bool) -> None:
         try:
             _check_receipt(row, await self._submitter.submit(_envelope(row)))
         except EngineUnavailable as exc:
@@ -365,6 +371,10 @@ class DeadLetterOperations:
             # Refused by a guard or by the queue: it must not be submitted later.
             await self._operators.cancel_replay(row, actor=principal.name, reason=str(exc))
             raise
+        if waits and self._ledger.projection is not None:
+            # Until the ledger has the job, the engine may lose it: the mark lets upkeep submit it again.
+            key = JobKey(row.tenant_id, row.queue, row.new_job_id)
+            await self._ledger.projection.wait_recorded([key], _RECORDED_MS)
         await self._operators.mark_submitted([row])
 
     def _replay_key(self, key: str, dlq_id: str, payload: bytes | None, again: bool) -> ReplayKey:

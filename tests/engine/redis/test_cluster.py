@@ -12,6 +12,7 @@ import pytest
 
 from holdfast.core.verdict import SettleResult
 from holdfast.engine.port import Engine
+from holdfast.engine.port.feed import SubmissionKey
 from holdfast.engine.redis.engine import RedisEngine
 from holdfast.engine.redis.keys import KeyNames
 from holdfast.engine.redis.net.client import Purpose, RedisClient
@@ -159,7 +160,8 @@ async def test_an_already_migrated_key_is_read_from_the_new_node(rig: Rig, slot:
     """The script has one key, so the source node redirects with `ASK` instead of `TRYAGAIN`."""
     slot.begin()
     try:
-        await rig.engine.attach_reader(_QUEUE)
+        key = SubmissionKey("default", "order-17", "j1", 2**42)
+        await rig.engine.restore_keys(_QUEUE, [key])
         assert await rig.engine.read_feed(_QUEUE, "", 10) == []
         assert not (await rig.engine.get_control(_QUEUE)).paused
         assert ask(slot.source, "CLUSTER", "COUNTKEYSINSLOT", slot.number) == 0

@@ -162,6 +162,20 @@ async def test_a_job_that_ended_in_the_ledger_ends(
     assert await rig.view(job_id) == ended
 
 
+@pytest.mark.parametrize("state", [each for each in OPEN if each is not State.QUEUED])
+async def test_a_job_is_corrected_once(redis_harness: RedisHarness, rig: Rig, state: State) -> None:
+    """Several processes verify at a time; each has read the job before another one corrected it."""
+    other, _ = await rig.put_in(state)
+    job_id = await rig.submit_one()
+    corrected = msgspec.structs.replace(await rig.view(other), job_id=job_id, idempotency_key=job_id)
+    await close_gate(redis_harness)
+    epoch = await rig.engine.epoch(QUEUE)
+    assert await rig.engine.correct(QUEUE, epoch, [corrected]) == [True]
+    assert await rig.engine.correct(QUEUE, epoch, [corrected]) == [False]
+    assert await rig.event_types(job_id) == ["task.created", "task.restored"]
+    assert await rig.state(job_id) is (State.QUEUED if state is State.RUNNING else state)
+
+
 async def test_nothing_is_corrected_once_the_gate_is_open(rig: Rig) -> None:
     other, _ = await rig.put_in(State.SUCCEEDED)
     retrying, _ = await rig.put_in(State.RETRYING)

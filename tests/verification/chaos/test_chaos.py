@@ -247,8 +247,8 @@ def options_run(monkeypatch: pytest.MonkeyPatch) -> list[ChaosOptions]:
 def test_the_command_of_a_run_repeats_it(topology: str, options_run: list[ChaosOptions]) -> None:
     binary = Path("/opt/redis 6.2/bin/redis-server")
     options = ChaosOptions(seed=7, jobs=500, faults=10, topology=topology, workers=2, rate=33.5, redis_binary=binary)
-    if topology != "single":
-        options = msgspec.structs.replace(options, min_replicas=1)
+    single = topology == "single"
+    options = msgspec.structs.replace(options, min_replicas=int(not single), rewind=single)
     result = CliRunner().invoke(program(), shlex.split(options.command)[1:])
     assert (result.exit_code, options_run) == (0, [options]), result.output
     assert options.command in result.stderr
@@ -283,6 +283,12 @@ def test_min_replicas_is_refused_for_a_single_redis(options_run: list[ChaosOptio
     result = CliRunner().invoke(program(), ["chaos", "--min-replicas", "1"])
     assert (result.exit_code, options_run) == (ExitCode.USAGE, [])
     assert "--topology sentinel" in result.stderr
+
+
+def test_only_a_single_redis_comes_back_with_older_data(options_run: list[ChaosOptions]) -> None:
+    result = CliRunner().invoke(program(), ["chaos", "--rewind", "--topology", "cluster"])
+    assert (result.exit_code, options_run) == (ExitCode.USAGE, [])
+    assert "omit --topology" in result.stderr
 
 
 def test_platforms_other_than_linux_are_refused(

@@ -38,7 +38,7 @@ pytestmark = [
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Deployment]:
-    async with Deployment(tmp_path_factory.mktemp("chaos"), workers=2, seed=1) as deployment:
+    async with Deployment(tmp_path_factory.mktemp("chaos"), workers=2, seed=1, rewinds=True) as deployment:
         yield deployment
     assert deployment.notes() == []
 
@@ -160,6 +160,23 @@ async def test_redis_has_several_outages_in_a_row(deployment: Deployment, monkey
     record("pause")
     assert await inject_fault(deployment, FaultKind.OUTAGES, "redis", 0.2) == ""
     assert outages == ["pause", "kill", "pause"]
+    assert await set_works(deployment)
+
+
+async def test_redis_comes_back_with_older_data(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert deployment.topology is not None
+    node = deployment.topology.node("redis")
+    node.call("SET", "before", "1")
+    kill = node.kill
+
+    def write_and_kill() -> None:
+        node.call("SET", "after", "1")
+        kill()
+
+    monkeypatch.setattr(node, "kill", write_and_kill)
+    assert await inject_fault(deployment, FaultKind.REWIND, "redis") == ""
+    assert node.call("MGET", "before", "after") == ["1", None]
+    assert not list(deployment.folder.glob("data-before-*"))
     assert await set_works(deployment)
 
 

@@ -58,6 +58,7 @@ def register(app: typer.Typer) -> None:
             "holdfast chaos --jobs 500 --faults 10 --seed 7",
             "holdfast chaos --long --report chaos.json",
             "holdfast chaos --topology sentinel --keep --folder /tmp/chaos",
+            "holdfast chaos --rewind",
         ),
     )(chaos)
 
@@ -86,6 +87,12 @@ async def chaos(
         int,
         typer.Option(min=0, max=1, help="With Sentinel and Cluster: replicas that a master needs to accept writes."),
     ] = 0,
+    rewind: Annotated[
+        bool,
+        typer.Option(
+            "--rewind", help="Also start Redis with data that is some seconds old, as after a restore of a snapshot."
+        ),
+    ] = False,
     redis_server: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="redis-server to run. Default: the one on PATH.", show_default=False),
@@ -109,9 +116,10 @@ async def chaos(
     """Run workers, upkeep, server, Redis and PostgreSQL on this machine, and inject faults chosen by a seed.
 
     Faults are kills, stops, restarts, repeated outages, jobs that end their workers, cut and slow connections, lost
-    replies, full disks, fail-overs and hung masters. Afterwards it repairs everything and checks that no accepted job
-    was lost, each has one outcome, effects happened at most once, only jobs that end their workers are poison pills and
-    nothing is left in Redis. Exit code 1 if a check fails. Uses its own stores: --url and --namespace have no effect.
+    replies, full disks, fail-overs, hung masters and, with --rewind, a Redis that comes back with older data.
+    Afterwards it repairs everything and checks that no accepted job was lost, each has one outcome, effects happened at
+    most once, only jobs that end their workers are poison pills and nothing is left in Redis. Exit code 1 if a check
+    fails. Uses its own stores: --url and --namespace have no effect.
     """
     if sys.platform != "linux":
         raise UsageError(f"holdfast chaos does not run on {sys.platform}; use Linux or a container")
@@ -129,7 +137,10 @@ async def chaos(
         rate=rate or 0.0,
         redis_binary=redis_server,
         min_replicas=min_replicas,
+        rewind=rewind,
     )
+    if rewind and topology is not TopologyName.SINGLE:
+        raise UsageError("--rewind is for a single Redis; omit --topology")
     if min_replicas and topology is TopologyName.SINGLE:
         raise UsageError(
             "--min-replicas needs replicas, and a single Redis has none; use --topology sentinel or cluster"

@@ -52,9 +52,10 @@ class VerificationPort(EnginePart, Protocol):
         """
         ...
 
-    async def open_gate(self, queue: str, epoch: str, *, verified: bool = True) -> bool:
+    async def open_gate(self, queue: str, epoch: str, *, verified: bool = True, corrected: bool = False) -> bool:
         """Open the gate in this epoch; return whether the engine still has it.
 
-        Appends an entry without events to the feed: a reader behind it has read all corrections.
+        If jobs were corrected, appends an entry without events to the feed. An engine that goes back to before the
+        corrections does not have it.
         """
         ...

@@ -391,8 +391,8 @@ class RedisEngine(Engine):
     async def correct(self, queue: str, epoch: str, jobs: Sequence[JobInfo]) -> list[bool] | None:
         return await self._recovery.correct(queue, epoch, jobs)
 
-    async def open_gate(self, queue: str, epoch: str, *, verified: bool = True) -> bool:
-        return await self._recovery.open_gate(queue, epoch, verified=verified)
+    async def open_gate(self, queue: str, epoch: str, *, verified: bool = True, corrected: bool = False) -> bool:
+        return await self._recovery.open_gate(queue, epoch, verified=verified, corrected=corrected)
 
     async def restore_keys(self, queue: str, keys: Sequence[SubmissionKey]) -> None:
         await self._recovery.restore_keys(queue, keys)

@@ -157,9 +157,9 @@ class EngineRecovery:
         ]
         return names, f"stream-{index} {last.decode()}" if last else f"stream-{index + 1} -"
 
-    async def open_gate(self, queue: str, epoch: str, *, verified: bool) -> bool:
+    async def open_gate(self, queue: str, epoch: str, *, verified: bool, corrected: bool) -> bool:
         keys = self._store.keys(queue)
-        arguments = [epoch, self._store.nonce(), self._store.feed_limit, int(verified)]
+        arguments = [epoch, self._store.nonce(), self._store.feed_limit, int(verified), int(corrected)]
         reply = await self._store.run(
             Purpose.OTHER, "open_gate", queue, [keys.control, keys.feed, keys.wake], arguments
         )

@@ -353,7 +353,7 @@ class SqliteEngine(SqliteReads, Engine):
     async def correct(self, queue: str, epoch: str, jobs: Sequence[JobInfo]) -> list[bool] | None:
         return None
 
-    async def open_gate(self, queue: str, epoch: str, *, verified: bool = True) -> bool:
+    async def open_gate(self, queue: str, epoch: str, *, verified: bool = True, corrected: bool = False) -> bool:
         return True
 
     async def restore_keys(self, queue: str, keys: Sequence[SubmissionKey]) -> None:

@@ -85,12 +85,13 @@ class Deployment:
         seed: int = 0,
         redis_binary: Path | None = None,
         min_replicas: int = 0,
+        rewinds: bool = False,
         settings: Mapping[str, str] | None = None,
     ) -> None:
         """`settings` are `HOLDFAST_…` variables that override `SETTINGS`.
 
-        A Redis master with fewer than `min_replicas` replicas accepts no writes. Raises `UsageError` if a server binary
-        is missing.
+        A Redis master with fewer than `min_replicas` replicas accepts no writes. With `rewinds`, a single Redis can
+        come back with older data. Raises `UsageError` if a server binary is missing.
         """
         self.folder = folder
         self.seed = seed
@@ -100,6 +101,7 @@ class Deployment:
         self._postgres_binary = find_postgres()
         self._topology_name = topology
         self._min_replicas = min_replicas
+        self._rewinds = rewinds
         self.topology: Topology | None = None
         self.parts: dict[str, Part] = {}
         #: All proxies to each store.
@@ -207,10 +209,14 @@ class Deployment:
             options |= {"min-replicas-to-write": str(self._min_replicas), "min-replicas-max-lag": _MAX_LAG_S}
         made = make_topology(self._topology_name, folder, binary=self._redis_binary, aof=True, options=options)
         for name, server in made.servers.items():
-            self._add(Part(name, server, _STORE | {FaultKind.OUTAGES} if disk is not None else _PROCESS, disk))
+            self._add(Part(name, server, self._redis_kinds if disk is not None else _PROCESS, disk))
         if made.can_fail_over:
             self.parts["redis"].kinds |= {FaultKind.FAIL_OVER, FaultKind.HAND_OVER, FaultKind.HANG}
         return made
+
+    @property
+    def _redis_kinds(self) -> frozenset[FaultKind]:
+        return _STORE | {FaultKind.OUTAGES, *([FaultKind.REWIND] if self._rewinds else [])}
 
     async def _start_programs(self) -> None:
         self._stack.push_async_callback(self._wait_for_isolated)

@@ -9,8 +9,10 @@ reopened and processes resumed; only `Deployment.heal` guarantees that all proce
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, suppress
+from pathlib import Path
 from random import Random
 from time import monotonic
 from typing import Final
@@ -44,6 +46,7 @@ _WEIGHTS: Final[Mapping[tuple[FaultKind, str], int]] = {
     (FaultKind.LOSE_REPLY, "server"): 3,
     (FaultKind.CRASH, "worker"): 3,
     (FaultKind.OUTAGES, "redis"): 3,
+    (FaultKind.REWIND, "redis"): 4,
     (FaultKind.STOP, "redis"): 2,
     (FaultKind.STOP, "postgres"): 2,
 }
@@ -57,6 +60,7 @@ _LASTING: Final[Mapping[FaultKind, tuple[float, float]]] = {
     FaultKind.FILL: (1.0, 4.0),
     FaultKind.HANG: (0.0, 2.0),
     FaultKind.OUTAGES: (6.0, 9.0),
+    FaultKind.REWIND: (0.3, 4.0),
 }
 #: Shares of the single outages; the first outlasts a lease. Between two of them, Redis works for a moment.
 _OUTAGES: Final = (0.6, 0.2, 0.2)
@@ -298,6 +302,39 @@ async def _interrupt(deployment: Deployment, part: Part, fault: Fault) -> str:
     return ""
 
 
+async def _rewind(deployment: Deployment, part: Part, fault: Fault) -> str:
+    """Start Redis with the data that it had some seconds before."""
+    disk, copy = part.disk, deployment.folder / f"data-before-fault-{fault.number}"
+    assert disk is not None
+    await do(lambda: _copy_data(part, disk.folder, copy))
+    try:
+        await asyncio.sleep(fault.seconds)
+        await do(lambda: _if_running(part, part.process.kill))
+        await do(lambda: _put_back(copy, disk.folder))
+    finally:
+        await do(lambda: shutil.rmtree(copy, ignore_errors=True))
+    await deployment.restart_part(part)
+    return ""
+
+
+def _copy_data(part: Part, data: Path, copy: Path) -> None:
+    # Paused, so that all files are of the same moment.
+    _if_running(part, part.process.pause)
+    try:
+        shutil.copytree(data, copy, ignore=shutil.ignore_patterns("temp-*", "*.log"))
+    finally:
+        part.process.resume()
+
+
+def _put_back(copy: Path, data: Path) -> None:
+    for path in data.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.suffix != ".log":
+            path.unlink()
+    shutil.copytree(copy, data, dirs_exist_ok=True)
+
+
 async def _crash(deployment: Deployment, part: Part, fault: Fault) -> str:
     """Submit a job that ends its worker, and wait until it has. Any worker may claim it."""
     if deployment.submit_crash is None or not (job_id := await deployment.submit_crash(fault.number)):
@@ -323,6 +360,7 @@ _INJECTORS: Final[Mapping[FaultKind, Callable[[Deployment, Part, Fault], Awaitab
     FaultKind.HAND_OVER: _fail_over,
     FaultKind.HANG: _fail_over,
     FaultKind.OUTAGES: _interrupt,
+    FaultKind.REWIND: _rewind,
     FaultKind.CRASH: _crash,
 }
 

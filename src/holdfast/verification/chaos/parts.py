@@ -133,6 +133,8 @@ class FaultKind(StrEnum):
     """The request is carried out; its reply is dropped and the connection cut."""
     FILL = "fill"
     """The disk under its data is full."""
+    REWIND = "rewind"
+    """Killed, and started with a copy of its data that was made some seconds before."""
     FAIL_OVER = "fail-over"
     """A master is killed with kill -9, and its replica is promoted (Sentinel, Cluster)."""
     HAND_OVER = "hand-over"

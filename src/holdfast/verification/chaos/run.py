@@ -64,6 +64,8 @@ class ChaosOptions(msgspec.Struct, frozen=True, kw_only=True):
     redis_binary: Path | None = None
     #: Replicas that a master needs to accept writes.
     min_replicas: int = 0
+    #: Redis can come back with older data.
+    rewind: bool = False
 
     @property
     def command(self) -> str:
@@ -72,6 +74,7 @@ class ChaosOptions(msgspec.Struct, frozen=True, kw_only=True):
         words += [f"--topology {self.topology} --workers {self.workers}"]
         words += [f"--rate {self.rate:g}"] if self.rate else []
         words += [f"--min-replicas {self.min_replicas}"] if self.min_replicas else []
+        words += ["--rewind"] if self.rewind else []
         words += [f"--redis-server {shlex.quote(str(self.redis_binary))}"] if self.redis_binary else []
         return " ".join(words)
 
@@ -109,6 +112,7 @@ async def run(
         seed=options.seed,
         redis_binary=options.redis_binary,
         min_replicas=options.min_replicas,
+        rewinds=options.rewind,
     )
     async with deployment:
         one = _ChaosRun(options, folder, deployment, on_progress)
@@ -311,7 +315,7 @@ class _ChaosRun:
             await asyncio.sleep(1)
 
     async def _report(self, load_s: float, leftovers: Sequence[str]) -> ChaosReport:
-        forgetful = self._options.topology != "single"
+        forgetful = self._options.topology != "single" or self._options.rewind
         settings = settings_of(self._deployment.direct) | {"reply_timeout_s": _CHECK_TIMEOUT_S}
         async with Holdfast(settings=Settings.load(**settings)) as app:
             ledger = backend_of(app).ledger

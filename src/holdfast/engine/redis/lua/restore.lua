@@ -11,7 +11,7 @@ local streams, last_key = declared_streams()
 local feed_key, retry, delayed, control, notices, wake = KEYS[5], KEYS[6], KEYS[10], KEYS[11], KEYS[12], KEYS[13]
 local parked = { suspended = KEYS[7], waiting_approval = KEYS[8], dlq_pending = KEYS[9], dlq_recorded = KEYS[9] }
 local assignment = new_assignment(streams, KEYS[14], control, ARGV[#ARGV - 1])
-local nonce, feed_limit, position, n = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[5])
+local nonce, feed_limit, position, n, group = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[5]), ARGV[#ARGV - 1]
 local epoch, ttl = ARGV[7], ARGV[8]
 local FIRST_KEY, FIRST_BODY, STRIDE = 16, 8, 8
 
@@ -42,6 +42,21 @@ local function is_due(state, record)
   local _, known_state = parse_record(record)
   return not is_ended(known_state) and (not only_ended or is_ended(state))
 end
+-- Whether a job is where it is to be: another verification has corrected it.
+local function is_there(record, state, body)
+  local position, known_state, _, packed = parse_record(record)
+  local index, id = split_position(position)
+  local attempts, retries
+  if index then
+    local entry = redis.call('XRANGE', streams[index + 1], id, id)[1]
+    if #pending(streams[index + 1], group, id, id, 1) > 0 then return false end
+    attempts, retries = string.match(entry and entry[2][2] or '', '^1 %S+ (%d+) (%d+) ')
+  else
+    local known_body = unpack_body(packed) or {}
+    attempts, retries = known_body[ATTEMPTS], known_body[RETRIES]
+  end
+  return known_state == (state == 'running' and 'queued' or state) and attempts == body[ATTEMPTS] and retries == body[RETRIES]
+end
 local lost, restored = {}, {}
 if epoch ~= '' then
   local undeclared = undeclared_positions(streams, { unpack(known, 1, n) })
@@ -53,7 +68,9 @@ for i = 1, n do
     restored[jobs[first + 1]] = true
     -- Unpacked here: it can fail, and no write may be followed by an error.
     local body = cmsgpack.unpack(ARGV[FIRST_BODY + i])
-    lost[#lost + 1] = { i, body, unpack(jobs, first + 1, first + STRIDE) }
+    if not known[i] or is_ended(jobs[first + 2]) or not is_there(known[i], jobs[first + 2], body) then
+      lost[#lost + 1] = { i, body, unpack(jobs, first + 1, first + STRIDE) }
+    end
     if is_ready(jobs[first + 2], jobs[first + 3]) then lane_for_tenant(assignment, body[TENANT]) end
   end
 end
@@ -66,7 +83,7 @@ local reply, moves, earliest, ended = { 'ok', '' }, {}, {}, {}
 local function remove(record, job_id)
   local index, id = split_position(position_of(record))
   if index then
-    redis.call('XACK', streams[index + 1], ARGV[#ARGV - 1], id)
+    redis.call('XACK', streams[index + 1], group, id)
     redis.call('XDEL', streams[index + 1], id)
   end
   for _, set in ipairs({ retry, KEYS[7], KEYS[8], KEYS[9], delayed, KEYS[15] }) do redis.call('ZREM', set, job_id) end
