@@ -14,13 +14,16 @@ from redis.asyncio import Redis
 from holdfast import Holdfast, Retry, State
 from holdfast.cli.session import local_principal
 from holdfast.core.job import Claim, JobKey
-from holdfast.core.verdict import Settlement, SettleResult, Succeed
+from holdfast.core.verdict import RetryLater, Settlement, SettleResult, Succeed
 from holdfast.errors import EngineUnavailable, JobCancelled, JobFailed, WaitTimeout
 from holdfast.execution.backend import backend_of
 from holdfast.ledger.queries.operator_filters import DeadLetterFilter
+from holdfast.ledger.verification import Verifier
 from holdfast.operations.operations import Operations
 from holdfast.verification.chaos.servers import RedisServer
 from tests.conftest import MakePostgres, MakeServer
+from tests.ledger.projection_rig import QUEUE
+from tests.upkeep.projector_rig import FAILURE, ProjectorRig
 from tests.worker.support import eventually, working
 
 pytestmark = [pytest.mark.redis, pytest.mark.faults]
@@ -325,3 +328,31 @@ class TestWithoutTheLedger:
                 assert "engine and ledger could not be compared" in caplog.text
                 postgres.start()
                 await eventually(lambda: is_verified_again(app), "the queue to be verified")
+
+
+async def test_a_ledger_that_is_behind_does_not_set_a_job_back(
+    make_redis: MakeServer, ledger_url: str, namespace: str
+) -> None:
+    """Its last entry is not in the feed, which looks as if the engine had gone back."""
+    redis = make_redis()
+    async with ProjectorRig(redis.url, ledger_url, namespace) as rig:
+        await rig.reopen_intake()
+        behind, ended = await rig.submit(2)
+        (first, second) = await rig.claim()
+        await rig.settle([second])
+        await rig.settle([first], RetryLater(0, FAILURE))
+        await rig.start()
+        await rig.wait_settled()
+        await rig.stop()
+        await rig.engine.promote([QUEUE], 10)
+        await rig.settle(await rig.claim(), RetryLater(600_000, FAILURE))
+        async with Redis.from_url(redis.url) as client:
+            async for key in client.scan_iter("*"):
+                if key.endswith(b"stream:feed"):
+                    await client.delete(key)
+                elif key.endswith(b"queue:control"):
+                    await client.hset(key, "cleared", "another")
+        await Verifier(rig.engine, rig.ledger).ensure(QUEUE)
+        (info, _) = await rig.engine.get(QUEUE, [behind, ended])
+        assert info is not None
+        assert (info.state, info.attempt, info.meta.retry_count) == (State.RETRYING, 2, 2)

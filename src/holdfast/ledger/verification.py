@@ -199,7 +199,7 @@ class Verifier:
         suspects = [
             key
             for key, known in recorded.items()
-            if not _agree(present[key], known.state, known.attempt, known.retry_count)
+            if _knows_better(known.state, known.attempt, known.retry_count, present[key])
         ]
         histories = await self._ledger.recovery.histories(suspects) if suspects else {}
         differing: list[JobInfo] = []
@@ -209,14 +209,19 @@ class Verifier:
             except IncompleteHistory as exc:
                 _log.error("cannot compare job %s of queue %s: %s", key.job_id, queue, exc)
                 continue
-            if not _agree(present[key], job.state, job.attempt, job.meta.retry_count):
+            if _knows_better(job.state, job.attempt, job.meta.retry_count, present[key]):
                 result = recorded[key].result
                 differing.append(job if result is None else msgspec.structs.replace(job, result=result.encode()))
         return differing
 
 
-def _agree(job: JobInfo | None, state: State, attempt: int, retry_count: int) -> bool:
-    """Whether the engine has the job as the ledger does: a job whose lease is lost is ready again."""
-    if job is None or (job.attempt, job.meta.retry_count) != (attempt, retry_count):
+def _knows_better(state: State, attempt: int, retry_count: int, job: JobInfo | None) -> bool:
+    """Whether the ledger, with these values, is ahead of the engine, which has the job like this."""
+    if job is None or state in FINAL:
+        return True
+    if attempt < job.attempt:
+        # The ledger itself is behind.
         return False
-    return job.state is state or (job.state is State.QUEUED and state is State.RUNNING)
+    # A job whose lease is lost is ready again.
+    is_same = job.state is state or (job.state is State.QUEUED and state is State.RUNNING)
+    return not is_same or (attempt, retry_count) != (job.attempt, job.meta.retry_count)
