@@ -345,10 +345,10 @@ def renew(
             lost.append(lease)
         else:
             renewed[row.id] = (row.id, row.claim_seq, row.deliveries, row.worker)
-            policy.note_renewed(row.queue, row.lease_expires_at or 0)
             if lease in heartbeats:
                 beating.setdefault(row.queue, []).append(row.id)
     if renewed:
+        policy.note_outages(transaction, renewed)
         until = policy.clock.now_ms() + policy.options.visibility_timeout_ms
         _, count = transaction.bulk("renew", list(renewed.values()), before=(until,))
         require_rows(count, len(renewed), "renew")

@@ -94,7 +94,6 @@ class LeaseRow(msgspec.Struct, array_like=True, frozen=True):
     attempt: int
     last_seq: int
     run_at: int | None
-    lease_expires_at: int | None
 
     def fence(self, lease: Lease, token: str) -> SettleResult:
         """Whether this lease still holds: the job runs, with this worker, position and delivery count.

@@ -19,10 +19,11 @@ from holdfast.clock import Clock
 from holdfast.core.job import MAX_BATCH, Lease
 from holdfast.engine.outage_watch import OUTAGE_LEASES, OutageWatch
 from holdfast.engine.port.jobs import EngineOptions, RetryVia
+from holdfast.engine.sqlite.rows import NAMES
 from holdfast.engine.sqlite.schema import prepare_schema
 from holdfast.errors import EngineUnavailable
 from holdfast.sqlite.connection import _PAIRS, DatabaseFile, ReaderThread
-from holdfast.sqlite.transaction import CommitNotices, json_list
+from holdfast.sqlite.transaction import CommitNotices, Transaction, json_list
 from holdfast.sqlite.writer import CommitSubscriber, Writer, acquire_writer, release_writer
 
 
@@ -263,11 +264,12 @@ class EngineContext:
         recent = ended_ms is not None and self.clock.now_ms() - ended_ms < self.options.visibility_timeout_ms
         return recent and not self.watch.has_ended(lease)
 
-    def note_renewed(self, queue: str, expired_at_ms: int) -> None:
-        """Note the renewal of a lease: of one that had expired long before, it proves an outage."""
+    def note_outages(self, transaction: Transaction, renewed: Iterable[int]) -> None:
+        """Note the renewal of leases: of one that had expired long before, it proves an outage."""
         now_ms = self.clock.now_ms()
-        if now_ms - expired_at_ms >= (OUTAGE_LEASES - 1) * self.options.visibility_timeout_ms:
-            self.watch.outages_ms[queue] = now_ms
+        expired_at_ms = now_ms - round((OUTAGE_LEASES - 1) * self.options.visibility_timeout_ms)
+        queues = transaction.rows("long_expired", NAMES, ids=json_list(list(renewed)), at=expired_at_ms)
+        self.watch.outages_ms.update(dict.fromkeys(queues, now_ms))
 
     def retries_in_pending(self, queue: str) -> bool:
         return self.options.retry_via.get(queue) is RetryVia.PENDING

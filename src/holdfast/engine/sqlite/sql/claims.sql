@@ -156,9 +156,16 @@ SELECT json_group_array(json_array(
 -- Takes  :ids (a JSON list)
 -- Gives  lease rows
 SELECT json_group_array(json_array(
-           id, queue, job_id, state, claim_seq, deliveries, worker, token, attempt, last_seq, run_at, lease_expires_at))
+           id, queue, job_id, state, claim_seq, deliveries, worker, token, attempt, last_seq, run_at))
   FROM jobs
  WHERE id IN (SELECT value FROM json_each(:ids))
+
+-- name: long_expired
+-- The queues of leases that had expired at this time.
+-- Takes  :ids (a JSON list), :at
+-- Gives  queues
+SELECT json_group_array(DISTINCT queue) FROM jobs
+ WHERE id IN (SELECT value FROM json_each(:ids)) AND lease_expires_at <= :at
 
 -- name: renew
 -- Extend leases.
