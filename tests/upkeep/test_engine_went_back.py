@@ -220,7 +220,7 @@ async def test_a_replay_is_in_the_ledger_when_it_is_confirmed(make_redis: MakeSe
         jobs = [await work.submit(number) for number in range(5)]
         await wait_recorded(app, jobs, State.FAILED)
         for row in (await operations.list(ada, DeadLetterFilter())).dead_letters:
-            done = await operations.replay(ada, row.dlq_id, reason="fixed")
+            done = await operations.replay(ada, row.dlq_id, reason="fixed", waits=True)
             assert await ledger.recovery.recorded([JobKey("default", "default", done.job_id)])
 
 

@@ -157,6 +157,27 @@ async def test_a_worker_for_suspects_waits_after_an_outage(
         assert [await job.state() for job in jobs] == [State.SUCCEEDED] * 2
 
 
+async def test_a_worker_for_suspects_searches_twice(
+    app: Holdfast, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine was settling when it was searched, and no longer is when it is asked."""
+    overlap = Overlap(app)
+    async with app:
+        jobs = [await overlap.task.submit() for _ in range(2)]
+        await _lose(app, clock, 2)
+        engine: Any = app.engine
+        reclaim, calls = engine.reclaim, list[int]()
+
+        async def reclaim_every_other(*arguments: Any, **options: Any) -> Any:
+            calls.append(len(calls))
+            return [] if len(calls) % 2 else await reclaim(*arguments, **options)
+
+        monkeypatch.setattr(engine, "reclaim", reclaim_every_other)
+        async with asyncio.timeout(60):
+            await Worker(app, upkeep=False, on_cleared=lambda: None).run()
+        assert [await job.state() for job in jobs] == [State.SUCCEEDED] * 2
+
+
 async def test_a_suspect_that_runs_for_a_lease_is_cleared(engine_url: str, namespace: str) -> None:
     """Its process makes room for the next one, and ends with it."""
     app = Holdfast(

@@ -177,8 +177,11 @@ class DeadLetterOperations:
         payload: bytes | None = None,
         again: bool = False,
         idempotency_key: str | None = None,
+        waits: bool = False,
     ) -> ReplayResult:
         """Submit the dead letter as a new job, with its original or an edited payload.
+
+        If it `waits`, returns when the ledger has the job, or after a moment: until then the engine may lose it.
 
         With an `idempotency_key` the call can be repeated: the same key is the same replay, for the idempotency window
         of the engine. Raises `ReplayKeyReused` if the key was used with another dead letter, another payload or
@@ -190,7 +193,9 @@ class DeadLetterOperations:
         """
         principal.require(Permission.OPERATE)
         key = None if idempotency_key is None else self._replay_key(idempotency_key, dlq_id, payload, again)
-        return await self._replay(principal, principal.visible_tenants, dlq_id, reason, payload, key, again)
+        return await self._replay(
+            principal, principal.visible_tenants, dlq_id, reason, payload, key, again, waits=waits
+        )
 
     async def replay_many(
         self,
@@ -209,9 +214,7 @@ class DeadLetterOperations:
 
         async def act(dead_letter: DeadLetterRow) -> BulkResult:
             try:
-                replayed = await self._replay(
-                    principal, [dead_letter.tenant_id], dead_letter.dlq_id, reason, waits=False
-                )
+                replayed = await self._replay(principal, [dead_letter.tenant_id], dead_letter.dlq_id, reason)
             except AlreadyReplayed as exc:
                 # Another caller was faster.
                 return BulkResult(
@@ -334,7 +337,7 @@ class DeadLetterOperations:
         key: ReplayKey | None = None,
         again: bool = False,
         *,
-        waits: bool = True,
+        waits: bool = False,
     ) -> ReplayResult:
         row = await self._operators.reserve_replay(
             tenants,
@@ -372,7 +375,7 @@ class DeadLetterOperations:
             await self._operators.cancel_replay(row, actor=principal.name, reason=str(exc))
             raise
         if waits and self._ledger.projection is not None:
-            # Until the ledger has the job, the engine may lose it: the mark lets upkeep submit it again.
+            # The mark lets upkeep submit it again.
             key = JobKey(row.tenant_id, row.queue, row.new_job_id)
             await self._ledger.projection.wait_recorded([key], _RECORDED_MS)
         await self._operators.mark_submitted([row])

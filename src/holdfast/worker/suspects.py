@@ -64,10 +64,12 @@ class SuspectFetcher(Fetcher):
         super().__init__(*arguments, **options)
         self._on_cleared = on_cleared
         self._on_end = on_end
+        self._found_none = False
 
     async def _run_once(self) -> None:
         await self.wait_idle(math.inf)
         if await self.run_suspect(self._settings.visibility_timeout_s):
+            self._found_none = False
             if self.is_idle:
                 return
             # The next suspect belongs to another process: this one has released its lock.
@@ -76,6 +78,10 @@ class SuspectFetcher(Fetcher):
         elif self._engine.is_settling(self._queues):
             # After an outage, there may be suspects that are not reclaimed yet.
             await asyncio.sleep(self._reclaim_pause())
+            return
+        elif not self._found_none:
+            # Again: the engine may have been settling at the time of the search.
+            self._found_none = True
             return
         self._on_end()
         await asyncio.Event().wait()

@@ -306,6 +306,7 @@ async def replay(call: Call) -> Reply:
             payload=payload,
             again=request.again,
             idempotency_key=call.header("idempotency-key"),
+            waits=True,
         )
     except InvalidPayload as exc:
         raise PayloadRejected(str(exc)) from exc
