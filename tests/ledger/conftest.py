@@ -8,14 +8,25 @@ from pathlib import Path
 import pytest
 
 from holdfast.clock import SystemClock
+from holdfast.ledger.port.ledger import Ledger
 from holdfast.ledger.postgres.ledger import PostgresLedger
 from holdfast.ledger.postgres.store import PostgresStore
 from holdfast.ledger.sqlite.embedded import EmbeddedLedger
 from holdfast.ledger.sqlite.ledger import SqliteLedger
 from holdfast.ledger.sqlite.store import SqliteLedgerStore, prepare_ledger
 from holdfast.sqlite.connection import DatabaseFile
+from tests.ledger.projection_rig import open_ledger
 
 AnyLedger = PostgresLedger | SqliteLedger | EmbeddedLedger
+
+
+@pytest.fixture
+async def ledger(ledger_url: str) -> AsyncIterator[Ledger]:
+    """A ledger with its own store, for what an embedded one does not do."""
+    ledger = open_ledger(ledger_url)
+    await ledger.open()
+    yield ledger
+    await ledger.close()
 
 
 @pytest.fixture(params=["postgres", "sqlite", "embedded"])

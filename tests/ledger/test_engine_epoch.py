@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 import pytest
 
 from holdfast.core.job import JobKey
 from holdfast.core.states import State
 from holdfast.ledger.port.ledger import FeedPosition, Ledger, PositionMoved, RecordedState
-from tests.ledger.projection_rig import LEASE_MS, QUEUE, Feed, FeedWriter, open_ledger
-
-
-@pytest.fixture
-async def ledger(ledger_url: str) -> AsyncIterator[Ledger]:
-    ledger = open_ledger(ledger_url)
-    await ledger.open()
-    yield ledger
-    await ledger.close()
+from tests.ledger.projection_rig import LEASE_MS, QUEUE, Feed, FeedWriter
 
 
 async def test_a_batch_of_an_earlier_epoch_is_refused(ledger: Ledger) -> None:

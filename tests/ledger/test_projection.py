@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -29,14 +28,6 @@ from tests.ledger.projection_rig import (
 )
 
 _S = State
-
-
-@pytest.fixture
-async def ledger(ledger_url: str) -> AsyncIterator[Ledger]:
-    ledger = open_ledger(ledger_url)
-    await ledger.open()
-    yield ledger
-    await ledger.close()
 
 
 @pytest.fixture

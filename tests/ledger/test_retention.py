@@ -32,19 +32,10 @@ from holdfast.schema import (
 from holdfast.settings import Settings
 from holdfast.upkeep.ledger_tasks import BATCH, LedgerPruner
 from tests.ledger.histories import History, S, open_engine, write
-from tests.ledger.projection_rig import open_ledger
 
 NOW = datetime.now(UTC)
 OLD, RECENT = NOW - timedelta(days=40), NOW - timedelta(days=20)
 KEEP_MS = 30 * 86_400_000
-
-
-@pytest.fixture
-async def ledger(ledger_url: str) -> AsyncIterator[Ledger]:
-    ledger = open_ledger(ledger_url)
-    await ledger.open()
-    yield ledger
-    await ledger.close()
 
 
 @pytest.fixture
