@@ -31,7 +31,7 @@ from holdfast.engine.port.feed import FeedPort, FeedReadPort
 from holdfast.errors import FeedDetached, InvalidOption, LedgerUnavailable, SchemaMismatch
 
 if TYPE_CHECKING:
-    from holdfast.ledger.port.ledger import Ledger, ProjectionReadPort
+    from holdfast.ledger.port.ledger import FeedPosition, Ledger, ProjectionReadPort
 
 
 _log: Final = logging.getLogger("holdfast.ledger")
@@ -161,6 +161,12 @@ async def _restore_keys(engine: FeedPort, ledger: Ledger, queue: str, probe: Led
     return count
 
 
+async def is_in_feed(engine: FeedReadPort, queue: str, position: FeedPosition) -> bool:
+    """Whether the feed has this entry, with its nonce."""
+    entries = await engine.read_feed(queue, position.position, 1)
+    return bool(entries) and (entries[0].position, entries[0].nonce) == (position.position, position.nonce)
+
+
 async def has_what_was_read(engine: FeedReadPort, projection: ProjectionReadPort, queue: str) -> bool:
     """Whether the engine has everything that the ledger has read.
 
@@ -168,8 +174,7 @@ async def has_what_was_read(engine: FeedReadPort, projection: ProjectionReadPort
     """
     position = await projection.position(queue)
     while position.position:
-        entries = await engine.read_feed(queue, position.position, 1)
-        if entries and (entries[0].position, entries[0].nonce) == (position.position, position.nonce):
+        if await is_in_feed(engine, queue, position):
             return True
         # Otherwise the entry may have been trimmed, because the ledger has read further.
         before, position = position, await projection.position(queue)

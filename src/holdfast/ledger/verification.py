@@ -35,7 +35,7 @@ from holdfast.core.states import FINAL, State
 from holdfast.engine.port import Engine
 from holdfast.engine.port.verification import JobName
 from holdfast.errors import HoldfastError, Unavailable
-from holdfast.ledger.reopen_intake import has_what_was_read
+from holdfast.ledger.reopen_intake import has_what_was_read, is_in_feed
 
 if TYPE_CHECKING:
     from holdfast.ledger.port.ledger import FeedPosition, Ledger, Projection
@@ -90,7 +90,7 @@ class Verifier:
         gate = await self._engine.gate(queue)
         if gate.is_open:
             return True
-        if position.position and not await self._is_in_feed(queue, position):
+        if position.position and not await is_in_feed(self._engine, queue, position):
             return False
         return await self._engine.open_gate(queue, gate.epoch, verified=False)
 
@@ -142,7 +142,7 @@ class Verifier:
 
     async def _compare(self, queue: str, epoch: str, position: FeedPosition) -> bool:
         """Correct the engine if it went back, and open the gate; False if another verification was faster."""
-        went_back = bool(position.position) and not await self._has(queue, position)
+        went_back = bool(position.position) and not await has_what_was_read(self._engine, self._projection, queue)
         if went_back:
             corrected = await self._correct(queue, epoch)
             if corrected is None:
@@ -157,15 +157,6 @@ class Verifier:
                 moved,
             )
         return await self._engine.open_gate(queue, epoch, corrected=went_back)
-
-    async def _has(self, queue: str, position: FeedPosition) -> bool:
-        """Whether the engine has everything that the ledger has read."""
-        # Otherwise the entry may have been trimmed since.
-        return await self._is_in_feed(queue, position) or await has_what_was_read(self._engine, self._projection, queue)
-
-    async def _is_in_feed(self, queue: str, position: FeedPosition) -> bool:
-        entries = await self._engine.read_feed(queue, position.position, 1)
-        return bool(entries) and (entries[0].position, entries[0].nonce) == (position.position, position.nonce)
 
     async def _correct(self, queue: str, epoch: str) -> tuple[int, int] | None:
         """Correct all open jobs of the engine; return how many ended and how many moved, None if it is too late."""

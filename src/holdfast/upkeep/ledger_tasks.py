@@ -27,7 +27,6 @@ from holdfast.engine.port import Engine
 from holdfast.errors import HoldfastError, LedgerUnavailable, Unavailable
 from holdfast.extras import loop_factory
 from holdfast.ledger.port.ledger import Ledger
-from holdfast.ledger.verification import OPENS_AFTER_S
 from holdfast.settings import Settings
 from holdfast.upkeep.announcements import AnnouncementCopier
 from holdfast.upkeep.dispatch import ApprovalDelivery, ReplaySubmission, WebhookDispatcher
@@ -57,16 +56,13 @@ class ProjectorThread:
         *,
         name: str = "",
         on_fork: Callable[[str], None] | None = None,
-        opens_after_s: float | None = OPENS_AFTER_S,
     ) -> None:
         """`on_fork` is called on the creating event loop, with the queue of a feed that has forked."""
         self._engine = engine
         self._ledger = ledger
         self._home = asyncio.get_running_loop()
         self._on_fork = on_fork
-        self.projector = Projector(
-            engine, ledger, queues, name=name, on_fork=self._notify_fork, opens_after_s=opens_after_s
-        )
+        self.projector = Projector(engine, ledger, queues, name=name, on_fork=self._notify_fork)
         self._thread = LoopThread("holdfast-projector", self._live, loop_factory())
 
     def start(self) -> None:
@@ -200,12 +196,7 @@ class LedgerTasks:
             self._reconciler = Reconciler(engine, ledger, queues, interval_s=settings.reconcile_interval_s)
         if separate and project:
             self._projector_thread = ProjectorThread(
-                engine.clone(),
-                ledger.clone(),
-                queues,
-                name=name,
-                on_fork=lambda _: self._wake(),
-                opens_after_s=settings.opens_unverified_after_s,
+                engine.clone(), ledger.clone(), queues, name=name, on_fork=lambda _: self._wake()
             )
         self._tasks: list[asyncio.Task[None]] = []
 

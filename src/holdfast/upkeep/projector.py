@@ -35,7 +35,7 @@ from holdfast.errors import HoldfastError, LedgerUnavailable, Unavailable
 from holdfast.identity import new_identity
 from holdfast.ledger.port.ledger import FeedPosition, Ledger, PositionMoved, ProjectionResult
 from holdfast.ledger.reopen_intake import reopen_intake
-from holdfast.ledger.verification import OPENS_AFTER_S, Verifier
+from holdfast.ledger.verification import Verifier
 from holdfast.observe.counters import Counters
 from holdfast.upkeep.dead_letters import DeadLetterConfirmer
 from holdfast.upkeep.feed_cursor import SMALLEST_SHARE, FeedCursor, FeedFailure, FeedForked, PendingBatch, is_enough
@@ -83,7 +83,6 @@ class Projector:
         lease_ms: int = LEASE_MS,
         linger_s: float = LINGER_S,
         round_s: float = _ROUND_S,
-        opens_after_s: float | None = OPENS_AFTER_S,
     ) -> None:
         """`on_fork` is called with the queue of a feed that has forked, where jobs may be lost."""
         assert ledger.projection is not None
@@ -97,7 +96,7 @@ class Projector:
         self._lease_ms = lease_ms
         self._linger_s = linger_s
         self._round_s = round_s
-        self._verifier = Verifier(engine, ledger, opens_after_s)
+        self._verifier = Verifier(engine, ledger)
         #: Queue → an entry at or after the last one that the ledger has: the end of the last batch, written or not.
         self._known: dict[str, FeedPosition] = {}
         self._cursors: dict[str, FeedCursor] = {}

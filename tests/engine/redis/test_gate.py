@@ -162,6 +162,22 @@ async def test_a_job_that_ended_in_the_ledger_ends(
     assert await rig.view(job_id) == ended
 
 
+async def test_a_job_whose_record_cannot_be_read_keeps_its_end(redis_harness: RedisHarness, rig: Rig) -> None:
+    """Another program has changed the record. Where its message is, is not known: the job may run again, in vain."""
+    other, _ = await rig.put_in(State.SUCCEEDED)
+    job_id = await rig.submit_one()
+    await redis_harness.redis.set(redis_harness.keys(QUEUE).job(job_id), b"\xff garbage")
+    ended = msgspec.structs.replace(await rig.view(other), job_id=job_id, idempotency_key=job_id)
+    await close_gate(redis_harness)
+    assert await rig.engine.correct(QUEUE, await rig.engine.epoch(QUEUE), [ended]) == [True]
+    assert await rig.view(job_id) == ended
+    await open_queue(rig.engine, QUEUE)
+    for claim in await rig.claim():
+        assert await rig.succeed(claim) != [SettleResult.APPLIED]
+    assert await rig.view(job_id) == ended
+    assert await rig.claim() == []
+
+
 @pytest.mark.parametrize("state", [each for each in OPEN if each is not State.QUEUED])
 async def test_a_job_is_corrected_once(redis_harness: RedisHarness, rig: Rig, state: State) -> None:
     """Several processes verify at a time; each has read the job before another one corrected it."""

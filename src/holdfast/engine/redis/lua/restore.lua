@@ -35,7 +35,8 @@ local reader = redis.call('HGET', control, 'reader')
 local at = now_ms()
 local now = format_integer(at)
 local function is_ready(state, due) return state == 'running' or (state == 'queued' and due <= at) end
-local function is_ended(state) return not next(MOVES[state] or {}) end
+-- A record that cannot be read has no state: such a job has not ended.
+local function is_ended(state) return MOVES[state] and not next(MOVES[state]) end
 -- Whether this job is written: a lost one if it is still unknown, in a verification one that has not ended.
 local function is_due(state, record)
   if not record or epoch == '' then return not record end
